@@ -201,7 +201,8 @@ def memory(run: Run) -> dict[str, float]:
     prefill = prompts * 3 * (FP32 * policy.hidden + width * policy.widest)
     sampling = max(3 * FP32 * rows * policy.vocab, prefill)
     logits = LOGIT_COPIES * FP32 * min(run.chunk, tokens * ppo.response_length // row * policy.vocab)
-    logits += 2 * FP32 * policy.vocab * policy.hidden  # the head's gradient of a micro-batch and of a chunk
+    if not ppo.lora:
+        logits += 2 * FP32 * policy.vocab * policy.hidden  # the head's gradient, of a micro-batch and a chunk
     parts["sampling, logits"] = max(sampling, logits)
     gathered, live, start = 0, 0, 0
     if is_sharded:  # the whole policy to sample; in a pass some layers

@@ -122,8 +122,8 @@ def update_flops(workload: Workload, query: float, response: float) -> float:
     settings, actor_critic = workload.settings, workload.actor_critic
     policy = forward_flops(actor_critic.policy, query, response, logits=True)
     critic = 0.0
-    if isinstance(actor_critic.value, TokenScores):
-        critic = forward_flops(actor_critic.value.model, query, response, logits=False)
+    if isinstance(actor_critic.critic, TokenScores):
+        critic = forward_flops(actor_critic.critic.model, query, response, logits=False)
     reward = sum(
         forward_flops(one.model, query, response, logits=False) for one in workload.scorers.reward_models
     )

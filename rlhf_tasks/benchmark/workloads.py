@@ -176,7 +176,13 @@ def of_params(dist: Distributed, config: Config, root: Path, scratch: Path, num_
             "`rlhf bench` measures the sampler of the stage itself; set ppo.sampler.kind to policy for it"
         )
     episodes = view.ppo.rollout_batch_size * num_updates
-    settings = view.ppo.model_copy(update={"total_episodes": episodes, "critic_warmup": None, "guards": None})
+    settings = view.ppo.model_copy(
+        update={
+            "total_episodes": episodes,
+            "advantages": _without_warmup(view.ppo, view.ppo.critic),
+            "guards": None,
+        }
+    )
     random = _fill(config, Paths(root), Paths(scratch))
     paths = Paths(scratch)
     tokenizer = load_tokenizer(paths.sft)

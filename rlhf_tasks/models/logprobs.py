@@ -180,7 +180,7 @@ class _ChunkedStats(torch.autograd.Function):
             for x, is_needed in zip((hidden, weight, bias), needs, strict=True)
         ]
         for rows in _chunks(len(hidden), len(weight), hidden.device):
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
                 own = [None if x is None else x.detach() for x in (hidden[rows], weight, bias)]
                 wanted = [
                     x.requires_grad_() for x, yes in zip(own, needs, strict=True) if yes and x is not None

@@ -46,7 +46,7 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> tuple[Tensor, 
     `logprobs` are those of the policy in training. Metrics are logged as means over all real tokens.
     """
     base = batch.ref_logprobs if config.ratio_from == "reference" else batch.logprobs
-    loss, is_clipped = policy_loss(
+    loss, is_clipped = clipped_surrogate(
         logprobs - base, batch.advantages, config.cliprange, config.cliprange_high, config.dual_clip
     )
     return loss, {"policy/clipfrac_avg": is_clipped}
@@ -74,7 +74,7 @@ class TokenLoss(NamedTuple):
     """bool: the clipped term is the loss, and this token has no gradient."""
 
 
-def policy_loss(
+def clipped_surrogate(
     log_ratio: Tensor,
     advantages: Tensor,
     cliprange: float,
@@ -101,7 +101,7 @@ def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -
     """min(π_old / π_sampler, cap) of each token: corrects for the mismatch of sampler and trainer.
 
     Truncated importance sampling (Ionides 2008): the cap bounds the variance, and gives a bias only to tokens
-    above it. The ratio of `policy_loss` is to π_old, so that the clip range keeps its meaning when the
+    above it. The ratio of `clipped_surrogate` is to π_old, so that the clip range keeps its meaning when the
     sampler had older weights (the decoupled objective of arXiv 2110.00641).
     """
     return (logprobs - sampler_logprobs).exp().clamp_max(cap)

@@ -129,7 +129,7 @@ def check_models(
     Raises:
         UserError: naming what differs, by how much, and the likely cause.
     """
-    policy, critic = actor_critic.policy, actor_critic.value
+    policy, critic = actor_critic.policy, actor_critic.critic
     longest, pad = max(map(len, prompts)) + settings.response_length, tokenizer.pad_token_id
     checks.check_positions(policy.config, longest, "models/sft")
     queries = checks.pick_prompts(prompts)

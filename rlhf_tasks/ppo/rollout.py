@@ -90,14 +90,14 @@ class ActorCritic(nn.Module):
     The critic is a model of its own, a head on the policy's trunk, or there is none.
     """
 
-    def __init__(self, policy: PreTrainedModel, value: TokenScores | ValueHead | NoCritic) -> None:
+    def __init__(self, policy: PreTrainedModel, critic: TokenScores | ValueHead | NoCritic) -> None:
         super().__init__()
-        self.policy, self.value = policy, value
+        self.policy, self.critic = policy, critic
 
     def forward(
         self, batch: Batch, temperature: float = 1.0, *, entropy_grad: bool = False, with_values: bool = True
     ) -> tuple[TokenStats, Tensor | None]:
-        """The policy's statistics, (B, R) each, and (B, R + 1) values, or None `with_values=False`.
+        """The policy's statistics, (B, R) each, and (B, R + 1) values, or None with `with_values=False`.
 
         `values[:, t]` is the value of the state before response token t; the one after a row's last token
         follows it.
@@ -105,13 +105,15 @@ class ActorCritic(nn.Module):
         stats = token_stats(self.policy, batch, temperature, entropy_grad=entropy_grad)
         if not with_values:
             return stats, None
-        if isinstance(self.value, ValueHead):
-            return stats, _left_aligned(self.value(stats.states).squeeze(-1).float(), batch)
+        if isinstance(self.critic, ValueHead):
+            with torch.autocast(stats.states.device.type, enabled=False):  # 16 bits would round the values
+                values = self.critic(stats.states.to(self.critic.weight.dtype)).squeeze(-1).float()
+            return stats, _left_aligned(values, batch)
         return stats, self.values(batch)
 
     def values(self, batch: Batch) -> Tensor:
         """The (B, R + 1) values alone, of a critic with a trunk of its own."""
-        return _left_aligned(self.value(batch), batch)
+        return _left_aligned(self.critic(batch), batch)
 
 
 def _left_aligned(values: Tensor, batch: Batch) -> Tensor:
@@ -201,7 +203,7 @@ def score_rollout(
         with dist.autocast():
             ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
             stats = None
-            if recomputes or isinstance(model.value, ValueHead):
+            if recomputes or isinstance(model.critic, ValueHead):
                 stats, state_values = model(batch, config.temperature)  # (b, r), (b, r + 1)
             else:
                 state_values = model.values(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,20 +54,20 @@ class TrainState:
     """All that one update leaves to the next. A snapshot holds this, and a roll back returns to it."""
 
     actor_critic: ActorCritic
-    model: nn.Module
+    wrapped: nn.Module
     """The actor-critic wrapped for DDP, ZeRO or FSDP2: what is called where a pass needs gradients."""
     optimizer: torch.optim.Optimizer
     num_policy_groups: int
     """The optimizer's first groups; the others are the critic's."""
     reference: Reference
     sampler: Sampler
-    shuffling: torch.Generator
+    order_rng: torch.Generator
     """Draws prompts, demonstrations and minibatches; on the CPU, of the same state on all ranks."""
-    sampling: torch.Generator
+    token_rng: torch.Generator
     """Draws tokens; on the device, of the same state on all ranks."""
     prompts: Queue
     ptx: Queue | None
-    scaler: ScoreScaler
+    score_scaler: ScoreScaler
     guards: Guards | None
     kl_coef: float
     penalty_beta: float
@@ -87,7 +88,7 @@ class TrainState:
     roll_backs: int = 0
     num_rollouts: int = 0
     """All rollouts, those of updates that were rolled back included: it never falls."""
-    undone: int = 0
+    undone_episodes: int = 0
     """Episodes that were rolled back: curves continue behind them, so that no point is overwritten."""
     trips: list[dict[str, Any]] = field(default_factory=list)
     """The guards' trips with the episode of the curves, those before a roll back included."""
@@ -96,36 +97,36 @@ class TrainState:
     newest: dict[str, Any] = field(default_factory=dict)
     """The newest training state; it is good too if the next rollout passes all guards."""
 
-    def training(self, dist: Distributed) -> dict[str, Any]:
+    def rollback_state(self, dist: Distributed) -> dict[str, Any]:
         """What a roll back returns to. `shared` is equal on all ranks; the generators are each rank's own."""
         moving = self.reference if isinstance(self.reference, FrozenCopy) and self.reference.moves else None
         shared = {
-            "weights": dist.training_state(self.model, self.optimizer),
+            "weights": dist.training_state(self.wrapped, self.optimizer),
             "reference": sharding.weights_of(moving.model) if moving else {},
             "sampler": self.sampler.state_dict(),
             "prompts": list(self.prompts.waiting),
             "ptx": list(self.ptx.waiting) if self.ptx else [],
-            "shuffling": self.shuffling.get_state(),
-            "scaler": self.scaler.state_dict(),
+            "order_rng": self.order_rng.get_state(),
+            "score_scaler": self.score_scaler.state_dict(),
             "guards": self.guards.state_dict() if self.guards else {},
             "budgets": [self.budget.state_dict(), self.scoring_budget.state_dict()],
             "evaluation": vars(self.evaluation) | {"responses": list(self.evaluation.responses)},
             "plain": {name: getattr(self, name) for name in PLAIN} | {"metrics": dict(self.metrics)},
         }
-        return {"shared": shared, "sampling": self.sampling.get_state(), "rng": dist.rng_state()}
+        return {"shared": shared, "token_rng": self.token_rng.get_state(), "rng": dist.rng_state()}
 
-    def load_training(self, dist: Distributed, state: dict[str, Any]) -> None:
-        """Restore `training`."""
+    def load_rollback_state(self, dist: Distributed, state: dict[str, Any]) -> None:
+        """Restore `rollback_state`."""
         shared = state["shared"]
-        dist.load_training_state(self.model, self.optimizer, shared["weights"])
+        dist.load_training_state(self.wrapped, self.optimizer, shared["weights"])
         if isinstance(self.reference, FrozenCopy) and self.reference.moves:
             sharding.load_weights(self.reference.model, shared["reference"])
         self.sampler.load_state_dict(shared["sampler"])
         self.prompts.waiting = list(shared["prompts"])
         if self.ptx:
             self.ptx.waiting = list(shared["ptx"])
-        self.shuffling.set_state(shared["shuffling"])
-        self.scaler.load_state_dict(shared["scaler"])
+        self.order_rng.set_state(shared["order_rng"])
+        self.score_scaler.load_state_dict(shared["score_scaler"])
         if self.guards:
             self.guards.load_state_dict(shared["guards"])
         for budget, own in zip((self.budget, self.scoring_budget), shared["budgets"], strict=True):
@@ -134,23 +135,25 @@ class TrainState:
         self.evaluation.weights = sharding.kept(self.actor_critic.policy, self.evaluation.weights)
         for name, value in shared["plain"].items():
             setattr(self, name, value)
-        self.sampling.set_state(state["sampling"])
+        self.token_rng.set_state(state["token_rng"])
         dist.set_rng_state(state["rng"])
 
     def state_dict(self, dist: Distributed) -> dict[str, Any]:
         """The content of a snapshot, but for the tracker's."""
-        return self.training(dist) | {name: getattr(self, name) for name in (*COUNTED, "good", "newest")}
+        return self.rollback_state(dist) | {
+            name: getattr(self, name) for name in (*COUNTED, "good", "newest")
+        }
 
     def load_state_dict(self, dist: Distributed, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.load_training(dist, state)
+        self.load_rollback_state(dist, state)
         for name in (*COUNTED, "good", "newest"):
             setattr(self, name, state[name])
 
 
-PLAIN = ("kl_coef", "penalty_beta", "update", "warmup_losses", "submitted", "has_begun", "roll_backs")
+PLAIN = ("kl_coef", "penalty_beta", "update", "warmup_losses", "submitted", "has_begun")
 """Fields that a roll back returns to, and that are numbers or lists of numbers."""
-COUNTED = ("num_rollouts", "undone", "trips")
+COUNTED = ("num_rollouts", "roll_backs", "undone_episodes", "trips")
 """Fields that a roll back leaves as they are."""
 
 
@@ -169,33 +172,33 @@ def begin(
     """The state before training; where vLLM samples, the first rank gives its `server`."""
     optimizer: torch.optim.Optimizer = adamw(actor_critic.policy, config)
     num_policy_groups = len(optimizer.param_groups)
-    if not isinstance(actor_critic.value, NoCritic):
+    if not isinstance(actor_critic.critic, NoCritic):
         # one AdamW for both; the critic's groups may have a learning rate of their own
         own_rate: float | None = getattr(config.critic, "learning_rate", None)
         scale = (own_rate or config.learning_rate) / config.learning_rate
-        for group in adamw(actor_critic.value, config).param_groups:
+        for group in adamw(actor_critic.critic, config).param_groups:
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
-    model, optimizer = dist.prepare(actor_critic, optimizer, config.max_grad_norm)
-    shuffling, sampling = torch.Generator().manual_seed(seed), dist.generator(seed)
-    sampler: Sampler = PolicySampler(dist, config, actor_critic.policy, tokenizer, sampling)
+    wrapped, optimizer = dist.prepare(actor_critic, optimizer, config.max_grad_norm)
+    order_rng, token_rng = torch.Generator().manual_seed(seed), dist.generator(seed)
+    sampler: Sampler = PolicySampler(dist, config, actor_critic.policy, tokenizer, token_rng)
     if config.sampler.kind == "vllm":
-        sampler = VllmSampler(dist, config, actor_critic.policy, tokenizer, sampling, server)
+        sampler = VllmSampler(dist, config, actor_critic.policy, tokenizer, token_rng, server)
     guards = None
     if config.guards is not None:
         ratio_error = FLOAT32_RATIO_ERROR if dist.is_float32 else BF16_RATIO_ERROR
         guards = Guards(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
     return TrainState(
         actor_critic=actor_critic,
-        model=model,
+        wrapped=wrapped,
         optimizer=optimizer,
         num_policy_groups=num_policy_groups,
         reference=reference,
         sampler=sampler,
-        shuffling=shuffling,
-        sampling=sampling,
-        prompts=Queue(num_prompts, shuffling),
-        ptx=Queue(num_demonstrations, shuffling) if num_demonstrations else None,
-        scaler=ScoreScaler(config.score_scaling),
+        order_rng=order_rng,
+        token_rng=token_rng,
+        prompts=Queue(num_prompts, order_rng),
+        ptx=Queue(num_demonstrations, order_rng) if num_demonstrations else None,
+        score_scaler=ScoreScaler(config.score_scaling),
         guards=guards,
         kl_coef=config.kl_coef,
         penalty_beta=config.kl_penalty.beta if config.kl_penalty else 0.0,
@@ -213,45 +216,47 @@ def keep_good_state(dist: Distributed, config: Ppo, state: TrainState) -> None:
     if guards is None or state.guards is None or guards.action != "roll_back":
         return
     if state.update == 0:
-        state.good = on_cpu(state.training(dist))
+        state.good = on_cpu(state.rollback_state(dist))
         return
     passed = state.guards.all_passed
     if passed and state.newest:
         state.good = state.newest
     is_due = passed and state.update % guards.checkpoint_every == 0
-    state.newest = on_cpu(state.training(dist)) if is_due else {}
+    state.newest = on_cpu(state.rollback_state(dist)) if is_due else {}
 
 
-def handle_trip(
-    dist: Distributed,
-    config: Ppo,
-    state: TrainState,
-    trip: GuardTrip,
-    tracker: Tracker,
+def handle_trips(
+    dist: Distributed, config: Ppo, state: TrainState, trips: Sequence[GuardTrip], tracker: Tracker
 ) -> bool:
-    """Whether the trip was answered by a roll back.
+    """Whether an update's trips, all of which are recorded, were answered by a roll back.
 
     Raises:
         GuardTripped: if training is to stop.
     """
     guards, update, batch_size = config.guards, state.update, config.rollout_batch_size
-    step = update * batch_size + state.undone
-    tracker.event(f"guard.{trip.name}", str(trip), step=step)
-    state.trips.append({"episode": step, "guard": trip.name, "message": str(trip)})
+    step = update * batch_size + state.undone_episodes
+    for trip in trips:
+        tracker.event(f"guard.{trip.name}", str(trip), step=step)
+        state.trips.append({"episode": step, "guard": trip.name, "message": str(trip)})
     action = "stop" if guards is None else guards.action
-    if action == "warn" and trip.name != "non_finite":
-        console.say(f"guard {trip}")
+    if action == "warn":
+        for trip in trips:
+            console.say(f"guard {trip}")
+        trips = [trip for trip in trips if trip.name == "non_finite"]
+    if not trips:
         return False
+    trip = min(trips, key=lambda trip: trip.can_be_undone)  # the first that cannot be undone, if there is one
     if guards is None or action != "roll_back" or not state.good or not trip.can_be_undone:
         raise GuardTripped(f"PPO was stopped at update {update} by the guard {trip}")
     if state.roll_backs == guards.max_roll_backs:
         raise GuardTripped(
             f"PPO was stopped at update {update} after {state.roll_backs} roll backs by the guard {trip}"
         )
-    count, kl_coef = state.roll_backs + 1, state.kl_coef * guards.kl_coef_factor
-    state.load_training(dist, on_cpu(state.good))
-    state.newest, state.roll_backs, state.kl_coef = {}, count, kl_coef
-    state.undone += (update - state.update) * batch_size
+    kl_coef = state.kl_coef * guards.kl_coef_factor
+    state.load_rollback_state(dist, on_cpu(state.good))
+    state.newest, state.kl_coef = {}, kl_coef
+    state.roll_backs += 1
+    state.undone_episodes += (update - state.update) * batch_size
     console.say(
         f"guard {trip}. Rolled back from update {update} to {state.update}; kl_coef is now {kl_coef:g}"
     )

@@ -3,6 +3,13 @@
 What it calls are leaves: they compute something and return it, and none of them calls back. The arithmetic
 is in `rewards`, `advantages`, `losses` and `kl`, all pure functions.
 
+Passes of each row in an update, by default; a scorer that is a model makes one more:
+
+    sampling   the policy, a token at a time with a cache
+    scoring    reference and critic; the policy too where another program sampled, in bf16, and with a
+               shared critic: else the sampler's log-probs are exact
+    training   in every epoch policy and critic, forward and backward
+
 B responses of a rollout, of all ranks · k responses to each prompt · R longest response
 b rows of a micro-batch · r its longest response. A tensor's row starts with the first token of a response.
 """
@@ -52,7 +59,7 @@ from rlhf_tasks.ppo.rollout import (
     gather_rollout,
     score_rollout,
 )
-from rlhf_tasks.ppo.state import TrainState, handle_trip, keep_good_state, write_fault
+from rlhf_tasks.ppo.state import TrainState, handle_trips, keep_good_state, write_fault
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Checkpoint
@@ -95,7 +102,7 @@ def train(
     num_prompts, num_samples = batch_size // config.samples_per_prompt, config.samples_per_prompt  # n, k
     minibatch_size = batch_size // config.num_mini_batches
     actor_critic = state.actor_critic
-    has_critic = not isinstance(actor_critic.value, NoCritic)
+    has_critic = not isinstance(actor_critic.critic, NoCritic)
     kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
     selections = selection_updates(config.num_selections, num_updates)
     showings = sample_updates(config.num_sample_generations, num_updates)
@@ -106,6 +113,7 @@ def train(
             state.load_state_dict(dist, snapshot)
             tracker.load_state_dict(snapshot["tracker"])
             bar.skip(state.update * batch_size)
+            del snapshot
 
         while state.update < num_updates:
             try:
@@ -142,7 +150,7 @@ def train(
                 generated = clock()
 
                 # 3. Scores, log-probs of policy and reference, and the critic's values, of this rank's rows.
-                own = dist.shard_rows(rows) * num_samples
+                own = dist.shard_rows(rows) * num_samples  # the sampler's order, as the ranks divide n
                 rollout = score_rollout(
                     dist,
                     config,
@@ -157,9 +165,8 @@ def train(
                     budget=state.scoring_budget,
                     is_on_policy=state.sampler.name is None,
                 )
-                rollout = gather_rollout(
-                    dist, rollout
-                )  # from here on the B rows of all ranks, on each of them
+                # From here on each rank has the B rows of all of them.
+                rollout = gather_rollout(dist, rollout)
                 rollout, measured = state.sampler.correct(rollout)
                 mask = rollout.mask  # (B, R)
                 scored = clock()
@@ -167,7 +174,7 @@ def train(
                 # 4. Scores become token rewards: scaled, under the rule for responses without an end, and
                 # on the last token; the KL penalty is on every token.
                 scores = truncated_scores(
-                    state.scaler(rollout.scores),
+                    state.score_scaler(rollout.scores),
                     rollout.ended,
                     config.truncation.kind,
                     missing_eos_score=config.missing_eos_score,
@@ -203,7 +210,7 @@ def train(
                 steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
                 num_epochs = 0
                 while num_epochs < config.num_ppo_epochs:
-                    order: list[int] = torch.randperm(batch_size, generator=state.shuffling).tolist()
+                    order: list[int] = torch.randperm(batch_size, generator=state.order_rng).tolist()
                     for first_row in range(0, batch_size, minibatch_size):
                         mini = order[first_row : first_row + minibatch_size]  # of all ranks
                         ptx_rows = state.ptx.take(minibatch_size) if state.ptx and not is_warmup else []
@@ -217,7 +224,7 @@ def train(
 
                         # 8. The optimizer step, with the norm of the gradient clipped.
                         try:
-                            norm = dist.step(state.model, state.optimizer, config.max_grad_norm)
+                            norm = dist.step(state.wrapped, state.optimizer, config.max_grad_norm)
                         except NonFiniteError as error:
                             error.batch = vars(rollout) | {"rows": mini}
                             raise
@@ -278,7 +285,7 @@ def train(
                         "time/train_seconds": end - scored,
                         "time/tokens_per_second": metrics["val/response_length"] * batch_size / (end - start),
                         "eps": batch_size / (end - start),
-                        "episode": float(state.update * batch_size + state.undone),
+                        "episode": float(state.update * batch_size + state.undone_episodes),
                         "lr": rate,
                     }
                     state.metrics = metrics
@@ -301,13 +308,12 @@ def train(
             state.num_rollouts += 1
 
             # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
-            if not any(handle_trip(dist, config, state, trip, tracker) for trip in trips):
+            if not handle_trips(dist, config, state, trips, tracker):
                 keep_good_state(dist, config, state)
 
             # 13. A snapshot, when one is due.
             if snapshots.due():
-                snapshot = state.state_dict(dist) | {"tracker": tracker.state_dict()}
-                snapshots.save(state.num_rollouts, snapshot)
+                snapshots.save(state.num_rollouts, state.state_dict(dist) | {"tracker": tracker.state_dict()})
             if metrics:
                 yield metrics
 
@@ -335,16 +341,16 @@ def accumulate_gradients(
     work = [(rollout, part) for part in dist.split(rollout.sizes, dist.shard_rows(rows), state.budget)]
     if ptx is not None and ptx_rows:
         work += [(ptx, part) for part in dist.split(ptx.sizes, dist.shard_rows(ptx_rows), state.budget)]
-    critic = state.actor_critic.value
+    critic = state.actor_critic.critic
     # Where nothing wraps the two models, the critic has a pass of its own once the policy's activations are
     # freed. DDP, ZeRO and FSDP2 want one pass of all weights.
-    is_apart = isinstance(critic, TokenScores) and state.model is state.actor_critic and not dist.shards
-    for source, part in dist.passes(state.model, work):
+    is_apart = isinstance(critic, TokenScores) and state.wrapped is state.actor_critic and not dist.shards
+    for source, part in dist.passes(state.wrapped, work):
         batch = source.batch(part.rows).to(dist.device)
         width = batch.num_response_columns  # r
         temperature = config.temperature if source is rollout else 1.0
         with dist.autocast():
-            stats, values = state.model(
+            stats, values = state.wrapped(
                 batch, temperature, entropy_grad=config.entropy_coef > 0, with_values=not is_apart
             )  # (b, r) each, and (b, r + 1) or None
         if isinstance(source, Rollout):
@@ -355,7 +361,8 @@ def accumulate_gradients(
                 losses = 0 * losses
             total = (weight * losses).sum()
             if is_apart:
-                dist.backward(state.model, total)
+                if not is_warmup:
+                    dist.backward(state.wrapped, total)
                 with dist.autocast():
                     values = state.actor_critic.values(batch)
                 total = torch.zeros((), device=dist.device)
@@ -373,7 +380,7 @@ def accumulate_gradients(
             total = -config.ptx.coef * part.scale * stats.logprobs.sum() / source.weight(ptx_rows)
             if values is not None:
                 total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
-        dist.backward(state.model, total)
+        dist.backward(state.wrapped, total)
     return sums, ptx_sums
 
 
@@ -390,8 +397,7 @@ def policy_losses(
         metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, given.ref_logprobs)
         losses = losses + state.kl_coef * metrics["loss/kl_avg"]
     if config.kl_penalty is not None:
-        metrics["policy/penalty_kl_avg"] = k3(given.logprobs, logprobs)
-        losses = losses + state.penalty_beta * metrics["policy/penalty_kl_avg"]
+        losses = losses + state.penalty_beta * k3(given.logprobs, logprobs)  # (b, r)
     if config.entropy_coef:
         losses = losses - config.entropy_coef * entropy
     return torch.where(given.mask, losses, 0), metrics

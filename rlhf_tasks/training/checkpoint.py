@@ -59,7 +59,7 @@ def state_folder(paths: Paths, stage: str, identity: Mapping[str, Any]) -> Path:
 
 
 def point(paths: Paths, stage: str) -> str | None:
-    """Where a run of the stage resumes, such as `update 12`, by its newest snapshot; None without one."""
+    """Where a run of the stage resumes, such as `rollout 12`, by its newest snapshot; None without one."""
     if stage not in launch.TRAINING or not any(states(paths).glob(f"{stage}/*/*/step-*")):
         return None
     view = VIEWS[stage]
@@ -70,13 +70,13 @@ def point(paths: Paths, stage: str) -> str | None:
 
 
 def _newest(folder: Path) -> tuple[str, float] | None:
-    """The newest snapshot of a stage, as `update 12` or `step 7 of LOOP`, and its age in seconds."""
+    """The newest snapshot of a stage, as `rollout 12` or `step 7 of LOOP`, and its age in seconds."""
     snapshot = max(folder.glob("*/step-*"), key=lambda path: path.stat().st_mtime, default=None)
     manifest = None if snapshot is None else read_manifest(snapshot)
     if snapshot is None or manifest is None:
         return None
     stage, loop = folder.parent.name, snapshot.parent.name
-    name = f"{'update' if stage == 'ppo' else 'step'} {manifest['step']}" + f" of {loop}" * (loop != stage)
+    name = f"{'rollout' if stage == 'ppo' else 'step'} {manifest['step']}" + f" of {loop}" * (loop != stage)
     return name, time.time() - snapshot.stat().st_mtime
 
 

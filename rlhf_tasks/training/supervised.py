@@ -182,6 +182,7 @@ def train(
             tracker.load_state_dict(snapshot["tracker"])
             dist.set_rng_state(snapshot["rng"])
             bar.skip(settings.num_epochs * state.step / num_steps)
+            del snapshot
 
         while state.step < num_steps and not (patience and state.evaluations_without_gain >= patience):
             # 1. The rows of this step, of all ranks. Every epoch draws its batches anew.
@@ -199,7 +200,7 @@ def train(
             # 2. Gradients are added up over micro-batches; after out-of-memory, over smaller ones.
             for attempt in dist.attempts(state.budget, optimizer):
                 with attempt:
-                    parts: list[Sums] = []
+                    parts, sums = list[Sums](), Sums()  # drops the graph of an attempt that failed
                     work = dist.split(task.sizes, dist.shard_rows(rows), state.budget)
                     for micro, scale in dist.passes(trained, work):
                         with dist.autocast():
@@ -227,8 +228,8 @@ def train(
             shown = {key: metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in metrics}
             bar.advance(settings.num_epochs / num_steps, **shown)
             if snapshots.due():
-                snapshot = {"shared": state.state_dict(dist), "tracker": tracker.state_dict()}
-                snapshots.save(state.step, snapshot | {"rng": dist.rng_state()})
+                shared = {"shared": state.state_dict(dist), "tracker": tracker.state_dict()}
+                snapshots.save(state.step, shared | {"rng": dist.rng_state()})
 
     if math.isfinite(state.best_loss):
         sharding.load_weights(model, state.best_weights)

@@ -141,7 +141,7 @@ def test_the_peak_is_that_of_a_measured_update_within_15_percent(
     )
     work = replace(work, settings=work.settings.model_copy(update={"num_ppo_epochs": 2}))
     actor_critic, (reward,) = work.actor_critic, work.scorers.reward_models
-    reference, critic = work.reference, actor_critic.value
+    reference, critic = work.reference, actor_critic.critic
     assert isinstance(reference, FrozenCopy)
     assert isinstance(critic, TokenScores)
     if work.settings.gradient_checkpointing:

@@ -215,7 +215,7 @@ def test_a_stage_that_exceeds_its_timeout_is_ended_with_its_processes_and_retrie
 
 
 def test_a_retry_says_what_it_resumes_from(root: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "point", lambda paths, stage: "update 12" if stage == "second" else None)
+    monkeypatch.setattr(checkpoint, "point", lambda paths, stage: "rollout 12" if stage == "second" else None)
     toy.write_params(root, tracking={"enabled": False}, service={"retries": 1, "gpu_slots": 0})
     toy.write_script(
         root, ["test -e ../../../tried || { touch ../../../tried; exit 1; }", toy.SECOND.strip()]
@@ -223,8 +223,8 @@ def test_a_retry_says_what_it_resumes_from(root: Path, log: Log, monkeypatch: py
     flows_pipeline.pipeline(name="tried")
     messages = [record.getMessage() for record in log.records]
     assert [message for message in messages if "resumes" in message or "attempt" in message] == [
-        "resumes from update 12 of an earlier run", "attempt 2 resumes from update 12",
-        "Finished in state Completed('ran; attempt 2 resumes from update 12')",
+        "resumes from rollout 12 of an earlier run", "attempt 2 resumes from rollout 12",
+        "Finished in state Completed('ran; attempt 2 resumes from rollout 12')",
     ]  # fmt: skip
     assert stage_tasks.beginning("first", root, 2) == "attempt 2 starts from the beginning"
     assert stage_tasks.beginning("first", root, 1) == ""

@@ -40,8 +40,8 @@ def start(models_here: Path) -> Start:
 
 
 def critic_of(one: ActorCritic) -> TokenScores:
-    assert isinstance(one.value, TokenScores)
-    return one.value
+    assert isinstance(one.critic, TokenScores)
+    return one.critic
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -85,7 +85,7 @@ def test_a_critic_of_any_family_and_width_learns(family: str, kind: str, models_
     critic = {"kind": kind} if kind == "shared" else {"kind": kind, "init": "sft"}
     config = small.view("ppo", rewards | {"ppo.advantages.critic": critic})
     one, reference, _ = ppo.load_models(small.distributed(), config, Paths())
-    head = one.value if isinstance(one.value, ValueHead) else score_head(critic_of(one).model)
+    head = one.critic if isinstance(one.critic, ValueHead) else score_head(critic_of(one).model)
     assert not head.weight.any()
     changes = {"advantages__critic": critic, **toy.ONE_STEP}
     metrics = next(toy.toy(actor_critic=one, reference=reference, **changes).updates)

@@ -397,7 +397,7 @@ def test_every_update_has_the_learning_rate_of_the_schedule(
 
 def largest_changes(one: Toy, rollout: Rollout) -> list[float]:
     """Of the weights of policy and critic, in one update."""
-    parts = [one.actor_critic.policy, one.actor_critic.value]
+    parts = [one.actor_critic.policy, one.actor_critic.critic]
     before = copy.deepcopy(parts)
     one.learn(rollout)
     pairs = [zip(p.parameters(), q.parameters(), strict=True) for p, q in zip(parts, before, strict=True)]

@@ -119,7 +119,7 @@ def test_the_policys_first_steps_after_a_warm_up_are_adams_first_steps() -> None
     assert [("lr" in metrics) for metrics in one.updates] == [False, False, False, True]
     moments = one.state.optimizer.state
     assert {float(moments[p]["step"]) for p in one.actor_critic.policy.parameters()} == {4.0}
-    assert {float(moments[p]["step"]) for p in one.actor_critic.value.parameters()} == {16.0}
+    assert {float(moments[p]["step"]) for p in one.actor_critic.critic.parameters()} == {16.0}
     pairs = zip(one.actor_critic.policy.parameters(), before.parameters(), strict=True)
     largest = max(float((p - q).detach().abs().max()) for p, q in pairs)
     assert 1e-3 < largest <= 4 * 1e-3 * 1.3, "each of Adam's first steps is about the rate"
