@@ -70,6 +70,14 @@ def test_below_float32_log_probs_are_those_of_a_training_pass() -> None:
     assert not torch.equal(plain.logprobs, plain.ref_logprobs)
 
 
+def test_the_values_of_a_shared_critic_are_float32_in_bf16_too() -> None:
+    actor_critic = shared()
+    torch.nn.init.normal_(actor_critic.critic.weight, generator=torch.Generator().manual_seed(0))
+    dist = small.distributed("bf16")
+    values = toy(dist=dist, actor_critic=actor_critic, advantages__critic__kind="shared").sample().values
+    assert not torch.equal(values, values.bfloat16().float())
+
+
 def test_a_custom_stop_token_ends_responses() -> None:
     rollout = toy(stop_token=7, truncation__kind="eos_trick_replace").sample()
     for response, ended in zip(rollout.responses, rollout.ended.tolist(), strict=True):

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from rlhf_tasks.data.batches import Batch
-from rlhf_tasks.ppo.guards import GuardTripped
+from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
 from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.ppo.state import handle_trips
 from rlhf_tasks.ppo.train import sample_updates, selection_updates
+from rlhf_tasks.tracking import NullTracker
 from tests.ppo.toy import DEMONSTRATIONS, QUERIES, Memory, toy, untimed, without_critic
 
 NAMES = ["rloo", "group"]
@@ -201,6 +203,18 @@ def test_a_roll_back_returns_to_the_state_before_the_fault(tmp_path: Path) -> No
     for name in ("objective/raw_scores", "objective/entropy", "val/response_length"):
         assert history[2][name] == plain[back][name]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_all_trips_of_an_update_are_recorded_and_one_that_cannot_be_undone_stops(tmp_path: Path) -> None:
+    one = toy(guards=ROLL_BACK, faults=tmp_path)
+    next(one.updates)
+    trips = [
+        GuardTrip("kl_high", "12", "steps"),
+        GuardTrip("first_ratio", "0.1", "a bug", can_be_undone=False),
+    ]
+    with pytest.raises(GuardTripped, match="by the guard first_ratio"):
+        handle_trips(one.dist, one.config, one.state, trips, NullTracker("ppo"))
+    assert [trip["guard"] for trip in one.state.trips] == ["kl_high", "first_ratio"]
 
 
 def test_training_stops_after_max_roll_backs(tmp_path: Path) -> None:
