@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -164,6 +165,7 @@ def _loopback_url(value: str) -> str:
             f"{value!r} is not the address of a server on this machine, such as http://127.0.0.1:8000; "
             "whoever reaches the server can replace its weights, so that PPO uses loopback only"
         )
+    _ = urlsplit(value).port  # which raises for one that cannot be
     return value.rstrip("/")
 
 

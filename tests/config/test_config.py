@@ -386,6 +386,7 @@ def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: 
         ({}, {"url": "https://127.0.0.1:8000"}, "is not the address of a server on this machine"),
         ({}, {"url": "http://127.0.0.1"}, "is not the address of a server on this machine"),
         ({}, {"url": "http://127.0.0.1:8000/v1"}, "is not the address of a server on this machine"),
+        ({}, {"url": "http://127.0.0.1:99999"}, "ppo.sampler.url: Port out of range 0-65535"),
         ({}, {"ahead": 2}, "ppo.sampler.ahead"),
         ({}, {"importance_cap": 0.5}, "ppo.sampler.importance_cap"),
         ({}, {"batch_size": 8}, "ppo.sampler.batch_size: unknown key"),
