@@ -149,10 +149,16 @@ def store_uri(value: str) -> str:
 
 
 def _address(value: str) -> str:
-    """An http address without a login, which would be stored wherever parameters are."""
-    if not re.match(r"https?://[^\s/]", value):
-        raise ValueError("must begin with http:// or https:// and name a host")
+    """An http address that httpx accepts, without a login, which would be stored wherever parameters are."""
+    import httpx  # here, because most files name no address
+
     _ = urlsplit(value).port  # which raises for one that cannot be
+    try:
+        has_host = re.match(r"https?://[^\s/]", value) and httpx.URL(value).host
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ValueError(f"is not an address: {error}") from None
+    if not has_host:
+        raise ValueError("must begin with http:// or https:// and name a host")
     if "@" in value.split("//", 1)[1].split("/", 1)[0]:
         raise ValueError(
             "holds a login, which would be stored in git, dvc.lock and MLflow; remove it, and name the "
