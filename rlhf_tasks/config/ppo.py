@@ -349,8 +349,8 @@ class Ppo(Section):
     micro_batch_tokens: t.PositiveInt = 4096
     """Maximum padded tokens per micro-batch and rank."""
 
-    scorers: tuple[Scorer, ...] = Field(
-        default=(RewardModelScorer(kind="reward_model"),), strict=False, min_length=1
+    scorers: Annotated[tuple[Scorer, ...], t.at_least_one("{kind: dummy}")] = Field(
+        default=(RewardModelScorer(kind="reward_model"),), strict=False
     )
     """List of scorers by kind; their scores are added up by weight."""
     combine_reward_models: Combination = "sum"
@@ -407,7 +407,7 @@ class Ppo(Section):
     advantage_clip: t.PositiveFloat | None = None
     """Largest absolute advantage, after whitening; null: no clipping."""
 
-    loss: Annotated[str, Field(pattern=r"^(ppo_clip|[\w.]+:\w+)$")] = "ppo_clip"
+    loss: Annotated[str, t.import_path("ppo_clip")] = "ppo_clip"
     """Loss of each token: `ppo_clip`, or a function of yours as `module:function` with the same signature."""
     loss_reduction: Annotated[
         Literal["token_mean", "response_mean"] | Constant,
