@@ -1,12 +1,12 @@
-"""Rollouts of an engine, at once or one ahead: `python -m benchmarks.engine 1 2 3`.
+"""Rollouts of a server, at once or one ahead: `python -m benchmarks.engine 1 2 3`.
 
 The price: the planted task of tests/ppo/test_planted.py (a share of token 5 in the responses) is learned for
-each seed without an engine, with one, and with one that samples a rollout ahead. That engine is in this
+each seed without a server, with one, and with one that samples a rollout ahead. That server is in this
 process and computes exactly, so that nothing but the age of the weights differs. Writes
 docs/results/engine.md.
 
 The default task: stage ppo with the shipped values, from the same SFT and reward models, in the same three
-ways. The engine is the stand-in of the tests, a process of its own. The models of the first stages are those
+ways. The server is the stand-in of the tests, a process of its own. The models of the first stages are those
 of `benchmarks.seeds`, or are made in a clone of the committed state. Writes the page's second table.
 """
 
@@ -23,7 +23,7 @@ from tests import small
 from tests.ppo.toy import ENGINE, InMemory, started, toy
 
 PAGE = Path(__file__).parents[1] / "docs/results/engine.md"
-WAYS: Mapping[str, int | None] = {"no engine": None, "engine, `ahead: 0`": 0, "engine, `ahead: 1`": 1}
+WAYS: Mapping[str, int | None] = {"no server": None, "server, `ahead: 0`": 0, "server, `ahead: 1`": 1}
 UPDATES, LAST = 36, 6
 INTRODUCTION = """\
 # Rollouts one ahead
@@ -34,8 +34,8 @@ python -m benchmarks.engine {seeds}
 
 A policy of {weights:,} random weights learns to write one token, from {updates} updates of 64 episodes. The
 score of a response is the share of that token, from 0 to 1. For each seed the same start is trained three
-times: with samples of its own, with those of [an engine](../how-to/sample-with-vllm.md), and with those of an
-engine that samples one rollout ahead. The engine computes exactly. So the first two rows differ by their
+times: with samples of its own, with those of [a server](../how-to/sample-with-vllm.md), and with those of a
+server that samples one rollout ahead. The server computes exactly. So the first two rows differ by their
 random numbers only, which shows the noise, and the last two by the age of the weights as well. Each number is
 the mean score of the last {last} updates. "Reached 0.5" is the first update with this score, as a mean over
 the seeds.
@@ -45,7 +45,7 @@ DEFAULT = """
 ## The default task
 
 Stage ppo with the shipped `params.yaml`, {episodes:,.0f} episodes, from the same SFT and reward models in
-each column. The engine is a process of its own with the calls of vLLM, which computes exactly. The win rate
+each column. The server is a process of its own with the calls of vLLM, which computes exactly. The win rate
 is the gold judge's over the references on the {posts:,.0f} test posts, with its 95% interval. The KL is that
 of the kept policy, in nats per response.
 
@@ -114,7 +114,7 @@ def default_task(seeds: Sequence[int], runs: Path, work: Path) -> str:
     found = {
         name: [on_default_task(seed, ahead, runs, work) for seed in seeds] for name, ahead in WAYS.items()
     }
-    first = found["no engine"][0]
+    first = found["no server"][0]
     return DEFAULT.format(episodes=first["episodes"], posts=first["posts"]) + results_table(found, seeds)
 
 

@@ -120,14 +120,14 @@ FAULTS: Sequence[Fault] = (
         "test_an_engine_that_is_killed_in_a_rollout_is_started_again_and_changes_nothing",
     ),
     Fault(
-        "The engine is killed, and several processes train",
+        "The vLLM server is killed, and several processes train",
         "the same; each process has the responses that it would have had",
         "tests/training/test_layouts.py",
         "test_an_engine_that_is_killed_is_started_again_for_both_processes",
     ),
     Fault(
-        "The engine ends again",
-        "the stage ends with one message, which names the engine's log; exit status 1",
+        "The vLLM server ends again",
+        "the stage ends with one message, which names the server's log; exit status 1",
         "tests/stages/test_ppo_engine.py",
         "test_an_engine_that_ends_again_ends_the_stage_with_one_message",
     ),

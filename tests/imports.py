@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -44,6 +45,15 @@ def imports(module: str, *, for_types: bool = False) -> frozenset[str]:
             parts = {f"{source}.{name.name}" for name in node.names}
             names |= parts if all(map(file_of, parts)) else {source} | parts
     return frozenset(name for name in names if name.startswith(("rlhf_tasks", "flows")) and file_of(name))
+
+
+def foreign_imports(module: str) -> set[str]:
+    """The top-level modules of others, but for Python's own, that a module imports, lazily or not."""
+    names: set[str] = set()
+    for node in _imports_in(tree_of(module), for_types=True):
+        sources = [name.name for name in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        names |= {source.partition(".")[0] for source in sources}
+    return names - sys.stdlib_module_names - {"", "rlhf_tasks", "flows"}
 
 
 def _imports_in(tree: ast.AST, for_types: bool) -> Iterator[ast.Import | ast.ImportFrom]:

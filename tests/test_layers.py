@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
+from importlib import metadata
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from tests.imports import ROOT, all_modules, cycles, file_of, imports, tree_of
+from tests.imports import ROOT, all_modules, cycles, file_of, foreign_imports, imports, tree_of
 
 FLOORS: Mapping[str, int] = {
     "errors": 0,
@@ -96,6 +100,16 @@ def test_a_stage_imports_no_other_stage() -> None:
     for module in OURS:
         if module.startswith("rlhf_tasks.stages.") and module != "rlhf_tasks.stages.runner":
             assert not [n for n in imports(module) if n.startswith("rlhf_tasks.stages.")], module
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {canonicalize_name(Requirement(line).name) for group in groups for line in group}
+    packages = metadata.packages_distributions()
+    for module in all_modules():
+        for name in foreign_imports(module):
+            assert declared & {canonicalize_name(one) for one in packages.get(name, [name])}, (module, name)
 
 
 def test_no_modules_import_each_other() -> None:

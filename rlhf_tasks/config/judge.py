@@ -231,13 +231,14 @@ class Retention(Section):
 class Judging(Section):
     """Win rates of SFT and policy on test prompts, retention and reward diagnostics."""
 
-    judges: tuple[Judge, ...] = Field(
+    judges: Annotated[
+        tuple[Judge, ...], t.at_least_one(f"{{kind: reward_model, name: reward_model, path: {HELDOUT}}}")
+    ] = Field(
         default=(
             GoldJudge(kind="gold", name="gold"),
             RewardModelJudge(kind="reward_model", name="reward_model", path=HELDOUT),
         ),
         strict=False,
-        min_length=1,
     )
     """List of judges by kind."""
     max_failure_share: t.Fraction = 0.05

@@ -35,7 +35,7 @@ MOVED: Mapping[str, str] = {
     "ppo.cliprange_value": f"{CRITIC}.cliprange_value",
     "ppo.lora.value": f"{CRITIC}.lora",
 }
-"""The present key of each key that has moved; all other keys are where they were."""
+"""The present key of each key that has moved, the kind of a section first; others are where they were."""
 CONVERTED: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "ppo.kl_in": lambda value, ppo: f"in_{value}",
     "ppo.lora.value": lambda value, ppo: (
@@ -55,40 +55,44 @@ def new_place(location: Sequence[str | int], value: Any) -> str | None:
 def upgrade(tree: CommentedMap) -> list[str]:
     """Move the keys of an older file to their present places, with their comments where the key is the same.
 
-    Returns a line per key. A value is left out if it is the default null, or if the present kind of its
-    section does not have it, so that it had no effect.
+    Returns a line per key. A value is left out if the file gives its present key too, or if it had no effect:
+    it is the default null, or the kind of its section does not have it.
     """
     given = {old: _inside(tree, old) for old in MOVED}
     found = [old for old, value in given.items() if value is not MISSING and new_place(old.split("."), value)]
-    new: dict[str, Any] = {}
-    for old in found:
-        *path, last = MOVED[old].split(".")
-        section = new
-        for part in path:
-            section[part] = section.get(part) or {}
-            section = section[part]
-        value = copy.deepcopy(given[old])
-        section[last] = CONVERTED[old](value, tree["ppo"]) if old in CONVERTED else value
-    _drop_unknown(new, Config)
-    for old in found:
-        path_of_owner, _, last = old.rpartition(".")
-        owner = _inside(tree, path_of_owner)
-        position, comment = list(owner).index(last), owner.ca.items.pop(last, None)
-        del owner[last]
-        if not MOVED[old].startswith(f"{path_of_owner}."):
-            continue
-        target, _, rest = MOVED[old].removeprefix(f"{path_of_owner}.").partition(".")
-        value = _inside(new, f"{path_of_owner}.{target}")
-        if target not in owner and value not in (MISSING, None):
-            owner.insert(position, target, _in_one_line(value))
-            if comment is not None and (target == last or not rest):
-                owner.ca.items[target] = comment
-    return [
-        f"{old} is left out: it has no effect"
-        if _inside(new, MOVED[old]) is MISSING
-        else f"{old} → {MOVED[old]}"
-        for old in found
-    ]
+    return [_move(tree, old) for old in found]
+
+
+def _move(tree: CommentedMap, old: str) -> str:
+    """Move one key into the tree, where the kind of its section is by now; the line that says so."""
+    path_of_owner, _, last = old.rpartition(".")
+    value, owner = _inside(tree, old), _inside(tree, path_of_owner)
+    if old in CONVERTED:
+        value = CONVERTED[old](value, tree["ppo"])
+    position, comment = list(owner).index(last), owner.ca.items.pop(last, None)
+    del owner[last]
+    section, missing = tree, MOVED[old].split(".")
+    kind: type[Section] | None = Config
+    while missing[0] in section:
+        part = missing.pop(0)
+        if not missing or not isinstance(section[part], Mapping):
+            return f"{old} is left out: {MOVED[old].removesuffix('.'.join(['', *missing]))} is given"
+        kind, section = section_of(kind, part, section[part]), section[part]
+    for part in missing[:-1]:
+        kind = section_of(kind, part, {})
+    field = field_of(kind, missing[-1])
+    is_default = value is None and field is not None and isinstance(field.default, Section | None)
+    if field is None or is_default:
+        return f"{old} is left out: it has no effect"
+    key, *inner = missing
+    for part in reversed(inner):
+        value = {part: value}
+    if section is not owner:  # in a block, the last key keeps the empty line below the section
+        position = len(section) if section.fa.flow_style() else max(len(section) - 1, 0)
+    section.insert(position, key, _in_one_line(copy.deepcopy(value)))
+    if comment is not None and section is owner and (key == last or not inner):
+        section.ca.items[key] = comment
+    return f"{old} → {MOVED[old]}"
 
 
 def _inside(tree: Any, key: str) -> Any:
@@ -98,16 +102,6 @@ def _inside(tree: Any, key: str) -> Any:
             return MISSING
         tree = tree[part]
     return tree
-
-
-def _drop_unknown(tree: dict[str, Any], owner: type[Section] | None) -> None:
-    """Remove the keys that the sections, by their kinds, do not have, and nulls that are defaults anyway."""
-    for key, value in list(tree.items()):
-        field = field_of(owner, key)
-        if isinstance(value, dict):
-            _drop_unknown(value, section_of(owner, key, value))
-        if field is None or value == {} or (value is None and field.default is None):
-            del tree[key]
 
 
 def _in_one_line(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -164,6 +165,7 @@ def _loopback_url(value: str) -> str:
             f"{value!r} is not the address of a server on this machine, such as http://127.0.0.1:8000; "
             "whoever reaches the server can replace its weights, so that PPO uses loopback only"
         )
+    _ = urlsplit(value).port  # which raises for one that cannot be
     return value.rstrip("/")
 
 
@@ -347,8 +349,8 @@ class Ppo(Section):
     micro_batch_tokens: t.PositiveInt = 4096
     """Maximum padded tokens per micro-batch and rank."""
 
-    scorers: tuple[Scorer, ...] = Field(
-        default=(RewardModelScorer(kind="reward_model"),), strict=False, min_length=1
+    scorers: Annotated[tuple[Scorer, ...], t.at_least_one("{kind: dummy}")] = Field(
+        default=(RewardModelScorer(kind="reward_model"),), strict=False
     )
     """List of scorers by kind; their scores are added up by weight."""
     combine_reward_models: Combination = "sum"
@@ -405,7 +407,7 @@ class Ppo(Section):
     advantage_clip: t.PositiveFloat | None = None
     """Largest absolute advantage, after whitening; null: no clipping."""
 
-    loss: Annotated[str, Field(pattern=r"^(ppo_clip|[\w.]+:\w+)$")] = "ppo_clip"
+    loss: Annotated[str, t.import_path("ppo_clip")] = "ppo_clip"
     """Loss of each token: `ppo_clip`, or a function of yours as `module:function` with the same signature."""
     loss_reduction: Annotated[
         Literal["token_mean", "response_mean"] | Constant,

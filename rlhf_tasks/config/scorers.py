@@ -58,7 +58,9 @@ class Format(Section):
 class Checks(Section):
     """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
 
-    checks: tuple[Check, ...] = Field(strict=False, min_length=1)
+    checks: Annotated[tuple[Check, ...], t.at_least_one("{kind: exact, column: answer}")] = Field(
+        strict=False
+    )
     """List of checks by kind; a response is right if it passes all of them."""
     format: Format | None = None
     """What must stand around the answer; null: the whole response is the answer."""

@@ -149,10 +149,16 @@ def store_uri(value: str) -> str:
 
 
 def _address(value: str) -> str:
-    """An http address without a login, which would be stored wherever parameters are."""
-    if not re.match(r"https?://[^\s/]", value):
-        raise ValueError("must begin with http:// or https:// and name a host")
+    """An http address that httpx accepts, without a login, which would be stored wherever parameters are."""
+    import httpx  # here, because most files name no address
+
     _ = urlsplit(value).port  # which raises for one that cannot be
+    try:
+        has_host = re.match(r"https?://[^\s/]", value) and httpx.URL(value).host
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ValueError(f"is not an address: {error}") from None
+    if not has_host:
+        raise ValueError("must begin with http:// or https:// and name a host")
     if "@" in value.split("//", 1)[1].split("/", 1)[0]:
         raise ValueError(
             "holds a login, which would be stored in git, dvc.lock and MLflow; remove it, and name the "
@@ -165,8 +171,32 @@ Revision = Annotated[str, AfterValidator(pinned_revision)]
 StoreUri = Annotated[str, AfterValidator(store_uri)]
 Address = Annotated[str, AfterValidator(_address)]
 KeyVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
-ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-"""A function of the user's, as `module:function`."""
+
+
+def import_path(built_in: str | None = None) -> AfterValidator:
+    """For a function of the user's, as `module:function`, or the name of a built-in one."""
+    allowed = "a function of yours as module:function"
+
+    def check(value: str) -> str:
+        if value != built_in and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError(f"must be {allowed if built_in is None else f'{built_in}, or {allowed}'}")
+        return value
+
+    return AfterValidator(check)
+
+
+ImportPath = Annotated[str, import_path()]
+
+
+def at_least_one(example: str) -> AfterValidator:
+    """For a list that must not be empty; its message has an example of what to add."""
+
+    def check(value: Sequence[Any]) -> Sequence[Any]:
+        if not value:
+            raise ValueError(f"add at least one, such as {example}")
+        return value
+
+    return AfterValidator(check)
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:

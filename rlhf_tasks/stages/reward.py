@@ -106,7 +106,7 @@ def _make_reward_model(
 
 @dataclass
 class Pairs:
-    """Chosen and rejected responses of each query, as token ids: the task of `supervised.Fit`."""
+    """Chosen and rejected responses of each query, as token ids: a `supervised.Task`."""
 
     queries: list[Ids]
     chosen: list[Ids]

@@ -36,7 +36,7 @@ from rlhf_tasks.training import failures
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 POLL_SECONDS = 1.0
-CLOSING_SECONDS = 10.0  # for what is to be closed after the first signal: the run in MLflow, an engine
+CLOSING_SECONDS = 10.0  # for what is to be closed after the first signal: the run in MLflow, a vLLM server
 AT_ONCE_SECONDS = 1.0  # for the same after the second one
 
 

@@ -263,7 +263,7 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
         ({"ppo.advantages.critic.warmup": {"settled": 1.0}}, "ppo.advantages.critic.warmup.settled: "),
         ({"ppo.kl.kind": "in_loss", "ppo.kl.estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
         ({"ppo.top_p": 0.9}, "another distribution than the log-probabilities"),
-        ({"ppo.scorers": []}, "ppo.scorers: Tuple should have at least 1 item"),
+        ({"ppo.scorers": []}, "ppo.scorers: add at least one, such as {kind: dummy} (given: [])"),
         ({"ppo.scorers": [DUMMY, DUMMY]}, "dummy is named 2 times; keep one"),
         ({"ppo.scorers": [OWN, OWN]}, "the reward model models/reward is named 2 times"),
         ({"ppo.scorers": [OWN, A, {**A, "path": "./a"}]}, "model a is named 2 times"),
@@ -294,7 +294,11 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
             {**NO_USER, "ppo.scorers": [DUMMY]},
             "reward.train is true, but no scorer, critic or judge uses one",
         ),
-        ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.url: "),
+        ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.url: must begin with http:// or https://"),
+        ({"ppo.scorers": [{**HTTP, "url": "http://:8000/score"}]}, "scorers.0.url: must begin with http://"),
+        ({"ppo.scorers": [{**HTTP, "url": "http://999.1.1.1"}]}, "scorers.0.url: is not an address: Invalid"),
+        ({"ppo.scorers": [{**HTTP, "url": "http://xn--"}]}, "ppo.scorers.0.url: is not an address: "),
+        ({"ppo.scorers": [{**HTTP, "url": "http://x:99999"}]}, "ppo.scorers.0.url: Port out of range"),
         ({"ppo.scorers": [{**HTTP, "urll": "x"}]}, "did you mean 'url'?"),
         ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
         ({"ppo.cliprange": 3.0}, "ppo.cliprange: "),
@@ -326,7 +330,10 @@ def test_rolling_back_needs_a_positive_kl_coef_and_whole_models() -> None:
         ({"kind": "rloo", "samples_per_prompt": 1}, "samples_per_prompt: must be a whole number from 2"),
         ({"kind": "ppo"}, "does not match any of the expected tags: 'gae', 'rloo', 'group', 'function'"),
         ({"kind": "function"}, "ppo.advantages.function: is missing"),
-        ({"kind": "function", "function": "mine"}, "ppo.advantages.function: String should match"),
+        (
+            {"kind": "function", "function": "mine"},
+            "ppo.advantages.function: must be a function of yours as module:function (given: 'mine')",
+        ),
     ],
 )
 def test_an_estimator_has_only_the_keys_that_it_reads(advantages: dict[str, object], message: str) -> None:
@@ -347,6 +354,15 @@ def test_a_critic_may_learn_from_several_samples_of_a_prompt() -> None:
 def test_without_a_critic_the_reward_model_is_needed_by_scorers_and_judges_only() -> None:
     changes = {"ppo.advantages.kind": "rloo", "reward.train": False}
     assert "is needed by ppo.scorers, judge.judges" in problems(changes)
+
+
+@pytest.mark.parametrize("function", ["gspo", "mine:", "mine:a.b", "mine: gspo", "ppo_clip:"])
+def test_a_function_is_named_by_its_import_path(function: str) -> None:
+    scorer = {"ppo.scorers": [{"kind": "function", "function": function}]}
+    judge = {"judge.judges": [{"kind": "function", "function": function, "name": "own"}]}
+    assert "must be ppo_clip, or a function of yours as module:function" in problems({"ppo.loss": function})
+    assert "function: must be a function of yours as module:function" in problems(scorer)
+    assert "function: must be a function of yours as module:function" in problems(judge)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +402,7 @@ def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: 
         ({}, {"url": "https://127.0.0.1:8000"}, "is not the address of a server on this machine"),
         ({}, {"url": "http://127.0.0.1"}, "is not the address of a server on this machine"),
         ({}, {"url": "http://127.0.0.1:8000/v1"}, "is not the address of a server on this machine"),
+        ({}, {"url": "http://127.0.0.1:99999"}, "ppo.sampler.url: Port out of range 0-65535"),
         ({}, {"ahead": 2}, "ppo.sampler.ahead"),
         ({}, {"importance_cap": 0.5}, "ppo.sampler.importance_cap"),
         ({}, {"batch_size": 8}, "ppo.sampler.batch_size: unknown key"),

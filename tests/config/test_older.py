@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,60 @@ def test_an_upgrade_moves_what_a_kind_has_and_leaves_the_rest(
 ) -> None:
     Path("params.yaml").write_text(with_ppo(old), encoding="utf-8")
     assert main.main(["params", "--upgrade"]) == 0
+    assert config.load().ppo == config.validate({"ppo": new}, "new").ppo
+
+
+@pytest.mark.parametrize(
+    ("half", "new", "line"),
+    [
+        (
+            {"lora": {**LORA, "value": True}},
+            {"lora": LORA, "advantages": {"critic": {"lora": LORA}}},
+            "ppo.lora.value → ppo.advantages.critic.lora",
+        ),
+        (
+            {"lora": {"value": True}},
+            {"lora": {}, "advantages": {"critic": {"lora": {}}}},
+            "ppo.lora.value → ppo.advantages.critic.lora",
+        ),
+        (
+            {"advantages": {"kind": "gae"}, "gamma": 0.9},
+            {"advantages": {"gamma": 0.9}},
+            "ppo.gamma → ppo.advantages.gamma",
+        ),
+        (
+            {"advantages": {"critic": {"vf_coef": 0.3}}, "critic_init": "sft"},
+            {"advantages": {"critic": {"vf_coef": 0.3, "init": "sft"}}},
+            "ppo.critic_init → ppo.advantages.critic.init",
+        ),
+        (
+            {"kl": {"estimator": "k2"}, "kl_in": "loss"},
+            {"kl": {"kind": "in_loss", "estimator": "k2"}},
+            "ppo.kl_in → ppo.kl.kind",
+        ),
+        (
+            {"advantages": {"kind": "rloo"}, "gamma": 0.9},
+            {"advantages": {"kind": "rloo"}},
+            "ppo.gamma is left out: it has no effect",
+        ),
+        (
+            {"advantages": {"gamma": 0.8}, "gamma": 0.9},
+            {"advantages": {"gamma": 0.8}},
+            "ppo.gamma is left out: ppo.advantages.gamma is given",
+        ),
+        ({"engine": None}, {}, "ppo.engine is left out: it has no effect"),
+    ],
+)
+def test_an_upgrade_of_a_part_of_a_file_says_what_becomes_of_each_value(
+    project: Path,
+    half: dict[str, Any],
+    new: dict[str, Any],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("params.yaml").write_text(json.dumps({"ppo": half}), encoding="utf-8")
+    assert main.main(["params", "--upgrade"]) == 0
+    assert line in capsys.readouterr().out.splitlines()
     assert config.load().ppo == config.validate({"ppo": new}, "new").ppo
 
 

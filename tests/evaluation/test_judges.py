@@ -268,7 +268,7 @@ def judge(prompts, a, b, *, biased):
         ([small.GOLD, BOTH | {"judges": ["gold"]}], "at least 2 items"),
         ([small.HELDOUT | {"pathh": "x"}], "did you mean 'path'?"),
         ([BOTH | {"judge": "x"}], "did you mean 'judges'?"),
-        ([], "at least 1 item"),
+        ([], "judge.judges: add at least one, such as {kind: reward_model, name: "),
         ([{"kind": "oracle", "name": "x"}], "oracle"),
     ],
 )
