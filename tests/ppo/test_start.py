@@ -129,7 +129,7 @@ def test_gradient_checkpointing_passes_policy_and_critic_twice(on: bool, start: 
             module.register_forward_pre_hook(lambda *_, name=name: passes.update([name]))
     stats, values = one(collate(*small.rows(3), PAD))
     (stats.logprobs.sum() + values.mean()).backward()
-    assert {name.split(".")[0] for name in passes} == {"policy", "value"}
+    assert {name.split(".")[0] for name in passes} == {"policy", "critic"}
     assert set(passes.values()) == {2 if on else 1}
 
 

@@ -357,7 +357,7 @@ def test_without_advantages_only_the_critic_changes_and_only_with_vf_coef(rollou
         after = one.actor_critic.state_dict()
         return {key.split(".")[0] for key in after if not torch.equal(after[key], before[key])}
 
-    assert changed_parts(advantages__critic__vf_coef=0.1) == {"value"}
+    assert changed_parts(advantages__critic__vf_coef=0.1) == {"critic"}
     assert changed_parts(advantages__critic__vf_coef=0.0) == set()
 
 
