@@ -71,9 +71,9 @@ def test_below_float32_log_probs_are_those_of_a_training_pass() -> None:
 
 
 def test_the_values_of_a_shared_critic_are_float32_in_bf16_too() -> None:
-    actor_critic = shared()
-    torch.nn.init.normal_(actor_critic.critic.weight, generator=torch.Generator().manual_seed(0))
-    dist = small.distributed("bf16")
+    actor_critic, dist = shared(), small.distributed("bf16")
+    weight, _ = actor_critic.critic.parameters()
+    torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
     values = toy(dist=dist, actor_critic=actor_critic, advantages__critic__kind="shared").sample().values
     assert not torch.equal(values, values.bfloat16().float())
 
