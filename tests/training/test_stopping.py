@@ -115,6 +115,7 @@ class Stage:
             start_new_session=True,
         )
         self.lines: list[str] = []
+        self._unread: list[str] = []
         self._queue: Queue[str | None] = Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -127,14 +128,15 @@ class Stage:
         self._queue.put(None)
 
     def wait_for(self, words: str, seconds: float) -> str:
-        """The next line with these words."""
+        """The first line not yet returned that has these words: processes print in any order."""
         deadline = time.monotonic() + seconds
-        while True:
+        while not (found := [line for line in self._unread if words in line]):
             line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
             assert line is not None, "\n".join([f"it ended without {words!r}", *self.lines])
             self.lines.append(line)
-            if words in line:
-                return line
+            self._unread.append(line)
+        self._unread.remove(found[0])
+        return found[0]
 
     def end(self, seconds: float) -> int:
         """The exit status. Nothing that the stage has started lives longer than a moment."""
