@@ -182,14 +182,25 @@ Lengths = dict[int, tuple[int, ...]]
 """Tokens of a row's texts in the order of TEXTS, EOS counted in answers; by the row's id()."""
 
 
-def measure(corpus: Corpus, count_tokens: Callable[[list[str]], list[int]]) -> Lengths:
-    """Token counts of every text."""
-    rows = [(role, row) for role, _, _, row in every(corpus)]
-    texts = list(dict.fromkeys(row[name] for role, row in rows for name in TEXTS[role]))
-    counts = dict(zip(texts, count_tokens(texts), strict=True))
-    return {
-        id(row): tuple(counts[row[name]] + (name != "prompt") for name in TEXTS[role]) for role, row in rows
+Encoder = Callable[[list[str], list[str]], tuple[list[list[int]], list[list[int]], list[bool]]]
+"""`tokenizer.continue_prompts` of one tokenizer: prompts and responses → their ids, and which ones merge."""
+
+
+def measure(corpus: Corpus, encode: Encoder) -> tuple[Lengths, set[int]]:
+    """Token counts of every text, and the id() of each row that has a response merged with its prompt."""
+    answers = [(row, name) for role, _, _, row in every(corpus) for name in TEXTS[role] if name != "prompt"]
+    pairs = list(dict.fromkeys((row["prompt"], row[name]) for row, name in answers))
+    queries, responses, merges = encode([prompt for prompt, _ in pairs], [text for _, text in pairs])
+    counts = {
+        pair: (len(query), len(response), is_merged)
+        for pair, query, response, is_merged in zip(pairs, queries, responses, merges, strict=True)
     }
+    lengths, merged = dict[int, tuple[int, ...]](), set[int]()
+    for row, name in answers:
+        of_prompt, of_answer, is_merged = counts[row["prompt"], row[name]]
+        lengths[id(row)] = (*lengths.get(id(row), (of_prompt,)), of_answer)
+        merged |= {id(row)} if is_merged else set()
+    return lengths, merged
 
 
 def limits(role: Role, max_prompt: int, max_completion: int) -> tuple[int, ...]:

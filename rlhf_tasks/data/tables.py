@@ -177,7 +177,7 @@ def _texts(values: Mapping[str, Any], names: Mapping[str, str], rendering: Rende
         raise _Unusable("malformed", f"has no {names['prompt']!r}")
     if talks:
         raise _Unusable("malformed", "the prompt is text but an answer is messages; give both in one form")
-    if prompt.strip() and not prompt.startswith(rendering.bos):
+    if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
         prompt = rendering.bos + prompt
     return {"prompt": prompt} | {name: _without_end(str(a), rendering.eos) for name, a in answers.items()}
 

@@ -56,7 +56,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         train = {role: tables.get("train", []) for role, tables in good.items()}
         texts = (row[name] for role, table in train.items() for row in table for name in TEXTS[role])
         words = tokenizer.train(scratch, texts, data.max_prompt_tokens + data.max_completion_tokens)
-    lengths = rows.measure(corpus, lambda texts: tokenizer.count_tokens(words, texts))
+    lengths, merged = rows.measure(corpus, lambda *texts: tokenizer.continue_prompts(words, *texts))
     if data.source == "docstrings":  # the source estimates lengths, so a long row is no bad row
         corpus = _within_limits(corpus, lengths, data)
     rows.check_lengths(corpus, lengths, data.max_prompt_tokens, data.max_completion_tokens, problems)
@@ -70,6 +70,9 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     except UserError as error:
         raise UserError(f"{error}\n{problems.report()}" if problems else str(error)) from None
     metrics = _measure(kept, good, lengths, problems)
+    if scratch is not None and scratch.tokenizer == "words":
+        merged = set()  # its responses are decoded with a blank before each word
+    metrics["tokens/merged_rows"] = float(sum(id(row) in merged for *_, row in rows.every(good)))
     # Unknown tokens in demonstrations that did not train the tokenizer.
     held_out = [row[name] for split in HELD_OUT for row in kept["sft"][split] for name in TEXTS["sft"]]
     metrics["tokens/unknown"] = tokenizer.unknown_share(words, held_out)
@@ -177,6 +180,13 @@ def _say(paths: Paths, source: str, corpus: Corpus, metrics: Mapping[str, float]
     )
     if problems:
         console.say(f"{problems.report()}\nThey are left out, and written to {paths.quarantine}.")
+    if metrics["tokens/merged_rows"]:
+        console.say(
+            f"Note: in {metrics['tokens/merged_rows']:.0f} rows the tokenizer would join the end of the "
+            "prompt and the start of a response in one token. Generation cannot write it, so these responses "
+            "have the tokens that they have by themselves. Prompts without a blank at the end, and responses "
+            "with one at the start, avoid it."
+        )
     if metrics["tokens/unknown"] > MAX_UNKNOWN_SHARE:
         console.say(
             f"Note: {metrics['tokens/unknown']:.1%} of the tokens are unknown words; raise "
