@@ -33,6 +33,9 @@ Reason = Literal["malformed", "not_utf8", "empty", "too_long", "chosen_is_reject
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
+CONVERSATION = "conversation"
+"""The key of a row that is an earlier turn of a conversation; it holds the prompt of its last turn."""
+
 LONGEST_TOKEN = 256  # characters; the longest tokens of common vocabularies have half as many
 
 
@@ -144,9 +147,14 @@ def check_texts(corpus: Corpus, eos: str, problems: Problems) -> None:
 
 
 def check_duplicates(corpus: Corpus, problems: Problems) -> None:
-    """Reports rows equal to an earlier row of their role and split; the first one is kept."""
+    """Reports rows equal to an earlier row of their role and split; the first one is kept.
+
+    Conversations may begin in the same way: their earlier turns are no duplicates.
+    """
     first: dict[tuple[str, ...], str] = {}
     for role, split, where, row in every(corpus):
+        if CONVERSATION in row:
+            continue
         key = (role, split, *(row[name].strip() for name in TEXTS[role]))
         if key in first:
             problems.add(where, row, "duplicate", f"the same row as {first[key]}")
@@ -165,7 +173,7 @@ def check_leaks(corpus: Corpus, problems: Problems) -> None:
     for role, split, where, row in every(corpus):
         seen.setdefault((role, split), {}).setdefault(prompt_key(row["prompt"]), where)
     for role, split, where, row in every(corpus):
-        if split == "train" or row["prompt"].strip() == "":
+        if split == "train" or row["prompt"].strip() == "" or CONVERSATION in row:
             continue
         trained: Sequence[Role] = [r for r in ROLES if r in corpus] if role == judged else [role]
         places: list[tuple[Role, Split]] = [(other, "train") for other in trained]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_tasks.config import Model, Scratch
-from rlhf_tasks.data.tables import Chat, Message, Rendering
+from rlhf_tasks.data.chat import DATE, Rendering, template
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import disk
 
@@ -109,8 +109,10 @@ def _uncased(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Toke
     return tokenizer
 
 
-def ready(model: Model) -> PreTrainedTokenizerBase:
+def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a base model that exists; a missing pad token is EOS (masks come from lengths).
+
+    `chat_date` is kept in its config, for chat templates that print today's date.
 
     Raises:
         UserError: if it cannot be loaded, is not one of the `tokenizers` library, or has no EOS.
@@ -134,6 +136,8 @@ def ready(model: Model) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template and chat_date is not None:
+        tokenizer.init_kwargs[DATE] = chat_date
     return tokenizer
 
 
@@ -146,24 +150,9 @@ def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
     return Rendering(
         bos=bos,
         eos=str(tokenizer.eos_token),
-        chat=_chat(tokenizer) if tokenizer.chat_template else None,
+        chat=template(tokenizer) if tokenizer.chat_template else None,
         tokenizer=f"the tokenizer of {name}",
     )
-
-
-def _chat(tokenizer: PreTrainedTokenizerBase) -> Chat:
-    from jinja2 import TemplateError
-
-    def render(messages: list[Message], answer_follows: bool) -> str:
-        try:
-            text: Any = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=answer_follows
-            )
-        except TemplateError as error:
-            raise ValueError(str(error)) from error
-        return str(text)
-
-    return render
 
 
 # ------------------------------------------------------------------------------------------------ token ids

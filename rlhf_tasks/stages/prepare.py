@@ -8,6 +8,7 @@ data/prompts (Parquet by split), data/tokenizer and data/quarantine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -16,9 +17,9 @@ import pyarrow.parquet as pq
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, PrepareView, Split
 from rlhf_tasks.data import arithmetic, columns, docstrings, files, hub, rows, synthetic, tokenizer
+from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, TEXTS, Corpus, Lengths, Problems, Role, Row
 from rlhf_tasks.data.splits import cap_train, complete
-from rlhf_tasks.data.tables import Rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
@@ -39,8 +40,8 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     data, scratch, problems = config.data, config.model.scratch, Problems()
     # 1. Rows of any source, as the base model's chat template renders them.
     if scratch is None:
-        words = tokenizer.ready(config.model)
-        rendering = tokenizer.ready_rendering(words, config.model.base)
+        words = tokenizer.ready(config.model, data.chat_date)
+        rendering = replace(tokenizer.ready_rendering(words, config.model.base), train_on=config.train_on)
     else:
         rendering = tokenizer.scratch_rendering()
     corpus = _read(paths, config, rendering, problems)
