@@ -42,7 +42,6 @@ from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.project.precision import resolve
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -390,20 +389,22 @@ class Distributed:
 
     # --------------------------------------------------------------------------------- snapshots
 
-    def training_state(self, model: Any, optimizer: Optimizer) -> dict[str, Any] | Files:
+    def training_state(
+        self, model: Any, optimizer: Optimizer
+    ) -> dict[str, Any] | Callable[[Path], object]:
         """Weights and optimizer of what `prepare` returned, for a snapshot; equal on all ranks.
 
-        Where ranks have different parts of them, they write files.
+        Where ranks have different parts of them, it is a function with which each writes its own to a folder.
         """
         if self.is_deepspeed:
-            return Files(lambda folder: model.save_checkpoint(str(folder), tag=ENGINE, save_latest=False))
+            return lambda folder: model.save_checkpoint(str(folder), tag=ENGINE, save_latest=False)
         if self._is_fsdp2:
-            return Files(lambda folder: sharding.save_shards(model, optimizer, self._shards_in(folder)))
+            return lambda folder: sharding.save_shards(model, optimizer, self._shards_in(folder))
         inner = self.accelerator.unwrap_model(model)
         return {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load_training_state(self, model: Any, optimizer: Optimizer, state: dict[str, Any] | Path) -> None:
-        """Restore a `training_state` from a snapshot; that of `Files` is the path of their folder."""
+        """Restore a `training_state` from a snapshot; that of a function is the path of the folder."""
         if isinstance(state, dict):
             self.accelerator.unwrap_model(model).load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])

@@ -117,10 +117,9 @@ class TrainState:
             self.best_loss, self.best_step, self.evaluations_without_gain = loss, self.step, 0
             self.best_weights = sharding.weights_of(unwrapped)
 
-    def state_dict(self, dist: Distributed) -> dict[str, Any]:
-        """Everything by name; equal on all ranks."""
+    def state_dict(self) -> dict[str, Any]:
+        """All but the weights in training and their optimizer; equal on all ranks."""
         return {
-            "training": dist.training_state(self.model, self.optimizer),
             "step": self.step,
             "budget": self.budget.state_dict(),
             "order": self.order.get_state(),
@@ -129,9 +128,8 @@ class TrainState:
             "best_weights": self.best_weights,
         }
 
-    def load_state_dict(self, dist: Distributed, state: dict[str, Any], unwrapped: nn.Module) -> None:
+    def load_state_dict(self, state: dict[str, Any], unwrapped: nn.Module) -> None:
         """Restore `state_dict`; `unwrapped` is the model whose weights were offered."""
-        dist.load_training_state(self.model, self.optimizer, state["training"])
         self.step, self.epoch_start = state["step"], state["epoch_start"]
         self.order.set_state(state["order"])
         self.budget.load_state_dict(state["budget"])
@@ -178,7 +176,8 @@ def train(
         # A run that was stopped goes on after its last snapshot.
         snapshot = snapshots.load()
         if snapshot is not None:
-            state.load_state_dict(dist, snapshot["shared"], model)
+            dist.load_training_state(trained, optimizer, snapshot["training"])
+            state.load_state_dict(snapshot["shared"], model)
             tracker.load_state_dict(snapshot["tracker"])
             dist.set_rng_state(snapshot["rng"])
             bar.skip(settings.num_epochs * state.step / num_steps)
@@ -228,8 +227,9 @@ def train(
             shown = {key: metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in metrics}
             bar.advance(settings.num_epochs / num_steps, **shown)
             if snapshots.due():
-                shared = {"shared": state.state_dict(dist), "tracker": tracker.state_dict()}
-                snapshots.save(state.step, shared | {"rng": dist.rng_state()})
+                training = dist.training_state(trained, optimizer)
+                own = {"tracker": tracker.state_dict(), "rng": dist.rng_state()}
+                snapshots.save(state.step, {"training": training, "shared": state.state_dict(), **own})
 
     if math.isfinite(state.best_loss):
         sharding.load_weights(model, state.best_weights)

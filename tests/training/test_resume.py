@@ -32,7 +32,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, reward, sft
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.state import Files, State
+from rlhf_tasks.training.checkpoint import State
 from tests import small, toy
 from tests.ppo.toy import without_critic
 from tests.training.stages import loop
@@ -263,10 +263,10 @@ def test_a_part_that_writes_its_own_files_is_loaded_as_their_folder(view: SftVie
         (folder / "part.bin").write_bytes(b"own")
 
     with loop(view) as snapshots:
-        snapshots.save(4, {"shared": {"deep": {"training": Files(write)}}, "x": [1, None, "text", 0.5]})
+        snapshots.save(4, {"training": write, "x": [1, None, "text", 0.5]})
         found = snapshots.load()
     assert found is not None
-    assert (found["shared"]["deep"]["training"] / "part.bin").read_bytes() == b"own"
+    assert (found["training"] / "part.bin").read_bytes() == b"own"
     assert found["x"] == [1, None, "text", 0.5]
 
 
