@@ -180,7 +180,7 @@ def begin(
         for group in adamw(actor_critic.critic, config).param_groups:
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     wrapped, optimizer = dist.prepare(actor_critic, optimizer, config.max_grad_norm)
-    order_rng, token_rng = torch.Generator().manual_seed(seed), dist.generator(seed)
+    order_rng, token_rng = torch.Generator().manual_seed(seed), torch.Generator(dist.device).manual_seed(seed)
     sampler: Sampler = PolicySampler(dist, config, actor_critic.policy, tokenizer, token_rng)
     if config.sampler.kind == "vllm":
         sampler = VllmSampler(dist, config, actor_critic.policy, tokenizer, token_rng, server)

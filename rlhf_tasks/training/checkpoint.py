@@ -9,8 +9,8 @@
 The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
 is outside the outs, which DVC deletes before a stage runs. The next stage that starts in the same worktree
-removes it: until then, DVC may be killed before it has stored the complete outs. With several machines it must be on a disk that all
-of them share. No torch at import.
+removes it: until then, DVC may be killed before it has stored the complete outs. With several machines it
+must be on a disk that all of them share. No torch at import.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from rlhf_tasks.training.distributed import Distributed
 
 State = dict[str, Any]
-"""Nested: tensors, numbers, strings, lists, None. What is under `shared` is equal on all ranks, and is written
-once. `training` is a `Distributed.training_state`."""
+"""Nested: tensors, numbers, strings, lists, None. What is under `shared` is equal on all ranks, and written
+once; `training` is a `Distributed.training_state`."""
 FINISHED, MANIFEST, TRAINING = "finished", "manifest.json", "training"
 SHARE_A_DISK = "snapshots must be on a disk that all machines share: set RLHF_STATE_DIR to a folder there"
 

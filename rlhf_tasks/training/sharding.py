@@ -9,7 +9,6 @@ A collective function must be called by all ranks, or they wait for each other w
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_tasks.models.classifiers import find_trunk
+from rlhf_tasks.models.load import copy_to
 
 
 class _Plain(NamedTuple):
@@ -52,13 +52,15 @@ def shard(
     embeddings belongs to the trunk. With `offload` a rank keeps its shards in the machine's memory.
 
     The shards and the gradients keep the type of the weights; gathered weights and the passes through them
-    are of the type `computes_in`, if it is given.
+    are of the type `computes_in`, if it is given. Heads of one number keep theirs: 16 bits would round scores
+    and values to 3 digits.
     """
     where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     kept_in = next(model.parameters()).dtype
-    types = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=kept_in)
     keep_structure(model, computes_in)
     for module in _units(model):
+        is_score_head = isinstance(module, nn.Linear) and module.out_features == 1
+        types = MixedPrecisionPolicy(None if is_score_head else computes_in, reduce_dtype=kept_in)
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=where, mp_policy=types)
 
 
@@ -97,12 +99,7 @@ def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
 def keep_structure(model: nn.Module, computes_in: torch.dtype | None = None) -> None:
     """Remember what the models in `model` are without their weights, before they are sharded."""
     for one in _pretrained(model):
-        # a copy with weights on the device `meta`; the config stays the model's own
-        shared: list[Any] = [one.config, getattr(one, "generation_config", None)]
-        memo: dict[int, Any] = {id(part): part for part in shared if part is not None}
-        for weight in one.parameters():
-            memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-        _PLAIN[one] = _Plain(copy.deepcopy(one, memo), computes_in)
+        _PLAIN[one] = _Plain(copy_to(one, torch.device("meta")), computes_in)
 
 
 def is_sharded(model: nn.Module) -> bool:

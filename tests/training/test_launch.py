@@ -102,12 +102,6 @@ def test_an_impossible_launch_is_an_error_with_advice(values: dict[str, Any], me
         launch.command(Paths(), "sft", section(**values), {})
 
 
-def test_variables_turn_cuda_off_in_the_libraries_without_a_gpu() -> None:
-    assert launch.variables(section(num_processes=2), cuda=False) == {"ACCELERATE_USE_CPU": "true"}
-    assert launch.variables(section(parallelism="zero2"), cuda=False) == {"DS_ACCELERATOR": "cpu"}
-    assert launch.variables(section(parallelism="zero2"), cuda=True) == {}
-
-
 def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
     monkeypatch.setenv("RANK", "1")
@@ -206,7 +200,7 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
     gone.communicate()
     nobody = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(24000)), stopping.LAUNCHER: name}
     nobody |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    nobody |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ACCELERATE_USE_CPU": "true"}
+    nobody |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     code = (
         "from rlhf_tasks.config import Launch; from rlhf_tasks.training.distributed import Distributed\n"
         "from rlhf_tasks.training import stopping\n"
@@ -247,7 +241,7 @@ def test_stopped_workers_get_the_time_that_they_need_to_save(seconds: float, tmp
     script.write_text(STOPPED)
     words = launch.command(Paths(), "sft", section(num_processes=2), {"OMP_NUM_THREADS": "1"})
     words = [*words[: words.index("--module")], str(script), str(seconds), str(tmp_path)]
-    environment = os.environ | launch.STOPPING | launch.variables(section(num_processes=2), cuda=False)
+    environment = os.environ | launch.STOPPING
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     while len(list(tmp_path.glob("ready *"))) < 2:
         assert process.poll() is None, process.communicate()
