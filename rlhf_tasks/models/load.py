@@ -378,7 +378,6 @@ def recompute_activations(model: PreTrainedModel) -> None:
             f"ppo.gradient_checkpointing: {type(model).__name__} does not support it; set it to false"
         )
     for layer in layers:
-        layer.gradient_checkpointing = True
         layer.forward = partial(_checkpoint_layer, layer.forward)
 
 

@@ -164,6 +164,7 @@ def train(
         NonFiniteError: if a loss or a gradient is NaN or infinite.
         UserError: if the memory does not suffice for one row.
     """
+    # `trained` is the model as DDP, ZeRO or FSDP2 wraps it: all passes go through it.
     trained, optimizer = dist.prepare(model, adamw(model, settings), settings.max_grad_norm)
     order = torch.Generator().manual_seed(seed)
     state = TrainState(trained, optimizer, order, TokenBudget(settings.micro_batch_tokens))
@@ -173,9 +174,8 @@ def train(
     batches: list[list[int]] = []  # of this epoch
 
     with console.progress(name, settings.num_epochs, unit="epoch") as bar:
-        # A run that was stopped goes on after its last snapshot.
-        snapshot = snapshots.load()
-        if snapshot is not None:
+        # A run that was stopped goes on after its last snapshot, with the same random numbers.
+        if (snapshot := snapshots.load()) is not None:
             dist.load_training_state(trained, optimizer, snapshot["training"])
             state.load_state_dict(snapshot["shared"], model)
             tracker.load_state_dict(snapshot["tracker"])
@@ -196,7 +196,9 @@ def train(
             rate = learning_rate(settings, state.step, num_steps)
             set_learning_rate(optimizer, rate)
 
-            # 2. Gradients are added up over micro-batches; after out-of-memory, over smaller ones.
+            # 2. Gradients are added up over micro-batches; after out-of-memory, over smaller ones. Each rank
+            # has as many passes as the others: those without rows count for nothing (`scale` is 0). The
+            # division by the weight of all ranks' rows makes their sum the mean over the whole batch.
             for attempt in dist.attempts(state.budget, optimizer):
                 with attempt:
                     parts, sums = list[Sums](), Sums()  # drops the graph of an attempt that failed
@@ -207,7 +209,7 @@ def train(
                         dist.backward(trained, scale * sums["loss"] / weight)
                         parts.append({key: scale * value.detach() for key, value in sums.items()})
 
-            # 3. The optimizer step.
+            # 3. The optimizer step; its metrics are sums over all ranks too.
             grad_norm = dist.step(trained, optimizer, settings.max_grad_norm)
             state.step += 1
             metrics = {f"train/{key}": value / weight for key, value in add_up(dist, parts).items()}

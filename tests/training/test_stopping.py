@@ -51,19 +51,24 @@ def loop_with_signals(*at: int) -> list[str]:
     return seen
 
 
-def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(project: Path) -> None:
-    assert loop_with_signals(2) == ["step 1", "step 2", "save 2", "Stopped"]
-    assert checkpoint.point(Paths(), "sft") == "step 2 of loop"
-
-
-def test_the_second_signal_does_not_wait(project: Path) -> None:
-    assert loop_with_signals(2, 2) == ["step 1", "Stopped"]
-    assert checkpoint.point(Paths(), "sft") is None
-
-
-def test_a_worker_ignores_the_second_copy_of_a_signal(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "is_worker", lambda: True)
-    assert loop_with_signals(2, 2) == ["step 1", "step 2", "save 2", "Stopped"]
+@pytest.mark.parametrize(
+    ("signals", "is_worker", "expected"),
+    [
+        ([2], False, ["step 1", "step 2", "save 2", "Stopped"]),
+        ([2, 2], False, ["step 1", "Stopped"]),  # the second one does not wait
+        ([2, 2], True, ["step 1", "step 2", "save 2", "Stopped"]),  # to a worker it is a copy
+    ],
+)
+def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(
+    signals: list[int],
+    is_worker: bool,
+    expected: list[str],
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(context, "is_worker", lambda: is_worker)
+    assert loop_with_signals(*signals) == expected
+    assert checkpoint.point(Paths(), "sft") == ("step 2 of loop" if "save 2" in expected else None)
 
 
 def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
@@ -183,11 +188,11 @@ def begin(project: Path) -> Iterator[Callable[..., Stage]]:
         stage.reader.join(10)
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_outside_a_loop_a_signal_ends_the_stage_at_once(
-    begin: Callable[..., Stage], number: signal.Signals, name: str
+    begin: Callable[..., Stage], number: signal.Signals
 ) -> None:
-    stage = begin("load")
+    stage, name = begin("load"), stopping.NAMES[number]
     stage.process.send_signal(number)
     said = stage.wait_for("ending", HEARD_SECONDS)
     assert said == f"rlhf: {name}: ending stage sft now; the next run starts it from the beginning"
