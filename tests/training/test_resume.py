@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,29 @@ def test_a_run_keeps_its_key_and_snapshots_until_dvc_has_stored_its_outs(view: S
         pass
     assert first.key != second.key, "the first saved no snapshot"
     assert second.key == third.key != fourth.key
+
+
+@pytest.mark.parametrize(
+    ("is_held", "made_in", "is_kept"),
+    [
+        (False, ".", False),
+        (False, "..", True),
+        (False, "gone", False),
+        (True, ".", True),
+    ],
+)
+def test_finished_snapshots_are_removed_by_their_own_worktree_and_never_beside_a_run(
+    is_held: bool, made_in: str, is_kept: bool, view: SftView, project: Path
+) -> None:
+    """Of a worktree that is gone, any stage removes them; DVC of another one may not have stored its outs."""
+    with checkpoint.claim(Paths(), view, main=True) as claim:
+        keep(view, 1)
+        claim.finish()
+    assert claim.folder is not None
+    (claim.folder / "finished").write_text(str((project / made_in).resolve()))
+    lock = FileLock(claim.folder.with_suffix(".lock")) if is_held else nullcontext()
+    with lock, checkpoint.claim(Paths(), VIEWS["report"].of(config.load()), main=True):
+        assert claim.folder.exists() == is_kept
 
 
 def test_a_second_process_with_the_same_training_waits_for_the_first(
