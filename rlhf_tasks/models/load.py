@@ -47,6 +47,7 @@ M = TypeVar("M", bound=nn.Module)
 
 ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
 """Set to 1, the environment variable that allows weights in other formats than safetensors."""
+NO_HUB = "a hub id needs network access or a filled cache"
 SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 
@@ -148,11 +149,10 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
 
 
 def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
-    formats: dict[str, bool] = {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
+    how = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
+    how |= {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
     try:
-        model, info = auto.from_pretrained(
-            source, revision=revision, dtype=torch.float32, output_loading_info=True, **formats
-        )
+        model, info = auto.from_pretrained(source, **how)
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(source, error) from error
     heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)
@@ -171,9 +171,7 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
 
 
 def _cannot_load(source: str | Path, error: Exception) -> ContractError:
-    hint = "is it a checkpoint folder?"
-    if is_hub_id(str(source)):
-        hint = "a hub id needs network access or a filled cache"
+    hint = NO_HUB if is_hub_id(str(source)) else "is it a checkpoint folder?"
     if "safetensors" in str(error) and os.environ.get(ANY_WEIGHTS) != "1":
         hint = (
             "weights of other formats may be pickles, which can run code: save the model as safetensors, or "
@@ -196,9 +194,7 @@ def fetch_tokenizer(source: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
     except (OSError, ValueError) as error:
-        raise ContractError(
-            f"cannot fetch {source} at {revision}: {error} (a hub id needs network access or a filled cache)"
-        ) from error
+        raise ContractError(f"cannot fetch {source} at {revision}: {error} ({NO_HUB})") from error
 
 
 # ------------------------------------------------------------------------ reward and value models
