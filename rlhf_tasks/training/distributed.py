@@ -30,7 +30,6 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -223,22 +222,6 @@ class Distributed:
         console.say(f"{type(model).__name__} is checked on the CPU: the GPU has no room for all of it")
         return model if self.is_main else None
 
-    @contextmanager
-    def full_params(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-        """Within the block, a model with all of its weights on this device, to sample from. Collective.
-
-        Raises:
-            UserError: if the memory does not suffice for these weights, or for what the block does.
-        """
-        try:
-            with sharding.full_params(model, self.device) as plain:
-                yield plain
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"rank {self.rank} is out of memory while it samples; lower ppo.sampler.batch_size, or "
-                "let vLLM sample (ppo.sampler), on another GPU"
-            ) from error
-
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
     ) -> None:
@@ -409,21 +392,17 @@ class Distributed:
 
     def rng_state(self) -> dict[str, Any]:
         """This rank's generators of torch (CPU and its GPU), numpy and Python, in plain types."""
-        name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-        return {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-            "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
-            "python": random.getstate(),
-        }
+        numpy: Any = np.random.get_state(legacy=False)
+        numpy["state"]["key"] = numpy["state"]["key"].tolist()
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": numpy, "python": random.getstate()}
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"], self.device)
-        np.random.set_state(tuple(state["numpy"]))
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
 
 
 def free_memory(device: torch.device) -> float:

@@ -10,6 +10,7 @@ A collective function must be called by all ranks, or they wait for each other w
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import find_trunk
 from rlhf_tasks.models.load import copy_to
 
@@ -169,16 +171,24 @@ def full_params(model: PreTrainedModel, device: torch.device) -> Iterator[PreTra
     Its weights have the type that the model computes in.
     It is for sampling: ranks sample texts of different lengths, and a sharded model would make one wait for
     the others at each token. It costs the memory of all weights beside the rank's own shards.
+
+    Raises:
+        UserError: if the memory does not suffice for these weights, or for what the block does.
     """
-    plain = _PLAIN.get(model)
-    if plain is None:
-        yield model
-        return
-    weights = dict[str, Tensor]()
-    for names, weight in _by_name(model):
-        weights |= dict.fromkeys(names, gathered(weight, plain.computes_in).to(device))
-    with _filled(plain.structure, weights, device):
-        yield plain.structure
+    try:
+        if (plain := _PLAIN.get(model)) is None:
+            yield model
+            return
+        weights = dict[str, Tensor]()
+        for names, weight in _by_name(model):
+            weights |= dict.fromkeys(names, gathered(weight, plain.computes_in).to(device))
+        with _filled(plain.structure, weights, device):
+            yield plain.structure
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"rank {os.environ.get('RANK', 0)} is out of memory while it samples; lower "
+            "ppo.sampler.batch_size, or let vLLM sample (ppo.sampler), on another GPU"
+        ) from error
 
 
 @contextmanager
