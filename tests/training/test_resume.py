@@ -276,15 +276,9 @@ def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     object.__setattr__(view.resume, "every_seconds", 60.0)
     with loop(view) as snapshots:
-        seen = []
-        for now[0] in (159.0, 160.0, 161.0):
-            seen.append(snapshots.due())
+        assert [snapshots.due() for now[0] in (159.0, 160.0, 161.0)] == [False, True, True]
         snapshots.save(1, {})
-        now[0] = 220.0
-        seen.append(snapshots.due())
-        now[0] = 221.0
-        seen.append(snapshots.due())
-    assert seen == [False, True, True, False, True]
+        assert [snapshots.due() for now[0] in (220.0, 221.0)] == [False, True]
 
 
 def test_restored_generators_draw_the_same_numbers(tmp_path: Path) -> None:
@@ -434,21 +428,22 @@ def finish(stage: str, folder: Path) -> dict[str, Any]:
     return written(stage, folder) | {"metrics and curves": untimed}
 
 
-def terminate_after(folder: Path, process: subprocess.Popen[bytes], before: str) -> None:
-    """Send SIGTERM after a newer snapshot than `before`."""
-    while newest(folder) == before:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.terminate()
-    assert process.wait(60) == 143
+def newest(folder: Path) -> str:
+    return max((path.name for path in (folder / "state").glob("*/*/*/step-*")), default="")
 
 
-def await_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
+def await_snapshot(folder: Path, process: subprocess.Popen[bytes], before: str = "") -> None:
+    """Wait for a newer snapshot than `before`."""
     deadline = time.monotonic() + 120
-    while not list((folder / "state").glob("*/*/*/step-*")):
+    while newest(folder) == before:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def terminate(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    assert process.wait(60) == 143
 
 
 @pytest.mark.e2e
@@ -459,15 +454,12 @@ def test_sft_killed_or_terminated_ends_with_the_same_bytes(trained: Path, tmp_pa
     await_snapshot(folder, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    process = start("sft", folder)
-    terminate_after(folder, process, newest(folder))
+    before, process = newest(folder), start("sft", folder)
+    await_snapshot(folder, process, before)
+    terminate(process)
     assert not (folder / "metrics/sft.json").exists()
     assert finish("sft", folder) == expected
     assert finish("sft", folder) == expected, "DVC was killed before it had stored the outs"
-
-
-def newest(folder: Path) -> str:
-    return max(path.name for path in (folder / "state").glob("*/*/*/step-*"))
 
 
 @pytest.mark.slow
@@ -515,5 +507,6 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     with FileLock(lock, timeout=60):
         before = newest(folder)
     process = start(stage, folder)
-    terminate_after(folder, process, before)
+    await_snapshot(folder, process, before)
+    terminate(process)
     assert finish(stage, folder) == expected
