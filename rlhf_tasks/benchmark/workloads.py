@@ -16,8 +16,9 @@ from rlhf_tasks.config.ppo import Advantages, Critic, SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
 from rlhf_tasks.data import columns
 from rlhf_tasks.data import tokenizer as tokenizers
-from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import (
     TokenScores,

@@ -6,10 +6,11 @@ The types hold names, units, ranges, rules and defaults: what params.yaml does n
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rlhf_tasks.config import types as t
 from rlhf_tasks.config.judge import CombinedJudge, Judge, Judging, RewardModelJudge, optimised_by
@@ -71,6 +72,17 @@ class HubSources(Section):
     """Data set of preference pairs; null: pairs are made from samples of the SFT model."""
 
 
+def _as_day(value: Any) -> Any:
+    """A date as YAML reads it, or as text: 2025-01-01."""
+    try:
+        return (value if isinstance(value, date) else date.fromisoformat(value)).isoformat()
+    except (TypeError, ValueError):
+        raise ValueError("give a date as year-month-day, such as 2025-01-01") from None
+
+
+Day = Annotated[str, BeforeValidator(_as_day)]
+
+
 class Data(Section):
     """The data that stage prepare reads, checks and splits."""
 
@@ -94,6 +106,8 @@ class Data(Section):
     """Number of validation prompts, if the source has no validation split."""
     num_test: t.NumRows = 1000
     """Number of test prompts, if the source has no test split."""
+    chat_date: Day = "2025-01-01"
+    """The date that a chat template prints where it prints today's: results do not depend on the day."""
     max_rows: t.PositiveInt | None = None
     """Largest number of train rows kept per role (sft, preferences, prompts); null: all of them."""
 
@@ -240,6 +254,8 @@ class Sft(Trained):
     schedule: Schedule = "cosine"
     warmup_fraction: t.Fraction = 0.02
     num_epochs: NumEpochs = 12.0
+    train_on: Literal["last", "all"] = "last"
+    """The turns of the assistant in a conversation that are trained on: the `last` one, or `all` of them."""
     evals_per_epoch: t.PositiveInt = 2
     """Number of evaluations on the validation split per epoch."""
     patience: t.PositiveInt = 4

@@ -18,7 +18,8 @@ import torch
 import transformers
 
 from rlhf_tasks.data import batches
-from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
+from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.models import contracts, load, sampling
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, place
 from rlhf_tasks.models.sampling import find_stop_token, sample_responses
@@ -71,7 +72,8 @@ def sample(
         samples = {"ids": ids, "ended": [row[-1] == stop for row in ids]}
         if kept is not None:
             atomic.write_text(kept, json.dumps(samples))
-    return Responses(samples["ids"], [text_of(tokenizer, row) for row in samples["ids"]], samples["ended"])
+    texts = response_texts(tokenizer, encode(tokenizer, prompts), samples["ids"])
+    return Responses(samples["ids"], texts, samples["ended"])
 
 
 def _key(

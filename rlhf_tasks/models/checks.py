@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_tasks import console
-from rlhf_tasks.data.batches import Ids, collate
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import is_classifier
 from rlhf_tasks.models.load import TokenScores, load_causal, load_config, load_reward, merge_adapter, place

@@ -172,7 +172,7 @@ def check_same_tokenizer(first: Path, second: Path) -> None:
 
 def _compare_tokenizers(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
     """How two tokenizers differ, in words; None where they do not."""
-    from rlhf_tasks.data.batches import encode
+    from rlhf_tasks.data.tokenizer import encode
 
     special = {t for x in (a, b) for t in (x.eos_token, x.bos_token, x.unk_token) if t is not None}
     only_pads = {str(x.pad_token) for x in (a, b)} - special

@@ -22,7 +22,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_tasks import console
 from rlhf_tasks.console import Meter
-from rlhf_tasks.data.batches import Batch, Ids, collate, encode, load_tokenizer, text_of
+from rlhf_tasks.data.batches import Batch, collate, load_tokenizer
+from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.tensors import NonFiniteError
 
@@ -274,5 +275,5 @@ def sample_texts(
     responses = sample_responses(
         model, tokenizer, repeated, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
     )
-    texts = [text_of(tokenizer, response) for response in responses]
+    texts = response_texts(tokenizer, encode(tokenizer, repeated), responses)
     return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]

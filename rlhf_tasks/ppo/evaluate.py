@@ -19,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import Ids, TokenBudget, collate_rows, encode, sizes, text_of
+from rlhf_tasks.data.batches import TokenBudget, collate_rows, sizes
 from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.evaluation.judges.comparisons import check_failures
@@ -148,7 +149,7 @@ class Evaluator:
         """
         result = self._respond(len(self._prompts), sampler, update)
         kl = self._kl(result.queries, result.ids)  # (B,)
-        texts = [text_of(self._tokenizer, ids) for ids in result.ids]
+        texts = response_texts(self._tokenizer, result.queries, result.ids)
         rows = zip(self._prompts, self._references, texts, strict=True)
         state.responses += [
             {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
@@ -190,11 +191,12 @@ class Evaluator:
         scores = {"score": result.scores, **(result.parts if len(result.parts) > 1 else {})}
         if result.heldout is not None:
             scores["reward_heldout"] = result.heldout
+        texts = response_texts(self._tokenizer, result.queries, result.ids)
         rows = [
-            {"episode": episode, "prompt": prompt, "response": text_of(self._tokenizer, ids)}
+            {"episode": episode, "prompt": prompt, "response": text}
             | columns.shown(columns.of_row(self._columns, i))
             | {name: float(values[i]) for name, values in scores.items()}
-            for i, (prompt, ids) in enumerate(zip(prompts, result.ids, strict=True))
+            for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
         ]
         state.samples += rows
         return rows

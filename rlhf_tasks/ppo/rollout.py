@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Batch, Ids, TokenBudget, collate, collate_rows, sizes
+from rlhf_tasks.data.batches import Batch, TokenBudget, collate, collate_rows, sizes
 from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.load import TokenScores, disable_adapters
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
 from rlhf_tasks.models.sampling import Samples

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Ids, encode
+from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.load import merge_adapter
 from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses

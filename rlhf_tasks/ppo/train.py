@@ -29,8 +29,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import CriticWarmup
-from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.data.columns import Columns, take
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.load import TokenScores
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError, whiten

@@ -36,7 +36,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import VllmSampler as Settings
-from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.project.atomic import whole, write_text

@@ -7,7 +7,8 @@ import math
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
-from rlhf_tasks.data.batches import TokenBudget, encode, load_tokenizer, read_table
+from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, read_table
+from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import from_scratch, load_causal
 from rlhf_tasks.project import hashing

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import (

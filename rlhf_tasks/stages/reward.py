@@ -24,7 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Reward, RewardView
 from rlhf_tasks.data import batches
-from rlhf_tasks.data.batches import Batch, Ids, load_tokenizer, read_table, sizes
+from rlhf_tasks.data.batches import Batch, load_tokenizer, read_table, sizes
+from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.models import contracts
@@ -225,13 +226,10 @@ def model_of(prompt: str) -> str:
 
 
 def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row], **settings: Any) -> Pairs:
-    return Pairs(
-        batches.encode(tokenizer, [row["prompt"] for row in rows]),
-        batches.encode_answers(tokenizer, [row["chosen"] for row in rows]),
-        batches.encode_answers(tokenizer, [row["rejected"] for row in rows]),
-        tokenizer.pad_token_id,
-        **settings,
-    )
+    prompts = [row["prompt"] for row in rows]
+    queries, chosen = encode_rows(tokenizer, prompts, [row["chosen"] for row in rows])
+    _, rejected = encode_rows(tokenizer, prompts, [row["rejected"] for row in rows])
+    return Pairs(queries, chosen, rejected, tokenizer.pad_token_id, **settings)
 
 
 # ---------------------------------------------------------------------------- fetching and measuring

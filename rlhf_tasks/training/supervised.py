@@ -17,17 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Optimization, Split
-from rlhf_tasks.data.batches import (
-    Batch,
-    Ids,
-    TokenBudget,
-    collate,
-    encode,
-    encode_answers,
-    epoch_batches,
-    read_table,
-    sizes,
-)
+from rlhf_tasks.data.batches import Batch, TokenBudget, collate, epoch_batches, read_table, sizes
+from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
@@ -80,8 +71,7 @@ def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Spli
     """The demonstrations of data/sft."""
     rows = read_table(paths, "sft", split)
     return LanguageModeling(
-        encode(tokenizer, [row["prompt"] for row in rows]),
-        encode_answers(tokenizer, [row["completion"] for row in rows]),
+        *encode_rows(tokenizer, [row["prompt"] for row in rows], [row["completion"] for row in rows]),
         tokenizer.pad_token_id,
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from rlhf_tasks.data.batches import Ids, text_of
+from rlhf_tasks.data.tokenizer import Ids, response_texts
 from rlhf_tasks.models import sampling
 from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses, sample_token
 from rlhf_tasks.models.tensors import NonFiniteError
@@ -199,6 +199,6 @@ def test_half_as_many_rows_are_sampled_where_the_memory_is_full(monkeypatch: pyt
 def test_text_excludes_only_the_final_eos() -> None:
     words = small.tokenizer()
     first, second = (str(words.decode([token])) for token in (3, 4))
-    assert text_of(words, [3, 4, EOS]) == f"{first} {second}"
-    assert text_of(words, [3, EOS, 4]) == f"{first} <eos> {second}"
-    assert text_of(words, [EOS]) == ""
+    responses = [[3, 4, EOS], [3, EOS, 4], [EOS]]
+    expected = [f"{first} {second}", f"{first} <eos> {second}", ""]
+    assert response_texts(words, [[3]] * 3, responses) == expected

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.data.batches import Ids, encode
+from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.models.load import add_lora
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.tensors import NonFiniteError

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.data.batches import Batch, Ids, collate
+from rlhf_tasks.data.batches import Batch, collate
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.guards import GuardTripped
 from rlhf_tasks.ppo.metrics import sampler_metrics, standard_error

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config import Lora, Ppo
-from rlhf_tasks.data.batches import Ids, TokenBudget
+from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.data.columns import NONE
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.load import add_lora
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo import train as loop

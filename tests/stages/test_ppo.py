@@ -14,7 +14,8 @@ import torch
 
 from rlhf_tasks import config
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.data.batches import encode, read_table
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.models import contracts
