@@ -135,26 +135,24 @@ def check_models(
     checks.check_positions(policy.config, longest, "models/sft")
     queries = checks.pick_prompts(prompts)
     saves = dist.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
-    with dist.on_device(policy) as is_used:
-        if is_used:
-            checks.require(
-                checks.check_policy(
-                    policy,
-                    queries,
-                    pad=pad,
-                    temperature=settings.temperature,
-                    num_new=settings.response_length,
-                    saves=saves,
-                ),
-                "models/sft",
-            )
+    if (checked := dist.to_check(policy)) is not None:
+        results = checks.check_policy(
+            checked,
+            queries,
+            pad=pad,
+            temperature=settings.temperature,
+            num_new=settings.response_length,
+            saves=saves,
+        )
+        checks.require(results, "models/sft")
+    del checked  # which may be a copy on the GPU
     rows = checks.add_responses(queries, settings.response_length)
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
             checks.check_positions(model.model.config, longest, name)
-            with dist.on_device(model) as is_used:
-                if is_used:
-                    checks.require(checks.check_scores(model, rows, pad=pad), name)
+            if (scores := dist.to_check(model)) is not None:
+                checks.require(checks.check_scores(scores, rows, pad=pad), name)
+            del scores
 
 
 def is_rewarded(settings: Ppo) -> bool:

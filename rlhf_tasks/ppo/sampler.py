@@ -110,7 +110,7 @@ class PolicySampler:
         own, self._queries = dist.shard_rows(self._queries), ()
 
         def sample_own() -> Samples:
-            with dist.full_params(self._policy) as policy, dist.autocast():
+            with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
                 return sample(
                     policy,
                     own,
@@ -134,7 +134,7 @@ class PolicySampler:
         dist, config, own = self._dist, self._config, self._dist.shard_rows(prompts)
 
         def sample_own() -> list[Ids]:
-            with dist.full_params(self._policy) as policy, dist.autocast():
+            with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
                 return sample_responses(
                     policy,
                     self._tokenizer,

@@ -30,7 +30,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         texts = _prompts(paths, tokenizer, "train")
         longest = max([*texts.sizes, *validation.sizes])
         max_positions = 2 ** math.ceil(math.log2(4 * longest))
-        model = dist.place(from_scratch(config.model.scratch, tokenizer, max_positions))
+        model = from_scratch(config.model.scratch, tokenizer, max_positions)
         with checkpoint.open(dist, paths, config, "base") as snapshots:
             train(
                 dist,

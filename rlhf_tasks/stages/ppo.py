@@ -95,7 +95,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     )
     heldout = None
     if config.has_reward_model:
-        heldout = dist.place(load_reward(paths.reward_heldout)).requires_grad_(False)
+        heldout = load_reward(paths.reward_heldout).requires_grad_(False)
     rewards = {"models/reward": reward, "models/reward_heldout": heldout}
     preconditions.check_models(
         dist, settings, actor_critic, rewards, [*prompts, *validation_prompts], tokenizer
@@ -206,7 +206,7 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
 def load_models(dist: Distributed, config: PpoView, paths: Paths) -> Models:
     """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
     settings = config.ppo
-    policy = dist.place(load_causal(paths.sft))
+    policy = load_causal(paths.sft)
     if settings.gradient_checkpointing:
         recompute_activations(policy)
     reference: Reference
@@ -219,8 +219,8 @@ def load_models(dist: Distributed, config: PpoView, paths: Paths) -> Models:
         reference = FrozenCopy(frozen, moves=settings.reference_sync is not None)
     reward = None
     if config.has_reward_model:
-        reward = dist.place(load_reward(paths.reward)).requires_grad_(False)
-    critic = dist.place(_critic(dist, config, paths, policy, reward))
+        reward = load_reward(paths.reward).requires_grad_(False)
+    critic = _critic(dist, config, paths, policy, reward)
     return Models(ActorCritic(policy, critic), reference, reward)
 
 

@@ -189,7 +189,7 @@ def _train(
     scores = TokenScores.from_policy(paths.sft, torch.Generator().manual_seed(seed))
     if settings.lora is not None:
         add_lora(scores.model, settings.lora, seed=seed)
-    learner = dist.place(Learner(scores, load_causal(paths.sft) if settings.lm_coef else None))
+    learner = Learner(scores, load_causal(paths.sft) if settings.lm_coef else None)
     # 2. Its pairs, trained on.
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:

@@ -42,9 +42,8 @@ from rlhf_tasks.ppo.state import TrainState, begin
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.checkpoint import Nowhere, State
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.state import State
 from rlhf_tasks.training.supervised import LanguageModeling
 from tests import small
 from tests.ppo import standin

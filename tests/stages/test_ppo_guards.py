@@ -19,7 +19,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.state import State
+from rlhf_tasks.training.checkpoint import State
 from tests import small
 from tests.ppo.test_train import ROLL_BACK
 from tests.stages.test_ppo import POLICY, SAMPLES, SETTINGS, run

@@ -121,6 +121,21 @@ def test_in_bf16_a_sharded_model_computes_what_a_bf16_copy_does_and_stays_float3
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+@pytest.mark.parametrize("kind", ["reward model", "shared critic"])
+@torch.no_grad()
+def test_in_bf16_a_sharded_score_head_computes_in_float32(kind: str, mesh: DeviceMesh) -> None:
+    hidden = torch.randn(4, 3, small.HIDDEN).bfloat16()
+    model: Any = small.scores() if kind == "reward model" else ActorCritic(small.causal(), ValueHead(16))
+    head = model.model.score if kind == "reward model" else model.critic
+    nn.init.normal_(head.weight)
+    expected = head(hidden.float())
+    sharding.shard(model, mesh, offload=False, computes_in=torch.bfloat16)
+    assert torch.equal(head(hidden.float()), expected)
+    if kind == "reward model":
+        assert model(BATCH).dtype == torch.float32
+        assert torch.equal(model.scored(hidden), expected.squeeze(-1))
+
+
 def test_written_weights_are_read_again_and_the_frozen_ones_stay(mesh: DeviceMesh) -> None:
     model, other = sharded(small.causal(), mesh), small.causal(seed=5)
     before, wanted = sharding.weights_of(model), sharding.weights_of(other)
