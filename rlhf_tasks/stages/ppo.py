@@ -36,7 +36,7 @@ from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge
 from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
 from rlhf_tasks.ppo.rollout import ActorCritic, AdapterOff, FrozenCopy, NoCritic, Reference, ValueHead
-from rlhf_tasks.ppo.sampler import stop_token
+from rlhf_tasks.ppo.sampler import response_ends
 from rlhf_tasks.ppo.state import TrainState, begin
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.ppo.vllm import open_server
@@ -116,13 +116,13 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         judge=judge,
         seed=config.seed,
     )
-    stop, earnings = stop_token(settings, tokenizer), audit.Earnings()
+    ends, earnings = response_ends(settings, policy, tokenizer), audit.Earnings()
     if audited := validation[: min(settings.audit_prompts, settings.num_selection_prompts)]:
         queries, references = encode_rows(
             tokenizer, [row["prompt"] for row in audited], [row["reference"] for row in audited]
         )
         trivial = audit.trivial_responses(
-            queries, references, end=stop, response_length=settings.response_length, seed=config.seed
+            queries, references, end=ends[0], response_length=settings.response_length, seed=config.seed
         )
         earnings = audit.audit(trivial, lambda responses: evaluator.score(queries, responses)[0])
         tracker.table("reward_audit", [{"response": name, **found} for name, found in earnings.items()])
@@ -131,7 +131,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     ptx = ptx_text(settings, paths, tokenizer, policy)
     longest = max(map(len, [*prompts, *validation_prompts]))
     with (
-        open_server(dist, settings, paths.home, tokenizer, stop=stop, longest_query=longest) as server,
+        open_server(dist, settings, paths.home, tokenizer, ends=ends, longest_query=longest) as server,
         checkpoint.open(dist, paths, config, "ppo") as snapshots,
     ):
         state = begin(
@@ -157,7 +157,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             evaluator=evaluator,
             ptx=ptx,
             tokenizer=tokenizer,
-            stop=stop,
+            ends=ends,
             tracker=tracker,
             snapshots=snapshots,
             faults=paths.home / "faults",
@@ -316,5 +316,10 @@ def _save_policy(
     )
     with whole(paths.policy) as folder:
         save_checkpoint(
-            policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity, card=card
+            policy,
+            tokenizer,
+            folder,
+            identity=identity,
+            card=card,
+            others=response_ends(settings, policy, tokenizer),
         )
