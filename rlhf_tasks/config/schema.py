@@ -5,6 +5,7 @@ The types hold names, units, ranges, rules and defaults: what params.yaml does n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -314,6 +315,10 @@ class Promotion(Section):
     """Bound that the lower end of the 95% interval of the win rate over SFT must exceed."""
     over_champion: t.Fraction | None = 0.5
     """The same bound for the win rate over the champion, if there is one; null: it is not compared."""
+    over_bar: t.Fraction | None = 0.5
+    """The same bound for the win rate over `judge.bar` as long as there is no champion; null: none."""
+    trial: bool = False
+    """Whether these settings only try the pipeline out: no policy that they train is ever promoted."""
     max_kl: t.PositiveFloat | None = 10.0
     """Largest KL from SFT of the checkpoint that PPO kept, in nats per response."""
     max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
@@ -326,6 +331,16 @@ class Promotion(Section):
     """Largest share of failures among the comparisons of the gate's judges."""
     min_examples: t.PositiveInt = 200
     """Smallest number of comparisons per judge and pair, without failures."""
+
+    detects: Annotated[float, Between(0.5, 1.0)] = 0.6
+    """Win rate that min_examples comparisons must tell from one half: in four of five cases its 95% interval
+    is above that."""
+
+    @property
+    def least_examples(self) -> int:
+        """The comparisons that `detects` needs, by the normal approximation at a power of 80%."""
+        p = max(self.detects, 0.5001)
+        return math.ceil(((1.96 * 0.5 + 0.8416 * math.sqrt(p * (1 - p))) / (p - 0.5)) ** 2)
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -341,6 +356,12 @@ class Promotion(Section):
                 yield f"promotion.{key} needs judge.retention, which measures it; set it to null"
         if self.max_task_drop is not None and (retention is None or retention.tasks is None):
             yield "promotion.max_task_drop needs judge.retention.tasks, whose tasks it bounds; set it to null"
+        if not self.trial and self.min_examples < self.least_examples:
+            yield (
+                f"promotion.min_examples={self.min_examples} is less than the {self.least_examples} that "
+                f"tell a win rate of {self.detects:.0%} from 50% in four of five cases; raise it, or "
+                "promotion.detects, or mark the settings by promotion.trial: true"
+            )
         if self.min_examples > judging.num_examples:
             yield (
                 f"promotion.min_examples={self.min_examples} is more than judge.num_examples="

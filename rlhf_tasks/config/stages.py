@@ -128,6 +128,7 @@ class VerdictView(StageView):
 
     promotion: s.Promotion | None
     judges: tuple[Judge, ...] = field(metadata={KEY: "judge.judges"})
+    bar: Literal["base", "reference"] = field(metadata={KEY: "judge.bar"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from rlhf_tasks.models.tensors import distinct
 from rlhf_tasks.project.paths import Paths
 
 SAMPLED = ("sft", "policy")
+BASE = "base"
+"""Sampled too where it is the bar of the gate."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,10 @@ class Contenders:
 def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> Contenders:
     rows = read_table(paths, "prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
+    names = (*SAMPLED, *([BASE] if config.judge.bar == BASE else []))
     sampled: dict[str, Responses] = {}
-    with console.progress("judge", len(SAMPLED), unit="models") as bar:
-        for name in SAMPLED:
+    with console.progress("judge", len(names), unit="models") as bar:
+        for name in names:
             sampled[name] = sample_policy(config, paths, name, prompts, config.seed, device)
             bar.advance()
     texts = {"reference": [row["reference"] for row in rows]}
@@ -58,7 +61,7 @@ def sample_policy(
         temperature=config.judge.temperature,
         seed=seed,
         device=device,
-        ends=ends_of_all((paths.models / name, None) for name in SAMPLED),
+        ends=ends_of_all((paths.models / name, None) for name in (*SAMPLED, BASE)),
     )
 
 

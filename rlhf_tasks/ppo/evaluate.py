@@ -160,6 +160,7 @@ class Evaluator:
         metrics = {
             "eval/scores": float(result.scores.mean()),
             "eval/response_length": sum(map(len, result.ids)) / len(result.ids),
+            "eval/ended": sum(has_ended(response, self._ends) for response in result.ids) / len(result.ids),
             "eval/kl": float(kl.mean()),
         }
         if result.heldout is not None:

@@ -37,7 +37,7 @@ from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
 from rlhf_tasks.ppo.advantages import Estimator, response_returns
 from rlhf_tasks.ppo.evaluate import Evaluator
-from rlhf_tasks.ppo.guards import GuardTrip
+from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
 from rlhf_tasks.ppo.losses import MicroBatch, PolicyLoss, token_weights, value_loss
@@ -123,6 +123,9 @@ def train(
                     state.metrics = _evaluate(
                         dist, state, evaluator, tracker, select=True, show=0 in showings
                     )
+                    warn_of_endless(config, state.metrics.get("eval/ended", 1.0))
+                    if state.guards is not None:
+                        state.guards.begin(state.metrics.get("eval/ended", 0.0))
                     state.has_begun = True
                     keep_good_state(dist, config, state)
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo, PpoView
+from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table
@@ -304,6 +305,12 @@ def _save_policy(
         episode = int(state.evaluation.metrics["selected_episode"])
         chosen = f"kept at episode {episode}, the best by {by} on validation prompts"
     identity: dict[str, Any] = {"kind": "policy", "parents": parents}
+    if all(scorer.kind == "dummy" for scorer in settings.scorers):
+        identity["reward"] = "none"  # the gate promotes no such policy
+    if settings.select_by is not None and isinstance(settings.select_by.judge, RewardModelJudge):
+        identity["selected_by"] = contracts.fingerprint(paths.root / settings.select_by.judge.path)
+    elif settings.select_by is None and config.has_reward_model:
+        identity["selected_by"] = contracts.fingerprint(paths.reward_heldout)
     if state.sampler.name is not None:  # a program beside this one
         identity["sampler"] = state.sampler.name
         chosen += f"; its rollouts were sampled by {state.sampler.name}"
