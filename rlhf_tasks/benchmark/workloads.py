@@ -31,7 +31,7 @@ from rlhf_tasks.models.load import (
 from rlhf_tasks.ppo.evaluate import NoEvaluator
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
-from rlhf_tasks.ppo.sampler import stop_token
+from rlhf_tasks.ppo.sampler import response_ends
 from rlhf_tasks.ppo.state import begin
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.project.paths import Paths
@@ -93,7 +93,7 @@ class Workload:
             evaluator=NoEvaluator(),
             ptx=self.ptx,
             tokenizer=self.tokenizer,
-            stop=stop_token(settings, self.tokenizer),
+            ends=response_ends(settings, self.actor_critic.policy, self.tokenizer),
             tracker=NullTracker("ppo"),
             snapshots=Nowhere(),
             faults=Paths(self.root).home / "faults",

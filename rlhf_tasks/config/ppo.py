@@ -434,6 +434,9 @@ class Ppo(Section):
     end."""
     num_selections: t.PositiveInt = 4
     """Number of evaluations of the policy on the selection prompts; the best weights are kept."""
+    audit_prompts: t.Count = 32
+    """Number of validation prompts at which trivial responses are scored before training, to see what they
+    would earn; 0: none."""
     num_selection_prompts: t.PositiveInt = 256
     """Number of selection prompts, taken from the validation split."""
     select_by: Selection | None = None

@@ -98,6 +98,21 @@ def template(tokenizer: PreTrainedTokenizerBase) -> Chat:
     return render
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes after an answer; None if there is none."""
+    if not tokenizer.chat_template:
+        return None
+    mark = "\ue000answer\ue000"  # no text has these characters
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+    try:
+        after = template(tokenizer)(talk, False).partition(mark)[2].lstrip()
+    except ValueError:
+        return None
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+    is_special = bool(ids) and ids[0] in tokenizer.added_tokens_decoder and ids[0] != tokenizer.unk_token_id
+    return int(ids[0]) if is_special else None
+
+
 # ------------------------------------------------------------------------------------------------- messages
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_tasks.config import Model, Scratch
-from rlhf_tasks.data.chat import DATE, Rendering, template
+from rlhf_tasks.data.chat import DATE, Rendering, end_of_turn, template
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import disk
 
@@ -112,6 +112,7 @@ def _uncased(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Toke
 def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a base model that exists; a missing pad token is EOS (masks come from lengths).
 
+    EOS is the end of a turn, where the chat template writes one.
     `chat_date` is kept in its config, for chat templates that print today's date.
 
     Raises:
@@ -136,6 +137,9 @@ def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    turn = end_of_turn(tokenizer)
+    if turn is not None:  # what ends an answer ends a demonstration; models/ends.py keeps the other one
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(turn)
     if tokenizer.chat_template and chat_date is not None:
         tokenizer.init_kwargs[DATE] = chat_date
     return tokenizer

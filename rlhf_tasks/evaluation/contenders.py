@@ -12,7 +12,7 @@ from rlhf_tasks.config import JudgeView
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.columns import Columns
-from rlhf_tasks.evaluation.responses import Responses, sample
+from rlhf_tasks.evaluation.responses import Responses, ends_of_all, sample
 from rlhf_tasks.evaluation.results import ResponseStatistics
 from rlhf_tasks.models.tensors import distinct
 from rlhf_tasks.project.paths import Paths
@@ -51,9 +51,15 @@ def sample_policy(
 ) -> Responses:
     """Responses at the judge's temperature; contenders are sampled with the same seed."""
     return sample(
-        paths.models / who, prompts, paths=paths, max_new_tokens=config.max_completion_tokens,
-        temperature=config.judge.temperature, seed=seed, device=device,
-    )  # fmt: skip
+        paths.models / who,
+        prompts,
+        paths=paths,
+        max_new_tokens=config.max_completion_tokens,
+        temperature=config.judge.temperature,
+        seed=seed,
+        device=device,
+        ends=ends_of_all((paths.models / name, None) for name in SAMPLED),
+    )
 
 
 def response_statistics(contenders: Contenders, who: str) -> ResponseStatistics:

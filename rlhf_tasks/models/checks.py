@@ -119,11 +119,11 @@ def check_policy(
     read back. A result that failed to be computed is the last.
     """
 
-    def draw(stop: int) -> Samples:
+    def draw(end: int) -> Samples:
         """The same uniform numbers each time, so that a response is the same up to its end."""
         rng, most = torch.Generator(model.device).manual_seed(0), min(num_new, NUM_NEW)
         return sample(
-            model, queries, max_new_tokens=most, temperature=temperature, stop=stop, pad=pad, generator=rng
+            model, queries, max_new_tokens=most, temperature=temperature, ends=(end,), pad=pad, generator=rng
         )
 
     def trained(model: PreTrainedModel, responses: Sequence[Ids]) -> list[Tensor]:
@@ -143,9 +143,9 @@ def check_policy(
         # a stop token that ends at least a quarter of the responses early, and not all of them
         heads = [response[: GPU_CHECK - 1] for response in responses]
         ends = {token: sum(token in head for head in heads) for head in heads for token in head}
-        stop = next((token for token, count in ends.items() if len(heads) / 4 <= count < len(heads)), None)
-        if stop is not None:
-            ended = draw(stop)
+        end = next((token for token, count in ends.items() if len(heads) / 4 <= count < len(heads)), None)
+        if end is not None:
+            ended = draw(end)
             shorter = trained(model, ended.responses)
             yield _compare("ended rows do not change the others", ended.logprobs, shorter)
         if saves:

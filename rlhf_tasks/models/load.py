@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
 from rlhf_tasks.models.contracts import IDENTITY, ContractError
+from rlhf_tasks.models.ends import ends_of
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.project import disk
 
@@ -394,11 +395,11 @@ def save_checkpoint(
     *,
     identity: Mapping[str, Any],
     card: str,
-    stop: int | None = None,
+    others: Iterable[int] = (),
 ) -> None:
     """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json.
 
-    `stop`, by default EOS, is the token that ends responses; the generation config holds it.
+    The generation config holds all tokens that end its responses, and `others`.
     The same weights, tokenizer, identity and card give the same bytes.
 
     Raises:
@@ -407,7 +408,8 @@ def save_checkpoint(
     # the source folder would change the bytes but not the model
     model.config._name_or_path = ""
     if model.can_generate():
-        model.generation_config.eos_token_id = tokenizer.eos_token_id if stop is None else stop
+        ends = list(ends_of(model, tokenizer, others))
+        model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
     size = sum(weights.nbytes for weights in model.state_dict().values())
     with disk.room(folder.parent, lambda: size):
         model.save_pretrained(folder)

@@ -17,7 +17,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import checks, contracts
 from rlhf_tasks.models.load import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.ppo.sampler import stop_token
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.distributed import Distributed
@@ -39,8 +38,8 @@ def check(config: PpoView, paths: Paths) -> None:
     _check_verifiers(settings, paths)
     _check_selection_judge(settings, paths)
     tokenizer = load_tokenizer(paths.sft)
-    stop = stop_token(settings, tokenizer)
-    if stop >= len(tokenizer):
+    stop = settings.stop_token
+    if stop != "eos" and stop >= len(tokenizer):
         raise UserError(
             f"ppo.stop_token={stop} is not a token: the tokenizer has {len(tokenizer)}, numbered from 0"
         )

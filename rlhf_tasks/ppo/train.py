@@ -31,6 +31,7 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import CriticWarmup
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.models.ends import Ends
 from rlhf_tasks.models.load import TokenScores
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
@@ -84,7 +85,7 @@ def train(
     evaluator: Evaluator,
     ptx: LanguageModeling | None,
     tokenizer: PreTrainedTokenizerBase,
-    stop: int,
+    ends: Ends,
     tracker: Tracker,
     snapshots: Checkpoint,
     faults: Path,
@@ -161,7 +162,7 @@ def train(
                     samples,
                     take(columns, own),
                     tokenizer=tokenizer,
-                    stop=stop,
+                    ends=ends,
                     budget=state.scoring_budget,
                     is_on_policy=state.sampler.name is None,
                 )

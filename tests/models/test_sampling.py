@@ -23,7 +23,12 @@ QUERIES, _ = small.rows(24, longest=7)
 def draw(
     model: PreTrainedModel | Family = "llama", queries: list[Ids] = QUERIES, seed: int = 4, **changes: Any
 ) -> Samples:
-    settings = {"max_new_tokens": 12, "temperature": 0.7, "stop": EOS, "pad": PAD} | changes
+    settings: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "temperature": 0.7,
+        "ends": (EOS,),
+        "pad": PAD,
+    } | changes
     if isinstance(model, str):
         model = small.causal(model)
     return sample(model, queries, generator=torch.Generator().manual_seed(seed), **settings)

@@ -37,7 +37,7 @@ from rlhf_tasks.ppo.rollout import (
     pad_rows,
     score_rollout,
 )
-from rlhf_tasks.ppo.sampler import stop_token
+from rlhf_tasks.ppo.sampler import response_ends
 from rlhf_tasks.ppo.state import TrainState, begin
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.protocol import Responses
@@ -185,7 +185,7 @@ class Toy:
             sampler.collect(0),
             NONE,
             tokenizer=self.inputs["tokenizer"],
-            stop=self.inputs["stop"],
+            ends=self.inputs["ends"],
             budget=TokenBudget(self.config.micro_batch_tokens),
             is_on_policy=sampler.name is None,
         )
@@ -258,7 +258,7 @@ def toy(
     inputs |= {name: changes.pop(name) for name in inputs.keys() & changes.keys() - {"ptx"}}
     config = small.ppo(**({"sampler": ENGINE} if server else {}) | changes)
     inputs["estimator"] = inputs["estimator"] or ESTIMATORS[config.advantages.kind]
-    inputs["stop"] = stop_token(config, tokenizer)
+    inputs["ends"] = response_ends(config, frozen, tokenizer)
     critic = small.scores(seed=3) if config.critic else NoCritic()
     state = begin(
         dist,

@@ -258,6 +258,6 @@ def test_without_a_reward_model_the_last_policy_is_kept(models_here: Path) -> No
     assert set(contracts.read_identity(POLICY)["parents"]) == {"sft"}
 
 
-def test_a_policys_generation_config_names_its_stop_token(models_here: Path) -> None:
+def test_a_policys_generation_config_names_all_that_ends_its_responses(models_here: Path) -> None:
     run(**{"ppo.stop_token": 7})
-    assert load_causal(POLICY).generation_config.eos_token_id == 7
+    assert load_causal(POLICY).generation_config.eos_token_id == [small.EOS, 7]

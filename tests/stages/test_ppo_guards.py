@@ -231,7 +231,11 @@ def test_nan_at_an_evaluation_trips_the_guard_and_keeps_the_curve(models_here: P
     """The evaluations are before training and after each update; the second one fails."""
     CALLS.clear()
     tracker = Events()
-    changes = {"ppo.scorers": [scorer(nan_at_the_second_evaluation)], "ppo.num_sample_generations": 0}
+    changes = {
+        "ppo.scorers": [scorer(nan_at_the_second_evaluation)],
+        "ppo.num_sample_generations": 0,
+        "ppo.audit_prompts": 0,
+    }
     with pytest.raises(GuardTripped, match=r"non_finite: ppo\.scorers: .*gave nan") as caught:
         ppo.run(small.view("ppo", SETTINGS | changes), Paths(), tracker)
     assert [name for name, _ in tracker.events] == ["guard.non_finite"]
