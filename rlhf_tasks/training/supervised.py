@@ -218,11 +218,12 @@ def train(
             # 5. The progress bar, and a snapshot when one is due.
             shown = {key: metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in metrics}
             bar.advance(settings.num_epochs / num_steps, **shown)
-            if snapshots.due():
+            if snapshots.due():  # by the time, or because a signal ends the stage: then `save` raises
                 training = dist.training_state(trained, optimizer)
                 own = {"tracker": tracker.state_dict(), "rng": dist.rng_state()}
                 snapshots.save(state.step, {"training": training, "shared": state.state_dict(), **own})
 
+    # 6. With a patience, the weights of the lowest validation loss replace the last ones.
     if math.isfinite(state.best_loss):
         sharding.load_weights(model, state.best_weights)
     return state

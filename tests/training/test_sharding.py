@@ -80,7 +80,7 @@ def test_the_weights_of_a_sharded_model_are_those_of_the_whole_one_under_the_sam
 
 
 def test_the_whole_copy_samples_what_the_model_would_and_is_empty_afterwards(mesh: DeviceMesh) -> None:
-    how: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.9, "stop": EOS, "pad": PAD}
+    how: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.9, "ends": (EOS,), "pad": PAD}
 
     def responses(model: PreTrainedModel) -> list[list[int]]:
         return sample(model, [[5, 6], [7]], generator=torch.Generator().manual_seed(1), **how).responses
