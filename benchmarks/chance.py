@@ -46,7 +46,8 @@ def run(kind: str, seed: int, work: Path) -> dict[str, Any]:
         for section, changes in SHUFFLED.items() if kind == "shuffled" else ():
             params[section].update(changes)
         YAML().dump(params, folder / "params.yaml")
-        subprocess.run(["dvc", "repro", "--quiet", "verdict"], cwd=folder, env=environment, check=True)
+        dvc = ["dvc", "repro", "--quiet", "verdict"]
+        subprocess.run(dvc, cwd=folder, env=environment, check=True, capture_output=True)
     found: dict[str, Any] = json.loads(verdict.read_text(encoding="utf-8"))
     return found
 

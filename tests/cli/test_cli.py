@@ -143,7 +143,7 @@ def test_a_run_says_how_its_policy_becomes_champion(
     project: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    verdict: Any,
+    verdict: dict[str, bool],
     said: str,
 ) -> None:
     monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
