@@ -109,6 +109,7 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
     Raises:
         ContractError: if it cannot be read.
     """
+    _check_whole(source)
     try:
         return cast(PretrainedConfig, AutoConfig.from_pretrained(source, revision=revision))
     except (OSError, ValueError) as error:
@@ -149,7 +150,20 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     return TokenScores(model)
 
 
+def _check_whole(source: str | Path) -> None:
+    """Refuse a folder with a LoRA adapter alone: DVC would not know of the base model that it needs."""
+    file = Path(source) / "adapter_config.json"
+    if file.is_file() and not file.with_name("config.json").exists():
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise ContractError(
+            f"{source} holds an adapter alone, for the model {base}; merge them and give the merged folder: "
+            f"`peft.AutoPeftModelForCausalLM.from_pretrained({str(source)!r}).merge_and_unload()"
+            ".save_pretrained(FOLDER)`, with the tokenizer beside it"
+        )
+
+
 def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
+    _check_whole(source)
     how = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
     how |= {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
     try:
