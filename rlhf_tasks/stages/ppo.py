@@ -308,9 +308,9 @@ def _save_policy(
     if all(scorer.kind == "dummy" for scorer in settings.scorers):
         identity["reward"] = "none"  # the gate promotes no such policy
     if settings.select_by is not None and isinstance(settings.select_by.judge, RewardModelJudge):
-        identity["selected_by"] = contracts.fingerprint(paths.root / settings.select_by.judge.path)
+        identity["chosen_by"] = contracts.fingerprint(paths.root / settings.select_by.judge.path)
     elif settings.select_by is None and config.has_reward_model:
-        identity["selected_by"] = contracts.fingerprint(paths.reward_heldout)
+        identity["chosen_by"] = contracts.fingerprint(paths.reward_heldout)
     if state.sampler.name is not None:  # a program beside this one
         identity["sampler"] = state.sampler.name
         chosen += f"; its rollouts were sampled by {state.sampler.name}"

@@ -35,8 +35,8 @@ def selecting_judges(
     settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
 ) -> dict[str, str]:
     """Judges that are the reward model by which PPO chose the checkpoint `policy`: as `optimised_judges`."""
-    selected_by = contracts.read_identity(policy).get("selected_by")
-    return _with_weights(settings, {selected_by} if selected_by else set(), root, names)
+    chosen_by = contracts.read_identity(policy).get("chosen_by")
+    return _with_weights(settings, {chosen_by} if chosen_by else set(), root, names)
 
 
 def has_reward(policy: Path) -> bool:
