@@ -16,7 +16,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled, Crashed
 
-from flows import leases
+from flows.slots import LABEL
 from rlhf_tasks.project import processes, workspaces
 from rlhf_tasks.tracking.context import STAGE_RUN
 
@@ -39,20 +39,18 @@ def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
 
 
 def clean_run(flow_run: UUID, end: State[Any]) -> None:
-    """End the stages that the run left running, free its slots, end its tasks, and remove its workspace."""
+    """End the stages that the run left running, free its slots, end its tasks, and remove its workspace.
+
+    Tasks that have no end, and those that a cancellation made crash, get this end.
+    """
     processes.end(STAGE_RUN, str(flow_run), signal.SIGINT, GRACE_SECONDS)
     with get_client(sync_client=True) as client:
-        leases.end_all(client, client.read_flow_run(flow_run))  # only now: nothing uses a GPU any more
-    end_tasks(flow_run, end)
-    if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
-        workspaces.remove(Path.cwd(), workspace_name(str(flow_run)))
-
-
-def end_tasks(flow_run: UUID, end: State[Any]) -> None:
-    """Give this end to the tasks that have none, and to those that a cancellation made crash."""
-    ids = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
-    with get_client(sync_client=True) as client:
+        for lease in str(client.read_flow_run(flow_run).labels.get(LABEL, "")).split():
+            client.release_concurrency_slots_with_lease(UUID(lease))  # only now: nothing uses a GPU any more
+        ids = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
         for task in client.read_task_runs(flow_run_filter=ids):
             state = task.state
             if state is None or not state.is_final() or (state.is_crashed() and end.is_cancelled()):
                 client.set_task_run_state(task.id, end.fresh_copy(), force=True)
+    if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
+        workspaces.remove(Path.cwd(), workspace_name(str(flow_run)))

@@ -55,15 +55,14 @@ def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Conf
     if commit is not None:
         text, values, changes = request.resolve(git.committed(root, "params.yaml", commit))
         stages = dvc_files.graph_in(git.committed(root, "dvc.yaml", commit), text)
+    elif not request.is_empty:
+        raise UserError(
+            "preset, seed and overrides change params.yaml; a run in the checkout does not change it: set "
+            "`where` to workspace, or edit params.yaml"
+        )
     else:
-        if not request.is_empty:
-            raise UserError(
-                "preset, seed and overrides change params.yaml; a run in the checkout does not change it: "
-                "set `where` to workspace, or edit params.yaml"
-            )
-        file = root / "params.yaml"
-        values, changes = config.load(file), []
-        text = file.read_text(encoding="utf-8")  # after `load`, which checks that it is readable
+        values, changes = config.load(root / "params.yaml"), []
+        text = (root / "params.yaml").read_text(encoding="utf-8")  # `load` has checked that it is readable
         stages = dvc_files.graph(root)
     unknown = [name for name in values.service.stages if name not in (*stages, *config.STAGES)]
     if unknown:
@@ -103,8 +102,7 @@ def commit_of(root: Path, where: Where, revision: str | None, name: str | None) 
     check_name(name)
     if where == "workspace":
         return git.resolve(root, revision)
-    given = [what for what, value in (("revision", revision), ("name", name)) if value is not None]
-    if given:
+    if given := [what for what, value in (("revision", revision), ("name", name)) if value is not None]:
         raise UserError(
             f"{' and '.join(given)} cannot be given for a run in the checkout, which uses the working tree "
             "and makes no experiment: set `where` to workspace, or leave the field empty"

@@ -379,7 +379,7 @@ def test_the_watch_reports_an_unreadable_params_yaml_and_starts_nothing(
     [
         ("pipeline", ": give FLOW/DEPLOYMENT, such as rlhf-pipeline/pipeline"),
         ("a/b/c", ": give FLOW/DEPLOYMENT"),
-        ("rlhf-pipeline/pipelin", " does not exist; `prefect deployment ls` lists"),
+        ("rlhf-pipeline/pipelin", ": no deployment has this name; `prefect deployment ls` lists"),
     ],
 )
 def test_watch_and_sweep_refuse_a_wrong_deployment_before_anything_starts(

@@ -1,4 +1,4 @@
-"""GPU slots: the queue of runs, the slots that a run keeps, and what a run shows while it waits."""
+"""GPU slots: the slots that a run keeps, who is first, and what a run shows while it waits."""
 
 from __future__ import annotations
 
@@ -102,19 +102,15 @@ def test_a_run_without_a_free_slot_waits_visibly_behind_the_run_that_has_it(
     assert active(client) == 0
 
 
-def test_a_slot_is_kept_unless_a_more_urgent_run_waits(client: SyncPrefectClient) -> None:
-    """A run of the test has no work queue, and so the last place; among equals the first start counts."""
+def test_a_slot_is_kept_unless_an_urgent_run_waits(client: SyncPrefectClient) -> None:
     lines: list[str] = []
 
     def body(held: Slots) -> None:
         assert not held.hold(1, lines.append)
-        equal = other_run(client, Pending(name=WAITING))
-        monkey = pytest.MonkeyPatch()
-        monkey.setattr(slots.Queue, "_rank", lambda queue, run: (1.0, 2.0 if run.id == equal.id else 1.0))
-        assert not held.hold(1, lines.append), "a run that started later is no more urgent"
-        monkey.undo()
+        equal = other_run(client, Pending(name=WAITING, message=slots.WAITS))
+        assert not held.hold(1, lines.append), "a run of another queue is no more urgent"
         client.set_flow_run_state(equal.id, Completed(), force=True)
-        urgent = other_run(client, Pending(name=WAITING), settings.URGENT)
+        urgent = other_run(client, Pending(name=WAITING, message=slots.WAITS), settings.URGENT)
 
         def show(line: str) -> None:
             lines.append(line)
@@ -122,21 +118,19 @@ def test_a_slot_is_kept_unless_a_more_urgent_run_waits(client: SyncPrefectClient
             client.set_flow_run_state(urgent.id, Completed(), force=True)
 
         assert held.hold(1, show)
-        assert lines == [f"waiting for gpu, behind {urgent.name}"]
+        assert lines == ["waiting for gpu"]
         held.release()
         assert active(client) == 0
 
     in_a_run(body)
 
 
-def test_the_urgent_queue_is_first_then_the_earlier_start(client: SyncPrefectClient) -> None:
+def test_an_urgent_run_yields_to_no_other(client: SyncPrefectClient) -> None:
     runs = [
-        other_run(client, Pending(name=WAITING), queue) for queue in ("default", "default", settings.URGENT)
+        other_run(client, Pending(name=WAITING, message=slots.WAITS), queue)
+        for queue in ("default", settings.URGENT)
     ]
-    queues = [slots.Queue(client, run) for run in runs]
-    ahead = [[runs.index(other) for other in runs if other.id in {r.id for r in q.ahead()}] for q in queues]
-    assert ahead == [[2], [0, 2], []]
-    assert [queue.has_more_urgent() for queue in queues] == [True, True, False]
+    assert [slots.must_yield(client, run) for run in runs] == [True, False]
 
 
 def test_more_slots_than_the_limit_has_are_refused(client: SyncPrefectClient) -> None:
@@ -147,7 +141,7 @@ def test_more_slots_than_the_limit_has_are_refused(client: SyncPrefectClient) ->
 def test_a_run_that_is_being_cancelled_is_not_shown_as_waiting(client: SyncPrefectClient) -> None:
     run = other_run(client, Running())
     client._client.post(f"/flow_runs/{run.id}/set_state", json={"state": {"type": "CANCELLING"}})
-    slots.Queue(client, run).wait("waiting for gpu")
+    slots.show_waiting(client, run.id, "waiting for gpu")
     state = client.read_flow_run(run.id).state
     assert state is not None
     assert state.is_cancelling()
