@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +20,12 @@ from prefect.client.schemas.actions import DeploymentUpdate, GlobalConcurrencyLi
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import State
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
-from prefect.schedules import Cron, Interval, Schedule
+from prefect.schedules import Cron, Interval
 from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import automations, devices, hooks, settings
+from flows import automations, devices, settings, workplace
 from flows.pipeline import pipeline
 from flows.slots import find_limit, limit_of
 from flows.sweep import sweep
@@ -71,8 +70,6 @@ def apply(
             raise UserError(
                 f"work pool {pool!r} does not exist; `prefect work-pool create` makes one"
             ) from None
-        with suppress(ObjectAlreadyExists):  # priority 1 moves the pool's default queue to 2
-            client.create_work_queue(settings.URGENT, work_pool_name=pool, priority=1)
         own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
         variables = own if kind == "process" else {}
         if is_shared:
@@ -81,12 +78,22 @@ def apply(
         automations.apply(client)
         for flow, name, description, schedules in (
             (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
-            (pipeline, settings.URGENT, "Run the pipeline before the runs of the other deployments.", []),
             (pipeline, "nightly", "An example of a schedule: every night, with the newest data.", [nightly]),
             (data_watch, "on-data-change", "Check every hour whether the data changed.", [hourly]),
             (sweep, "sweep", "Compare settings over seeds.", []),
         ):
-            _deploy(client, flow, name, description, schedules, pool, git.address(root), variables)
+            runs = f"{settings.PIPELINE}/{name_in(pool, 'pipeline')}"
+            made: Any = flow.to_deployment(
+                name=name_in(pool, name),
+                description=description,
+                parameters={} if flow is pipeline else {"deployment": runs},
+                tags=["rlhf", f"{OWNER}{git.address(root)}"],
+                schedules=schedules,
+                work_pool_name=pool,
+                job_variables=variables,
+                entrypoint_type=EntrypointType.MODULE_PATH,
+            )
+            _register(client, flow, made)
 
 
 def name_in(pool: str, name: str) -> str:
@@ -140,44 +147,23 @@ def _make_limits(client: SyncPrefectClient, slots: int | None, *, is_shared: boo
         size(limit_of(gpu), share, None if slots is None else share)
 
 
-def _deploy(
-    client: SyncPrefectClient,
-    flow: Flow[..., Any],
-    name: str,
-    description: str,
-    schedules: Sequence[Schedule],
-    pool: str,
-    owner: str,
-    variables: dict[str, str],
-) -> None:
+def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any) -> None:
     """Make a deployment, or update only those fields of an existing one that users do not change."""
-    runs = f"{settings.PIPELINE}/{name_in(pool, 'pipeline')}"
-    made: Any = flow.to_deployment(
-        name=name_in(pool, name),
-        description=description,
-        parameters={} if flow is pipeline else {"deployment": runs},
-        tags=["rlhf", f"{OWNER}{owner}"],
-        schedules=list(schedules),
-        work_pool_name=pool,
-        work_queue_name=settings.URGENT if name == settings.URGENT else None,
-        job_variables=variables,
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
     try:
         existing = client.read_deployment_by_name(f"{flow.name}/{made.name}")
     except ObjectNotFound:
         client.update_deployment(made.apply(), DeploymentUpdate(parameter_openapi_schema=form(flow)))
         return
-    is_there = existing.work_pool_name == pool  # without its name, an update would change the queue
+    is_there = existing.work_pool_name == made.work_pool_name
     theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
     update = DeploymentUpdate(
-        description=description,
+        description=made.description,
         parameters=made.parameters | existing.parameters,
         tags=[*made.tags, *theirs],
         entrypoint=made.entrypoint,
-        work_pool_name=pool,
-        work_queue_name=(existing if is_there else made).work_queue_name,
-        job_variables=existing.job_variables | variables,
+        work_pool_name=made.work_pool_name,
+        work_queue_name=existing.work_queue_name if is_there else None,  # without it, an update changes it
+        job_variables=existing.job_variables | made.job_variables,
         parameter_openapi_schema=form(flow),
     )
     client.update_deployment(existing.id, update)
@@ -208,5 +194,5 @@ def crash_lost_runs() -> None:
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=OPEN, work_pool_filter=where):
             lost: State[Any] = Crashed(message="its worker is gone; retry the run to resume it")
-            hooks.clean_run(run.id, lost)
+            workplace.clean_run(run.id, lost)
             client.set_flow_run_state(run.id, lost, force=True)

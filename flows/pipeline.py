@@ -12,15 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
-from flows import hooks, promotion, request, results, settings, stage_tasks, watch, workplace
+from flows import promotion, request, results, settings, stage_tasks, watch, workplace
 from flows.outcome import Outcome, has_results
 from flows.slots import Slots
 from flows.stage_tasks import Dvc, StageFailed, StageRefused
@@ -40,8 +42,8 @@ DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "res
     name=settings.PIPELINE,
     description="Bring every stage of dvc.yaml up to date: data, SFT, reward model, PPO, judge, report.",
     persist_result=False,
-    on_cancellation=[hooks.clean],
-    on_crashed=[hooks.clean],
+    on_cancellation=[workplace.clean],
+    on_crashed=[workplace.clean],
 )
 def pipeline(
     preset: request.PresetName = request.DEFAULT,
@@ -70,90 +72,85 @@ def pipeline(
         promote: Let the gate decide at the end whether the policy becomes the champion.
     """
     try:
+        # 1. What the run works on, as it finds it at its start.
         asked = Request(request.preset_of(preset), seed, overrides)
-        return _run(asked, where, revision, name, push, promote)
+        root, run = Path.cwd(), str(flow_run.get_id())
+        commit = request.commit_of(root, where, revision, name)
+        text, values, changes = request.resolve(root, asked, commit)
+        data, notes = watch.fingerprint(root, values), list[str]()
+        if commit is not None:
+            workspace_inputs.check_data(values.data.path)
+            now = (
+                f", with the data at {values.data.path} as it is now" if values.data.source == "files" else ""
+            )
+            get_run_logger().info("the run works on commit %s%s", commit, now)
+            if unseen := ", ".join(workspace_inputs.unseen(root, values.data.path)):
+                notes.append(f"this run saw the commit, not the uncommitted changes of {unseen}")
+                get_run_logger().warning("the run does not see the uncommitted changes of %s", unseen)
+
+        # 2. Its name and description in Prefect and MLflow.
+        chosen = name or request.default_name(str(flow_run.get_name()), run)
+        title, page = chosen, url_for("flow-run", run)
+        if flow_run.get_parent_flow_run_id():  # a run of a sweep keeps the name that the sweep gave it
+            title = str(flow_run.get_name())
+        else:
+            with get_client(sync_client=True) as client:
+                client.update_flow_run(UUID(run), name=chosen)
+        facts = {
+            "preset": asked.preset or "none",
+            "seed": str(values.seed),
+            "changes": ", ".join(f"`{change}`" for change in changes),
+            "commit": commit or git.revision(root) or "none",
+            "Prefect run": f"[{title}]({page})" if page else None,
+        }
+        tags = {"prefect.flow_run_id": run, "prefect.flow_run": title}
+        tags |= {tracking.NAME: title, tracking.NOTE: tracking.note(facts)}
+        with (
+            workplace.opened(root, run, commit, text, values) as workspace,
+            tracking.open_run(Paths(root), run, values.tracking, tags) as tracked,
+        ):
+            # 3. The stages, then the experiment, the remote and the gate.
+            folder = workspace.folder if workspace else root
+            environment = workplace.stage_environment(workspace, run, chosen)
+            dvc = Dvc(folder, environment, values.service.grace_seconds)
+            how = run_stages(list(dvc_files.graph(folder)), values, dvc)
+            saved, experiment = workplace.saved_experiment(workspace, chosen, name is not None)
+            outcome = Outcome(
+                name=saved,
+                how=how,
+                revision=str(facts["commit"]),
+                experiment=experiment,
+                changes=changes,
+                unpushed=send(folder) if push else None,
+            )
+            tracked.results(Paths(folder))
+            tracked.tags(outcome.tags(folder))
+            if promote:
+                outcome = replace(outcome, **promotion.verdict(folder, values, environment))
+
+            # 4. What the user sees of it.
+            verdict = {"promotion": outcome.promotion} if outcome.verdict else {}
+            facts |= {"DVC experiment": saved if experiment else None, "verdict": verdict.get("promotion")}
+            tracked.tags(verdict | {tracking.NOTE: tracking.note(facts, has_report=True)})
+            undelivered = tracked.last_error()
+            if commit is not None and experiment is None:
+                notes.append("nothing differs from the commit, so the run has no experiment")
+            if undelivered:
+                notes.append(f"MLflow lacks part of this run ({undelivered}); `rlhf sync` delivers it")
+            if saved != chosen:
+                notes.append(f"an earlier run has the same result: see experiment {saved}")
+            if outcome.unpushed:
+                notes.append(f"not pushed to the DVC remote, and kept here: {outcome.unpushed}")
+            if outcome.verdict == "Deferred":
+                which = f" {saved}" if experiment else ""
+                notes.append(f"the gate has not decided; `rlhf promote{which}` decides later")
+            keys, patience = results.run_keys(folder, list(how)), 0.0 if undelivered else links.WAIT_SECONDS
+            pages = links.run_links(values.tracking, keys, tracking.key(run), patience)
+            results.show(replace(outcome, notes=notes), folder, pages)
+            watch.note(asked, values, data)
+        return outcome.state()
     except (UserError, StageFailed) as error:
         return request.refused(error)
-
-
-def _run(
-    asked: Request, where: request.Where, revision: str | None, name: str | None, push: bool, promote: bool
-) -> State[Any]:
-    """The final state of a run in which no stage fails.
-
-    Raises:
-        UserError: for a mistake that the user can fix.
-        StageFailed: if a stage fails.
-    """
-    # 1. What the run works on, as it finds it at its start.
-    root, run = Path.cwd(), str(flow_run.get_id())
-    commit = request.commit_of(root, where, revision, name)
-    text, values, changes = request.resolve(root, asked, commit)
-    data, notes = watch.fingerprint(root, values), list[str]()
-    if commit is not None:
-        workspace_inputs.check_data(values.data.path)
-        now = f", with the data at {values.data.path} as it is now" if values.data.source == "files" else ""
-        get_run_logger().info("the run works on commit %s%s", commit, now)
-        if unseen := ", ".join(workspace_inputs.unseen(root, values.data.path)):
-            notes.append(f"this run saw the commit, not the uncommitted changes of {unseen}")
-            get_run_logger().warning("the run does not see the uncommitted changes of %s", unseen)
-
-    # 2. Its name and description in Prefect and MLflow.
-    chosen = name or request.default_name(str(flow_run.get_name()), run)
-    title, page = request.name_run(run, chosen), url_for("flow-run", run)
-    facts = {
-        "preset": asked.preset or "none",
-        "seed": str(values.seed),
-        "changes": ", ".join(f"`{change}`" for change in changes),
-        "commit": commit or git.revision(root) or "none",
-        "Prefect run": f"[{title}]({page})" if page else None,
-    }
-    tags = {"prefect.flow_run_id": run, "prefect.flow_run": title}
-    tags |= {tracking.NAME: title, tracking.NOTE: tracking.note(facts)}
-    with (
-        workplace.opened(root, run, commit, text, values) as workspace,
-        tracking.open_run(Paths(root), run, values.tracking, tags) as tracked,
-    ):
-        # 3. The stages, then the experiment, the remote and the gate.
-        folder = workspace.folder if workspace else root
-        environment = workplace.stage_environment(workspace, run, chosen)
-        dvc = Dvc(folder, environment, values.service.grace_seconds)
-        how = run_stages(list(dvc_files.graph(folder)), values, dvc)
-        saved, experiment = workplace.saved_experiment(workspace, chosen, name is not None)
-        outcome = Outcome(
-            name=saved,
-            how=how,
-            revision=str(facts["commit"]),
-            experiment=experiment,
-            changes=changes,
-            unpushed=send(folder) if push else None,
-        )
-        tracked.results(Paths(folder))
-        tracked.tags(outcome.tags(folder))
-        if promote:
-            outcome = replace(outcome, **promotion.verdict(folder, values, environment))
-
-        # 4. What the user sees of it.
-        verdict = {"promotion": outcome.promotion} if outcome.verdict else {}
-        facts |= {"DVC experiment": saved if experiment else None, "verdict": verdict.get("promotion")}
-        tracked.tags(verdict | {tracking.NOTE: tracking.note(facts, has_report=True)})
-        undelivered = tracked.last_error()
-        if commit is not None and experiment is None:
-            notes.append("nothing differs from the commit, so the run has no experiment")
-        if undelivered:
-            notes.append(f"MLflow lacks part of this run ({undelivered}); `rlhf sync` delivers it")
-        if saved != chosen:
-            notes.append(f"an earlier run has the same result: see experiment {saved}")
-        if outcome.unpushed:
-            notes.append(f"not pushed to the DVC remote, and kept here: {outcome.unpushed}")
-        if outcome.verdict == "Deferred":
-            which = f" {saved}" if experiment else ""
-            notes.append(f"the gate has not decided; `rlhf promote{which}` decides later")
-        keys, patience = results.run_keys(folder, list(how)), 0.0 if undelivered else links.WAIT_SECONDS
-        pages = links.run_links(values.tracking, keys, tracking.key(run), patience)
-        results.show(replace(outcome, notes=notes), folder, pages)
-        watch.note(asked, values, data)
-    return outcome.state()
 
 
 def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]:

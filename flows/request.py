@@ -9,12 +9,9 @@ import logging
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from uuid import UUID
 
 from prefect import get_run_logger
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.runtime import flow_run
 from prefect.states import Failed
 from pydantic import Field
 
@@ -79,18 +76,6 @@ def default_name(given: str, run: str) -> str:
     """
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", given).strip("-_") or "run"
     return slug if slug.endswith(f"-{run[-4:]}") else f"{slug}-{run[-4:]}"
-
-
-def name_run(run: str, name: str) -> str:
-    """The name of a flow run in Prefect and MLflow: that of its experiment, which it gets here.
-
-    A run of a sweep keeps the name that the sweep gave it.
-    """
-    if flow_run.get_parent_flow_run_id():
-        return str(flow_run.get_name())
-    with get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(run), name=name)
-    return name
 
 
 def commit_of(root: Path, where: Where, revision: str | None, name: str | None) -> str | None:

@@ -93,7 +93,11 @@ class Service:
         with self._lock():
             for name, port in self.choose_ports(requested).items():
                 self._start_server(name, port)
-            self.warn_of_another_server()
+            if os.environ.get("PREFECT_API_URL", "") not in ("", f"{self.url('prefect')}/api"):
+                console.say(
+                    f"PREFECT_API_URL={os.environ['PREFECT_API_URL']} is another server than the one that "
+                    "starts here; `rlhf work` registers the project there and works for it"
+                )
             own = settings.prefect(self.home, self.url("prefect")) | {links.MLFLOW_URL: self.url("mlflow")}
             path = {"PATH": processes.environment_path(os.environ)}
             os.environ.update({**settings.QUIET, **os.environ, **own, **path})
@@ -139,42 +143,43 @@ class Service:
     def choose_ports(
         self, requested: Mapping[str, int | None], first: Mapping[str, int] = PORTS
     ) -> dict[str, int]:
-        """The port of each server.
+        """The port of each server: the requested one, or the last one, so that bookmarks stay valid.
 
-        That is the requested one, or the last one, so that links and bookmarks stay valid, or the next free.
+        If another program has the last one, it is the next free one. What an earlier start left is stopped.
 
         Raises:
             UserError: for a requested port that the server cannot have.
         """
-        daemons = {name: self.daemon(name) for name in first}
-        chosen = {name: daemon.record()["port"] for name, daemon in daemons.items() if daemon.is_running()}
-        for name, port in requested.items():
-            if port is None or chosen.get(name) == port:
+        running = {name for name in first if self.daemon(name).is_running()}
+        ports = {name: self.daemon(name).record().get("port") or first[name] for name in first}
+        chosen = {name: ports[name] for name in running}
+        for name in sorted(first, key=lambda name: requested.get(name) is None):  # the requested ones first
+            port = requested.get(name)
+            if name in running:
+                if port not in (None, chosen[name]):
+                    raise UserError(
+                        f"{name} runs on port {chosen[name]}; `rlhf down` first, to start it on "
+                        f"--{name}-port {port}"
+                    )
                 continue
-            if name in chosen:
-                raise UserError(
-                    f"{name} runs on port {chosen[name]}; `rlhf down` first, to start it on "
-                    f"--{name}-port {port}"
-                )
-            holder = next((other for other in chosen if chosen[other] == port), None)
-            if holder or not (is_free(port) or daemons[name].listens(port)):
-                raise UserError(taken(name, port, holder))
-            chosen[name] = port
-        for name, daemon in daemons.items():
-            preferred = daemon.record().get("port") or first[name]
-            holder = next((other for other in chosen if other != name and chosen[other] == preferred), None)
-            if name not in chosen:
-                is_ours = holder is None and daemon.listens(preferred)  # what is left of it is stopped first
-                chosen[name] = preferred if is_ours else free_port(preferred, besides=chosen.values())
-                if chosen[name] != preferred:
-                    console.say(f"{taken(name, preferred, holder)}: it gets {chosen[name]}")
-        return {name: chosen[name] for name in daemons}
+            self.daemon(name).stop(END_SECONDS[name])
+            wanted = port or ports[name]
+            holder = next((other for other in chosen if chosen[other] == wanted), "another program")
+            is_taken = wanted in chosen.values() or not is_free(wanted)
+            problem = (
+                f"port {wanted} is in use by {holder}, so {name} cannot have it; --{name}-port sets another"
+            )
+            if is_taken and port is not None:
+                raise UserError(problem)
+            chosen[name] = free_port(wanted, besides=chosen.values())
+            if is_taken:
+                console.say(f"{problem}: it gets {chosen[name]}")
+        return {name: chosen[name] for name in first}
 
     def _start_server(self, name: str, port: int) -> None:
         daemon = self.daemon(name)
         if daemon.is_running():
             return
-        daemon.stop(END_SECONDS[name])  # what is left of it
         console.say(f"{name}: starts on port {port}, which takes up to a minute")
         if name == "mlflow":
             command = dashboard.server_command(self.home, port)
@@ -186,29 +191,9 @@ class Service:
             environment = {**settings.QUIET, **os.environ, **own}
         daemon.start(command, environment, self.root, port=port)
 
-    def warn_of_another_server(self) -> None:
-        """If the shell names another server, this one is still the project's own."""
-        address = os.environ.get("PREFECT_API_URL")
-        if address not in (None, "", f"{self.url('prefect')}/api"):
-            console.say(
-                f"PREFECT_API_URL={address} is another server than the one that starts here; `rlhf work` "
-                "registers the project there and works for it"
-            )
-
     def wait_for(self, name: str) -> None:
-        """Wait until a program does its work.
-
-        Raises:
-            UserError: if the program ends, takes too long, or another program has its port.
-        """
-        daemon = self.daemon(name)
-        port = daemon.record().get("port")
-        try:
-            daemon.wait_until_ready(partial(self.is_healthy, name), self.ready_seconds)
-        except UserError:
-            if port is not None and not is_free(port) and not daemon.listens(port):
-                raise UserError(taken(name, port)) from None
-            raise
+        """Wait until a program does its work. Raises UserError if it ends, or takes too long."""
+        self.daemon(name).wait_until_ready(partial(self.is_healthy, name), self.ready_seconds)
 
     # ---------------------------------------------------------------------------------- status
 
@@ -303,14 +288,6 @@ class Service:
                 runs += [process] if "prefect.engine" in process.cmdline() else []
         processes.send(runs, signal.SIGTERM)
         psutil.wait_procs(runs, END_SECONDS["worker"])
-
-
-def taken(name: str, port: int, holder: str | None = None) -> str:
-    """The message for a port that a server cannot have."""
-    return (
-        f"port {port} is in use by {holder or 'another program'}, so {name} cannot have it; "
-        f"--{name}-port sets another"
-    )
 
 
 def keep_pages_local(folder: Path) -> None:

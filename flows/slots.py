@@ -2,7 +2,7 @@
 
 Where the machine has GPUs, a slot is one of them: the run also takes a slot of a limit of that GPU's own. So
 the server knows who has which GPU, whatever the machine, worker or container that asks. A run that finds no
-free slot shows the state `Waiting for gpu`; those of the work queue `urgent` get slots first. No torch here.
+free slot shows the state `Waiting for gpu`. No torch here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
-from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter, WorkQueueFilter
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import State
 from prefect.client.schemas.responses import GlobalConcurrencyLimitResponse
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.context import ConcurrencyContext
@@ -30,7 +29,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Pending, Running
 
 from flows import devices, settings
-from rlhf_tasks.config import STAGES, Config
+from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.training import launch as launching
 
@@ -39,15 +38,7 @@ POLL_SECONDS = 1.0
 # a run is safe while the server is away for less than a quarter of that quarter, and mostly for much longer.
 LEASE_SECONDS = 1200.0
 LABEL = "rlhf.leases"  # of a run: the ids of its leases, for whoever ends it if its process was killed
-WAITS = f"waiting for {settings.SLOTS}"  # begins its message
-WAITING = f"Waiting for {settings.SLOTS}"  # the name of the state of a run in the queue
-WAITS_HERE = f"waiting for {settings.SLOTS} on "  # begins its message if only a GPU of a machine is missing
-QUEUED = FlowRunFilter.model_validate({"state": {"name": {"any_": [WAITING]}}})
-URGENT = WorkQueueFilter.model_validate({"name": {"any_": [settings.URGENT]}})
-AT_WORK = FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}})
-HOLDING = TaskRunFilter.model_validate(
-    {"tags": {"all_": [settings.SLOTS]}, "state": {"type": {"any_": ["RUNNING"]}}}
-)
+WAITING = f"Waiting for {settings.SLOTS}"  # the name of the state of a run that waits
 
 
 def limit_of(device: str) -> str:
@@ -60,14 +51,6 @@ def find_limit(client: SyncPrefectClient, name: str) -> GlobalConcurrencyLimitRe
     with suppress(ObjectNotFound):
         return client.read_global_concurrency_limit_by_name(name)
     return None
-
-
-def num_runs(values: Config) -> int:
-    """The number of runs with these parameters that the slots of the limit `gpu` suffice for, at least 1."""
-    with get_client(sync_client=True) as client:
-        limit = find_limit(client, settings.SLOTS)
-    most = max(Slots().needed(stage, values) for stage in STAGES)
-    return max(1, (limit.limit if limit is not None else 1) // max(1, most))
 
 
 class Slots:
@@ -97,20 +80,18 @@ class Slots:
     def hold(self, number: int, show: Callable[[str], None]) -> bool:
         """Hold this many slots; True if the run had to wait. `show` gets a line that says what it waits for.
 
-        Slots that the run has already stay with it, unless an urgent run waits. A run outside the service
-        needs no slot: there is no limit.
+        Slots that the run has already stay with it. A run outside the service needs none: there is no limit.
 
         Raises:
             UserError: if there are never as many.
         """
+        while self._leases and sum(count for _, count, _ in self._leases[:-1]) >= number:
+            self._leases.pop()[2].close()
+        if self._leases and sum(count for _, count, _ in self._leases) == number:
+            return False
+        self.release()
+        run, shown = UUID(str(flow_run.get_id())), ""
         with get_client(sync_client=True) as client:
-            run, shown = client.read_flow_run(UUID(str(flow_run.get_id()))), ""
-            while self._leases and sum(count for _, count, _ in self._leases[:-1]) >= number:
-                self._leases.pop()[2].close()
-            is_enough = self._leases and sum(count for _, count, _ in self._leases) == number
-            if is_enough and not must_yield(client, run):
-                return False
-            self.release()
             if find_limit(client, settings.SLOTS) is None:
                 if deployment.id is None:
                     return False
@@ -118,21 +99,17 @@ class Slots:
                     f"the limit `{settings.SLOTS}` does not exist; `rlhf up` or `rlhf work` makes it"
                 )
             while reason := self._take(client, run, number):
-                holders = client.read_flow_runs(flow_run_filter=AT_WORK, task_run_filter=HOLDING)
-                names = ", ".join(holder.name for holder in holders if holder.id != run.id)
-                line = f"{reason}, behind {names}" if names else reason
-                # Without a name the other is between two stages, which is no news.
-                if line != shown and (names or not shown.startswith(reason)):
-                    get_run_logger().info("%s", line)
-                    show_waiting(client, run.id, line)
-                    show(line)
-                    shown = line
+                if reason != shown:
+                    get_run_logger().info("%s", reason)
+                    show_waiting(client, run, reason)
+                    show(reason)
+                    shown = reason
                 time.sleep(POLL_SECONDS)
             if shown:
-                client.set_flow_run_state(run.id, Running())
-            return bool(shown)
+                client.set_flow_run_state(run, Running())
+        return bool(shown)
 
-    def _take(self, client: SyncPrefectClient, run: FlowRun, number: int) -> str:
+    def _take(self, client: SyncPrefectClient, run: UUID, number: int) -> str:
         """Take the slots, and a GPU for each. Returns what the run waits for; nothing if it has them."""
         limit = client.read_global_concurrency_limit_by_name(settings.SLOTS)
         if number > limit.limit:
@@ -141,12 +118,12 @@ class Slots:
                 "section `service` or launch.num_processes, or the limit: "
                 f"`prefect gcl update {settings.SLOTS} --limit {number}`"
             )
-        if limit.active_slots + number > limit.limit or must_yield(client, run):
-            return WAITS
+        if limit.active_slots + number > limit.limit:
+            return f"waiting for {settings.SLOTS}"
         limits = {gpu: _limit_of_gpu(client, gpu) for gpu in self.gpus}
         chosen = choose(limits, number) if limits else [""] * number
         if not chosen:
-            return f"{WAITS_HERE}{platform.node()}"
+            return f"waiting for {settings.SLOTS} on {platform.node()}"
         for gpu, count in Counter(chosen).items():
             names, lease = [settings.SLOTS, *([limit_of(gpu)] if gpu else [])], ExitStack()
             slots = concurrency(
@@ -161,13 +138,13 @@ class Slots:
                 lease.enter_context(slots)
             except ConcurrencySlotAcquisitionError:  # another run was faster
                 self.release()
-                return WAITS
+                return f"waiting for {settings.SLOTS}"
             self._leases.append((gpu, count, lease))
         if context := ConcurrencyContext.get():
             label: dict[str, bool | int | float | str] = {
                 LABEL: " ".join(map(str, context.cleanup_lease_ids))
             }
-            client.update_flow_run_labels(run.id, label)
+            client.update_flow_run_labels(run, label)
         return ""
 
     def release(self) -> None:
@@ -211,15 +188,6 @@ def _limit_of_gpu(client: SyncPrefectClient, gpu: str) -> GlobalConcurrencyLimit
             client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=limit_of(gpu), limit=1))
         found = client.read_global_concurrency_limit_by_name(limit_of(gpu))
     return found
-
-
-def must_yield(client: SyncPrefectClient, run: FlowRun) -> bool:
-    """Whether an urgent run waits that this one, which is not urgent, competes with."""
-    if run.work_queue_name == settings.URGENT:
-        return False
-    waiting = client.read_flow_runs(flow_run_filter=QUEUED, work_queue_filter=URGENT)
-    messages = [(other.state.message or "") if other.state is not None else "" for other in waiting]
-    return any(message.partition(",")[0] in (WAITS, f"{WAITS_HERE}{platform.node()}") for message in messages)
 
 
 def show_waiting(client: SyncPrefectClient, run: UUID, message: str) -> None:

@@ -1,4 +1,4 @@
-"""`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one comparison at the end.
+"""`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one table at the end.
 
 Each run ends as a DVC experiment whose name is a digest of everything that decides its result: commit,
 resolved parameters, data. A run that has its experiment is done, so that an interrupted sweep continues where
@@ -10,37 +10,32 @@ limits: another `deployment` puts them on other machines.
 from __future__ import annotations
 
 import itertools
-import json
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_image_artifact, create_table_artifact
+from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.deployments import run_deployment
-from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import request, results, settings, slots, watch
+from flows import request, results, settings, watch
 from flows.outcome import has_results
-from rlhf_tasks.config import Config
+from flows.slots import Slots, find_limit
+from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import experiments, git, hashing
-from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison
-from rlhf_tasks.tracking import catalogue, links
-from rlhf_tasks.tracking import pipeline as tracking
 
-CURVES = [metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve]
-TABLE_KEY, FIGURE_KEY = "rlhf-sweep", "rlhf-sweep-curves"
+TABLE_KEY = "rlhf-sweep"
 
 Grid = Annotated[dict[str, list[Any]], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
 Seeds = Annotated[list[int], Field(min_length=1)]
@@ -56,24 +51,13 @@ class Cell:
 
     setting: str
     seed: int
-    overrides: Mapping[str, Any]
+    overrides: Mapping[str, Any] = field(hash=False)
     experiment: str
     name: str
     """Such as `kl_coef=0.01 seed=2`."""
     data: str
     """The fingerprint of its data at the start of the sweep."""
-    values: Config
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A run that did not complete, and why."""
-
-    cell: Cell
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.cell.name}: {self.why}"
+    values: Config = field(hash=False)
 
 
 @flow(
@@ -89,7 +73,6 @@ def sweep(
     name: request.ExperimentName = "sweep",
     revision: request.Revision | None = None,
     metrics: list[str] = [],  # noqa: B006
-    curves: list[str] = list(CURVES),  # noqa: B006
     parallel: Annotated[int, Field(ge=0)] = 0,
     promote: bool = False,
     deployment: str = f"{settings.PIPELINE}/pipeline",
@@ -104,69 +87,59 @@ def sweep(
         name: The name of the sweep; its experiments have this name and a digest.
         revision: The commit of all runs, by hash, branch or tag. The default is the last commit.
         metrics: The columns of the table, such as ppo/objective/kl. The default is the headline metrics.
-        curves: The panels of the figure: columns of plots/ppo.csv.
         parallel: The number of runs at once; the limit `gpu` applies as well. 0: one run more than its slots
             suffice for.
         promote: Let the gate decide at the end of each run whether its policy becomes the champion.
         deployment: The deployment that runs them; one of another work pool uses other machines.
     """
     try:
+        # 1. Everything is checked before any run starts.
         request.check_name(name)
         watch.parameters_of(deployment)  # refuses a deployment that does not exist
-        commit, listed = git.resolve(Path.cwd(), revision), combinations(grid, settings_list)
-        found = cells(Path.cwd(), name, request.preset_of(preset), listed, seeds, commit)
+        root, listed = Path.cwd(), combinations(grid, settings_list)
+        commit = git.resolve(root, revision)
+        found = cells(root, name, request.preset_of(preset), listed, seeds, commit)
+
+        # 2. The runs, a few at once.
+        todo = [cell for cell in found if not experiments.find(root, cell.experiment)]
+        get_run_logger().info("%d of %d runs are already done", len(found) - len(todo), len(found))
         given = {"preset": preset, "revision": commit, "promote": promote}
-        return _run(found, name, deployment, given, parallel, metrics, curves)
+        inputs = [{"cell": cell, "deployment": deployment, "given": given} for cell in todo]
+        lost = dict[Cell, str]()
+        pool: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(parallel or num_runs(found[0].values) + 1)
+        with pool:
+            futures = [pool.submit(run_cell, parameters) for parameters in inputs]
+            for cell, future in zip(todo, futures, strict=True):
+                future.wait()
+                if not has_results(future.state):
+                    lost[cell] = f"{future.state.name}: {future.state.message}"
+
+        # 3. One table.
+        completed = [cell for cell in found if cell not in lost]
+        read = [comparison.read(root, cell.setting, cell.seed, cell.experiment) for cell in completed]
+        logged = list(dict.fromkeys(key for result in read for key in result.metrics))
+        rows = with_lost(comparison.table(read, metrics or results.headlines(logged) or logged), lost)
+        compare = " ".join(["rlhf compare", *(cell.experiment for cell in completed)])
+        caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
+        create_table_artifact(rows, key=TABLE_KEY, description=caption)
+        if lost:
+            reasons = "; ".join(f"{cell.name}: {why}" for cell, why in lost.items())
+            raise SweepFailed(
+                f"{len(lost)} of {len(found)} runs failed ({reasons}). Start the sweep again with "
+                f"`revision: {commit}` to run only these"
+            )
+        done = f"{len(found) - len(todo)} of them done before"
+        return Completed(message=f"{len(rows)} setting(s), {len(found)} runs, {done}")
     except (UserError, SweepFailed) as error:
         return request.refused(error)
 
 
-def _run(
-    found: Sequence[Cell],
-    name: str,
-    deployment: str,
-    given: Mapping[str, Any],
-    parallel: int,
-    metrics: Sequence[str],
-    curves: Sequence[str],
-) -> State[Any]:
-    """The final state of a sweep in which every run completes. `given`: parameters of all runs.
-
-    Raises:
-        SweepFailed: if some of the runs fail.
-    """
-    root, run, values, lost = Path.cwd(), str(flow_run.get_id()), found[0].values, list[Lost]()
-    todo = [cell for cell in found if not experiments.find(root, cell.experiment)]
-    get_run_logger().info("%d of %d runs are already done", len(found) - len(todo), len(found))
-    tags = {tracking.NAME: name, "rlhf.sweep": name}
-    pool: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(parallel or slots.num_runs(values) + 1)
-    try:
-        with tracking.open_run(Paths(root), run, values.tracking, tags) as tracked:
-            with pool:
-                inputs = [{"cell": cell, "deployment": deployment, "given": given} for cell in todo]
-                futures = [pool.submit(run_cell, parameters) for parameters in inputs]
-                for cell, future in zip(todo, futures, strict=True):
-                    future.wait()
-                    if not has_results(future.state):
-                        lost.append(Lost(cell, f"{future.state.name}: {future.state.message}"))
-            failed = [each.cell for each in lost]
-            completed = [
-                comparison.read(root, cell.setting, cell.seed, cell.experiment)
-                for cell in found
-                if cell not in failed
-            ]
-            rows = compare(completed, lost, name, metrics, curves, tracked)
-            if lost:
-                raise SweepFailed(
-                    f"{len(lost)} of {len(found)} runs failed ({'; '.join(map(str, lost))}). Start the sweep "
-                    f"again with `revision: {given['revision']}` to run only these"
-                )
-    except SweepFailed:  # the sweep's run in MLflow has ended as FAILED, and has the figure
-        show_figure(run, values)
-        raise
-    show_figure(run, values)
-    done = f"{len(found) - len(todo)} of them done before"
-    return Completed(message=f"{len(rows)} setting(s), {len(found)} runs, {done}")
+def num_runs(values: Config) -> int:
+    """The number of runs with these parameters that the slots of the limit `gpu` suffice for, at least 1."""
+    with get_client(sync_client=True) as client:
+        limit = find_limit(client, settings.SLOTS)
+    most = max(Slots().needed(stage, values) for stage in STAGES)
+    return max(1, (limit.limit if limit is not None else 1) // max(1, most))
 
 
 @task(name="run", task_run_name="{cell.name}", cache_policy=NO_CACHE, persist_result=False)
@@ -242,53 +215,15 @@ def cells(
     return valid
 
 
-def compare(
-    completed: Sequence[comparison.Result],
-    lost: Sequence[Lost],
-    title: str,
-    metrics: Sequence[str],
-    curves: Sequence[str],
-    tracked: tracking.Pipeline,
-) -> list[dict[str, Any]]:
-    """One table and one figure, kept with the sweep's run in MLflow and shown in Prefect.
-
-    The row of a setting names its missing runs, and why they are missing. `metrics` are the columns of the
-    table; empty: the headlines.
-    """
-    logged = list(dict.fromkeys(key for result in completed for key in result.metrics))
-    rows = with_lost(comparison.table(completed, metrics or results.headlines(logged) or logged), lost)
-    columns = {name for r in completed for row in r.curves.get("ppo", ()) for name in row}
-    with tempfile.TemporaryDirectory() as folder:
-        file, figure = Path(folder) / "comparison.json", Path(folder) / "comparison.png"
-        file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        tracked.artifact(file)
-        if drawn := [curve for curve in curves if curve in columns]:
-            comparison.draw(completed, drawn, title, figure)
-            tracked.artifact(figure)
-    caption = f"{title}: mean ± standard deviation over seeds"
-    create_table_artifact(rows, key=TABLE_KEY, description=caption)
-    return rows
-
-
-def with_lost(rows: Sequence[Mapping[str, Any]], lost: Sequence[Lost]) -> list[dict[str, Any]]:
+def with_lost(rows: Sequence[Mapping[str, Any]], lost: Mapping[Cell, str]) -> list[dict[str, Any]]:
     """The rows with a column for missing runs, if there are any; a setting without a run has a row too."""
     if not lost:
         return [dict(row) for row in rows]
     empty = dict.fromkeys((key for row in rows for key in row), "–")
     by_setting = {row["setting"]: dict(row) for row in rows}
-    for each in lost:
-        by_setting.setdefault(each.cell.setting, {**empty, "setting": each.cell.setting, "seeds": 0})
+    for cell in lost:
+        by_setting.setdefault(cell.setting, {**empty, "setting": cell.setting, "seeds": 0})
     for setting, row in by_setting.items():
-        own = [f"seed {each.cell.seed}: {each.why}" for each in lost if each.cell.setting == setting]
+        own = [f"seed {cell.seed}: {why}" for cell, why in lost.items() if cell.setting == setting]
         row["missing"] = "; ".join(own) or "–"
     return list(by_setting.values())
-
-
-def show_figure(run: str, values: Config) -> None:
-    """Show the figure of MLflow in Prefect too; nothing happens if MLflow does not answer."""
-    pages = links.run_links(values.tracking, {}, tracking.key(run))
-    if "pipeline" in pages:
-        server, _, identity = pages["pipeline"].partition("/#/experiments/")
-        identity = identity.partition("?")[0].rpartition("/")[2]
-        address = f"{server}/get-artifact?path=comparison.png&run_uuid={identity}"
-        create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({pages['pipeline']})")

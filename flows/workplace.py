@@ -1,16 +1,25 @@
-"""Where a run works: a workspace of its own, or the checkout. No torch here."""
+"""Where a run works: a workspace of its own, or the checkout; and what cleans up after it. No torch here."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 from filelock import FileLock, Timeout
+from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Cancelled, Crashed
 
-from flows import hooks, settings
+from flows import settings
+from flows.slots import LABEL
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, processes, workspaces
@@ -20,6 +29,8 @@ from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking.context import EXPERIMENT_NAME, STAGE_RUN
 
 PREFECT_ENGINE = "PREFECT__"  # begins the variables that Prefect sets for its engine, not for stages
+GRACE_SECONDS = 10.0
+ENDED = "it ended with its run"
 
 
 @contextmanager
@@ -32,7 +43,7 @@ def opened(root: Path, run: str, commit: str | None, text: str, values: Config) 
         UserError: if another flow run works in the checkout.
     """
     if commit is not None:
-        workspace = workspaces.create(root, hooks.workspace_name(run), text, values, commit)
+        workspace = workspaces.create(root, workspace_name(run), text, values, commit)
         try:
             yield workspace
         finally:
@@ -79,3 +90,35 @@ def saved_experiment(workspace: Workspace | None, name: str, given: bool) -> tup
         return workspace.like[1], workspace.like[0]
     dvc = partial(dvc_cli.run, workspace.folder)
     return name, workspace.save(name, dvc) if given or workspace.differs() else None
+
+
+def workspace_name(flow_run: str) -> str:
+    """The name of a flow run's worktree. A retry of the run first removes what is left of it.
+
+    It has the end of the id, since the ids of runs that were scheduled together begin alike.
+    """
+    return f"run-{flow_run[-12:]}"
+
+
+def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Prefect's hook: clean up after a cancelled or crashed run. MLflow needs nothing: delivery closes it."""
+    cancelled = state.is_cancelling() or state.is_cancelled()
+    clean_run(flow_run.id, Cancelled(message=ENDED) if cancelled else Crashed(message=ENDED))
+
+
+def clean_run(flow_run: UUID, end: State[Any]) -> None:
+    """End the stages that the run left running, free its slots, end its tasks, and remove its workspace.
+
+    Tasks that have no end, and those that a cancellation made crash, get this end.
+    """
+    processes.end(STAGE_RUN, str(flow_run), signal.SIGINT, GRACE_SECONDS)
+    with get_client(sync_client=True) as client:
+        for lease in str(client.read_flow_run(flow_run).labels.get(LABEL, "")).split():
+            client.release_concurrency_slots_with_lease(UUID(lease))  # only now: nothing uses a GPU any more
+        ids = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+        for task in client.read_task_runs(flow_run_filter=ids):
+            state = task.state
+            if state is None or not state.is_final() or (state.is_crashed() and end.is_cancelled()):
+                client.set_task_run_state(task.id, end.fresh_copy(), force=True)
+    if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
+        workspaces.remove(Path.cwd(), workspace_name(str(flow_run)))

@@ -71,20 +71,13 @@ def test_applying_again_keeps_what_users_changed(root: Path) -> None:
     assert (kept.id, kept.active, kept.schedule.interval) == (hourly.id, True, timedelta(minutes=5))
 
 
-def test_the_urgent_queue_comes_first_and_a_deployment_keeps_the_queue_that_a_user_chose(root: Path) -> None:
+def test_a_deployment_keeps_the_queue_that_a_user_chose(root: Path) -> None:
     deployments.apply(root, None)
     with get_client(sync_client=True) as client:
-        queues = client.match_work_queues(["urgent", "default"], settings.POOL)
-    assert {queue.name: queue.priority for queue in queues} == {"urgent": 1, "default": 2}
-    nightly = f"{settings.PIPELINE}/nightly"
-
-    def chosen() -> list[str]:
-        return [deployment(name).work_queue_name for name in (f"{settings.PIPELINE}/urgent", RUNS, nightly)]
-
-    assert chosen() == ["urgent", "default", "default"]
-    update(nightly, work_pool_name=settings.POOL, work_queue_name="urgent")
+        client.create_work_queue("urgent", work_pool_name=settings.POOL)
+    update(RUNS, work_pool_name=settings.POOL, work_queue_name="urgent")
     deployments.apply(root, None)
-    assert chosen() == ["urgent", "default", "urgent"]
+    assert deployment(RUNS).work_queue_name == "urgent"
 
 
 def test_the_slots_of_the_limit_stay_unless_a_number_is_given(root: Path) -> None:

@@ -23,8 +23,8 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Scheduled
 
+from flows import pipeline as flows_pipeline
 from flows import (
-    hooks,
     programs,
     request,
     results,
@@ -32,8 +32,8 @@ from flows import (
     stage_tasks,
     sweep,
     watch,
+    workplace,
 )
-from flows import pipeline as flows_pipeline
 from flows.stage_tasks import Dvc
 from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
@@ -430,7 +430,7 @@ def test_an_interrupted_flow_interrupts_its_stage(root: Path, interruptible: Non
 def test_runs_that_were_scheduled_together_have_different_names() -> None:
     """Their ids begin with the same millisecond."""
     ids = ["01a1fdb4-5afd-7904-8b6e-2f1d0c9a7e31", "01a1fdb4-5afd-7737-9c42-6a5b4c3d2e1f"]
-    assert len({hooks.workspace_name(run) for run in ids}) == 2
+    assert len({workplace.workspace_name(run) for run in ids}) == 2
     names = [request.default_name("my run / nightly", run) for run in ids]
     assert names == ["my-run-nightly-7e31", "my-run-nightly-2e1f"]
     for name in names:

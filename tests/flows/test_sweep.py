@@ -11,7 +11,7 @@ from prefect.states import Completed, Failed
 
 from flows import deployments, sweep
 from flows.outcome import ended, has_results
-from flows.sweep import Cell, Lost
+from flows.sweep import Cell
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.report import comparison
@@ -141,7 +141,8 @@ def test_the_problems_of_all_settings_are_in_one_message(root: Path) -> None:
 
 
 def test_the_table_names_missing_runs_and_why(root: Path) -> None:
-    lost = [Lost(make_cell(root, *key), "Failed: no disk") for key in (("a=1", 2), ("a=2", 1), ("a=2", 2))]
+    keys = (("a=1", 2), ("a=2", 1), ("a=2", 2))
+    lost = {make_cell(root, setting, seed): "Failed: no disk" for setting, seed in keys}
     rows = [{"setting": "a=1", "seeds": 1, "ppo/objective/kl": "1 ± 0"}]
     missing = "seed 1: Failed: no disk; seed 2: Failed: no disk"
     assert sweep.with_lost(rows, lost) == [
