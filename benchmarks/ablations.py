@@ -110,8 +110,9 @@ def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
 
 def judge(out: Path) -> None:
     """Write the results of models/policy of this folder on the validation posts."""
-    from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
+    from rlhf_tasks.data.batches import load_tokenizer, read_table
     from rlhf_tasks.data.synthetic import gold, gold_scores
+    from rlhf_tasks.data.tokenizer import encode, response_texts
     from rlhf_tasks.evaluation import statistics
     from rlhf_tasks.models.load import load_causal
     from rlhf_tasks.models.sampling import sample_responses
@@ -124,7 +125,7 @@ def judge(out: Path) -> None:
         load_causal(policy).eval(), tokenizer, prompts, seed=settings.seed,
         max_new_tokens=settings.data.max_completion_tokens, temperature=settings.judge.temperature,
     )  # fmt: skip
-    texts = [text_of(tokenizer, response) for response in responses]
+    texts = response_texts(tokenizer, encode(tokenizer, prompts), responses)
     references = gold_scores(prompts, [row["reference"] for row in rows])
     facets = [gold(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     metrics = json.loads(Path("metrics/ppo.json").read_text(encoding="utf-8"))

@@ -82,8 +82,9 @@ def prepare(folder: Path, finished: Path, preset: str | None, settings: Sequence
 def judge(seconds: float, split: str) -> None:
     """Write the results of models/policy of this folder to result.json."""
     from rlhf_tasks import config
-    from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
+    from rlhf_tasks.data.batches import load_tokenizer, read_table
     from rlhf_tasks.data.synthetic import gold_scores
+    from rlhf_tasks.data.tokenizer import encode, response_texts
     from rlhf_tasks.evaluation import statistics
     from rlhf_tasks.models.load import load_causal, load_reward
     from rlhf_tasks.models.sampling import sample_responses
@@ -97,7 +98,7 @@ def judge(seconds: float, split: str) -> None:
         model, tokenizer, prompts, seed=settings.seed, temperature=settings.judge.temperature,
         max_new_tokens=settings.data.max_completion_tokens,
     )  # fmt: skip
-    scores = gold_scores(prompts, [text_of(tokenizer, response) for response in responses])
+    scores = gold_scores(prompts, response_texts(tokenizer, encode(tokenizer, prompts), responses))
     references = gold_scores(prompts, [row["reference"] for row in rows])
     rate = statistics.rate(statistics.outcomes(scores, references))
     metrics = json.loads(Path("metrics/ppo.json").read_text(encoding="utf-8"))

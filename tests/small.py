@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from rlhf_tasks import config
 from rlhf_tasks.config import Launch, Optimization, Ppo, Scratch
 from rlhf_tasks.data import tokenizer as tokenizers
-from rlhf_tasks.data.batches import Batch, Ids, collate
+from rlhf_tasks.data.batches import Batch, collate
 from rlhf_tasks.data.synthetic import generate
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.training.distributed import Distributed

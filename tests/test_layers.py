@@ -48,7 +48,6 @@ TORCH_FREE = (
     "training.failures",
     "training.launch",
     "training.stopping",
-    "training.state",
     "promotion.command",
     "promotion.registry",
     "evaluation.judges.optimised",

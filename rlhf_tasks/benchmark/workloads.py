@@ -16,8 +16,9 @@ from rlhf_tasks.config.ppo import Advantages, Critic, SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
 from rlhf_tasks.data import columns
 from rlhf_tasks.data import tokenizer as tokenizers
-from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import (
     TokenScores,
@@ -30,7 +31,7 @@ from rlhf_tasks.models.load import (
 from rlhf_tasks.ppo.evaluate import NoEvaluator
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
-from rlhf_tasks.ppo.sampler import stop_token
+from rlhf_tasks.ppo.sampler import response_ends
 from rlhf_tasks.ppo.state import begin
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.project.paths import Paths
@@ -92,7 +93,7 @@ class Workload:
             evaluator=NoEvaluator(),
             ptx=self.ptx,
             tokenizer=self.tokenizer,
-            stop=stop_token(settings, self.tokenizer),
+            ends=response_ends(settings, self.actor_critic.policy, self.tokenizer),
             tracker=NullTracker("ppo"),
             snapshots=Nowhere(),
             faults=Paths(self.root).home / "faults",

@@ -245,6 +245,9 @@ class Judging(Section):
     """Largest share of failed comparisons of one judge and pair; above it the stage fails."""
     num_examples: t.PositiveInt = 1000
     """Largest number of test prompts."""
+    bar: Literal["base", "reference"] = "base"
+    """What a policy must beat besides SFT as long as there is no champion: the untrained base model, whose
+    responses are sampled too, or the references."""
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of SFT and policy."""
     num_samples_shown: t.Count = 20

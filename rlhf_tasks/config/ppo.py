@@ -379,7 +379,8 @@ class Ppo(Section):
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature; all log-probabilities use it too."""
     stop_token: Annotated[Literal["eos"] | int, BeforeValidator(_eos_or_id)] = "eos"
-    """Token that ends a response: `eos`, or the id of a token."""
+    """Token that ends a response besides EOS, the ids of the generation config and the end of a turn in the
+    chat template: its id, or `eos` for none."""
     sampler: Sampler = PolicySampler()
     """Where responses come from: the policy in this stage, or a server."""
     truncation: Truncation = EosTrickReplace()
@@ -434,6 +435,9 @@ class Ppo(Section):
     end."""
     num_selections: t.PositiveInt = 4
     """Number of evaluations of the policy on the selection prompts; the best weights are kept."""
+    audit_prompts: t.Count = 32
+    """Number of validation prompts at which trivial responses are scored before training, to see what they
+    would earn; 0: none."""
     num_selection_prompts: t.PositiveInt = 256
     """Number of selection prompts, taken from the validation split."""
     select_by: Selection | None = None

@@ -5,11 +5,13 @@ The types hold names, units, ranges, rules and defaults: what params.yaml does n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rlhf_tasks.config import types as t
 from rlhf_tasks.config.judge import CombinedJudge, Judge, Judging, RewardModelJudge, optimised_by
@@ -71,6 +73,17 @@ class HubSources(Section):
     """Data set of preference pairs; null: pairs are made from samples of the SFT model."""
 
 
+def _as_day(value: Any) -> Any:
+    """A date as YAML reads it, or as text: 2025-01-01."""
+    try:
+        return (value if isinstance(value, date) else date.fromisoformat(value)).isoformat()
+    except (TypeError, ValueError):
+        raise ValueError("give a date as year-month-day, such as 2025-01-01") from None
+
+
+Day = Annotated[str, BeforeValidator(_as_day)]
+
+
 class Data(Section):
     """The data that stage prepare reads, checks and splits."""
 
@@ -94,6 +107,8 @@ class Data(Section):
     """Number of validation prompts, if the source has no validation split."""
     num_test: t.NumRows = 1000
     """Number of test prompts, if the source has no test split."""
+    chat_date: Day = "2025-01-01"
+    """The date that a chat template prints where it prints today's: results do not depend on the day."""
     max_rows: t.PositiveInt | None = None
     """Largest number of train rows kept per role (sft, preferences, prompts); null: all of them."""
 
@@ -240,6 +255,8 @@ class Sft(Trained):
     schedule: Schedule = "cosine"
     warmup_fraction: t.Fraction = 0.02
     num_epochs: NumEpochs = 12.0
+    train_on: Literal["last", "all"] = "last"
+    """The turns of the assistant in a conversation that are trained on: the `last` one, or `all` of them."""
     evals_per_epoch: t.PositiveInt = 2
     """Number of evaluations on the validation split per epoch."""
     patience: t.PositiveInt = 4
@@ -298,6 +315,10 @@ class Promotion(Section):
     """Bound that the lower end of the 95% interval of the win rate over SFT must exceed."""
     over_champion: t.Fraction | None = 0.5
     """The same bound for the win rate over the champion, if there is one; null: it is not compared."""
+    over_bar: t.Fraction | None = 0.5
+    """The same bound for the win rate over `judge.bar` as long as there is no champion; null: none."""
+    trial: bool = False
+    """Whether these settings only try the pipeline out: no policy that they train is ever promoted."""
     max_kl: t.PositiveFloat | None = 10.0
     """Largest KL from SFT of the checkpoint that PPO kept, in nats per response."""
     max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
@@ -310,6 +331,16 @@ class Promotion(Section):
     """Largest share of failures among the comparisons of the gate's judges."""
     min_examples: t.PositiveInt = 200
     """Smallest number of comparisons per judge and pair, without failures."""
+
+    detects: Annotated[float, Between(0.5, 1.0)] = 0.6
+    """Win rate that min_examples comparisons must tell from one half: in four of five cases its 95% interval
+    is above that."""
+
+    @property
+    def least_examples(self) -> int:
+        """The comparisons that `detects` needs, by the normal approximation at a power of 80%."""
+        p = max(self.detects, 0.5001)
+        return math.ceil(((1.96 * 0.5 + 0.8416 * math.sqrt(p * (1 - p))) / (p - 0.5)) ** 2)
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -325,6 +356,12 @@ class Promotion(Section):
                 yield f"promotion.{key} needs judge.retention, which measures it; set it to null"
         if self.max_task_drop is not None and (retention is None or retention.tasks is None):
             yield "promotion.max_task_drop needs judge.retention.tasks, whose tasks it bounds; set it to null"
+        if not self.trial and self.min_examples < self.least_examples:
+            yield (
+                f"promotion.min_examples={self.min_examples} is less than the {self.least_examples} that "
+                f"tell a win rate of {self.detects:.0%} from 50% in four of five cases; raise it, or "
+                "promotion.detects, or mark the settings by promotion.trial: true"
+            )
         if self.min_examples > judging.num_examples:
             yield (
                 f"promotion.min_examples={self.min_examples} is more than judge.num_examples="

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from rlhf_tasks.config import schema as s
 from rlhf_tasks.config.judge import Judge, Judging
@@ -63,6 +63,7 @@ class PrepareView(StageView):
     data: s.Data
     model: s.Model
     prepare: s.Prepare
+    train_on: Literal["last", "all"] = field(metadata={KEY: "sft.train_on"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,7 @@ class VerdictView(StageView):
 
     promotion: s.Promotion | None
     judges: tuple[Judge, ...] = field(metadata={KEY: "judge.judges"})
+    bar: Literal["base", "reference"] = field(metadata={KEY: "judge.bar"})
 
 
 @dataclass(frozen=True, kw_only=True)

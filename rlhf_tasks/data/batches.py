@@ -25,10 +25,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Split
 from rlhf_tasks.data import columns
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
 
-Ids = list[int]
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -301,29 +301,3 @@ def read_table(paths: Paths, role: str, split: Split) -> list[dict[str, Any]]:
     """The rows of data/ROLE/SPLIT.parquet; `columns` holds the kept columns, where there are any."""
     rows: list[dict[str, Any]] = pq.read_table(paths.table(role, split)).to_pylist()
     return columns.decoded(rows)
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, split_special_tokens: bool = False
-) -> list[Ids]:
-    """Token ids of texts; no special token is added, since the texts are complete.
-
-    With `split_special_tokens`, the name of a special token is plain text.
-    """
-    if not texts:
-        return []
-    how = {"split_special_tokens": True} if split_special_tokens else {}
-    ids: list[Ids] = tokenizer(list(texts), add_special_tokens=False, **how)["input_ids"]
-    return ids
-
-
-def encode_answers(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of completions, EOS appended."""
-    return [[*ids, tokenizer.eos_token_id] for ids in encode(tokenizer, texts)]
-
-
-def text_of(tokenizer: PreTrainedTokenizerBase, response: Ids) -> str:
-    """The response as text, its EOS left out."""
-    if response and response[-1] == tokenizer.eos_token_id:
-        response = response[:-1]
-    return str(tokenizer.decode(response, skip_special_tokens=False))

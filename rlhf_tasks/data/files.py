@@ -21,9 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks.config import Columns, Split
+from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import ROLES, Corpus, Problems, Role
 from rlhf_tasks.data.splits import SPLIT_NAMES, fill_splits
-from rlhf_tasks.data.tables import Line, Rendering, Table, assemble
+from rlhf_tasks.data.tables import Line, Table, assemble
 from rlhf_tasks.errors import UserError
 
 

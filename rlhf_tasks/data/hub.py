@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_tasks.config import Columns, HubSet, HubSources, Split
+from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import Corpus, Problems, Role
 from rlhf_tasks.data.splits import SPLIT_NAMES, fill_splits
-from rlhf_tasks.data.tables import Line, Rendering, Table, assemble
+from rlhf_tasks.data.tables import Line, Table, assemble
 from rlhf_tasks.errors import UserError
 
 

@@ -33,6 +33,9 @@ Reason = Literal["malformed", "not_utf8", "empty", "too_long", "chosen_is_reject
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
+CONVERSATION = "conversation"
+"""The key of a row that is an earlier turn of a conversation; it holds the prompt of its last turn."""
+
 LONGEST_TOKEN = 256  # characters; the longest tokens of common vocabularies have half as many
 
 
@@ -144,9 +147,14 @@ def check_texts(corpus: Corpus, eos: str, problems: Problems) -> None:
 
 
 def check_duplicates(corpus: Corpus, problems: Problems) -> None:
-    """Reports rows equal to an earlier row of their role and split; the first one is kept."""
+    """Reports rows equal to an earlier row of their role and split; the first one is kept.
+
+    Conversations may begin in the same way: their earlier turns are no duplicates.
+    """
     first: dict[tuple[str, ...], str] = {}
     for role, split, where, row in every(corpus):
+        if CONVERSATION in row:
+            continue
         key = (role, split, *(row[name].strip() for name in TEXTS[role]))
         if key in first:
             problems.add(where, row, "duplicate", f"the same row as {first[key]}")
@@ -165,7 +173,7 @@ def check_leaks(corpus: Corpus, problems: Problems) -> None:
     for role, split, where, row in every(corpus):
         seen.setdefault((role, split), {}).setdefault(prompt_key(row["prompt"]), where)
     for role, split, where, row in every(corpus):
-        if split == "train" or row["prompt"].strip() == "":
+        if split == "train" or row["prompt"].strip() == "" or CONVERSATION in row:
             continue
         trained: Sequence[Role] = [r for r in ROLES if r in corpus] if role == judged else [role]
         places: list[tuple[Role, Split]] = [(other, "train") for other in trained]
@@ -182,14 +190,25 @@ Lengths = dict[int, tuple[int, ...]]
 """Tokens of a row's texts in the order of TEXTS, EOS counted in answers; by the row's id()."""
 
 
-def measure(corpus: Corpus, count_tokens: Callable[[list[str]], list[int]]) -> Lengths:
-    """Token counts of every text."""
-    rows = [(role, row) for role, _, _, row in every(corpus)]
-    texts = list(dict.fromkeys(row[name] for role, row in rows for name in TEXTS[role]))
-    counts = dict(zip(texts, count_tokens(texts), strict=True))
-    return {
-        id(row): tuple(counts[row[name]] + (name != "prompt") for name in TEXTS[role]) for role, row in rows
+Encoder = Callable[[list[str], list[str]], tuple[list[list[int]], list[list[int]], list[bool]]]
+"""`tokenizer.continue_prompts` of one tokenizer: prompts and responses → their ids, and which ones merge."""
+
+
+def measure(corpus: Corpus, encode: Encoder) -> tuple[Lengths, set[int]]:
+    """Token counts of every text, and the id() of each row that has a response merged with its prompt."""
+    answers = [(row, name) for role, _, _, row in every(corpus) for name in TEXTS[role] if name != "prompt"]
+    pairs = list(dict.fromkeys((row["prompt"], row[name]) for row, name in answers))
+    queries, responses, merges = encode([prompt for prompt, _ in pairs], [text for _, text in pairs])
+    counts = {
+        pair: (len(query), len(response), is_merged)
+        for pair, query, response, is_merged in zip(pairs, queries, responses, merges, strict=True)
     }
+    lengths, merged = dict[int, tuple[int, ...]](), set[int]()
+    for row, name in answers:
+        of_prompt, of_answer, is_merged = counts[row["prompt"], row[name]]
+        lengths[id(row)] = (*lengths.get(id(row), (of_prompt,)), of_answer)
+        merged |= {id(row)} if is_merged else set()
+    return lengths, merged
 
 
 def limits(role: Role, max_prompt: int, max_completion: int) -> tuple[int, ...]:

@@ -7,7 +7,17 @@ from collections.abc import Iterable, Mapping
 
 from rlhf_tasks.config import Split
 from rlhf_tasks.data.columns import KEY
-from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, Corpus, Role, Row, evaluated_role, prompt_key
+from rlhf_tasks.data.rows import (
+    CONVERSATION,
+    HELD_OUT,
+    ROLES,
+    SPLITS,
+    Corpus,
+    Role,
+    Row,
+    evaluated_role,
+    prompt_key,
+)
 from rlhf_tasks.errors import UserError
 
 SPLIT_NAMES: Mapping[str, Split] = {
@@ -72,12 +82,17 @@ def _fill(
     filled = {split: list(tables.get(split, [])) for split in SPLITS}
     filled["train"] = []
     for row in tables.get("train", []):
-        filled[target.get(prompt_key(row["prompt"]), "train")].append(row)
+        filled[target.get(_key(row), "train")].append(row)
     return filled
 
 
 def _keys(rows: Iterable[Row]) -> set[str]:
-    return {prompt_key(row["prompt"]) for row in rows}
+    return {_key(row) for row in rows}
+
+
+def _key(row: Row) -> str:
+    """The key by which rows stay together: their prompt, or that of their conversation."""
+    return prompt_key(row[CONVERSATION] if CONVERSATION in row else row["prompt"])
 
 
 # --------------------------------------------------------------------------------- derived roles
@@ -100,7 +115,9 @@ def complete(corpus: Corpus) -> Corpus:
         )
     if "prompts" not in full:
         full["prompts"] = _derived(
-            full["sft"], {"prompt": "prompt", "completion": "reference"}, per_prompt=True
+            {split: [row for row in rows if CONVERSATION not in row] for split, rows in full["sft"].items()},
+            {"prompt": "prompt", "completion": "reference"},
+            per_prompt=True,
         )
     full.setdefault("preferences", {split: [] for split in SPLITS})
     _refuse_empty(full)
@@ -138,7 +155,7 @@ def cap_train(corpus: Corpus, max_rows: int | None, seed: int) -> Corpus:
         return corpus
     capped: Corpus = {}
     for role, tables in corpus.items():
-        ranked = sorted(tables["train"], key=lambda row: hash_rank(seed, prompt_key(row["prompt"])))
+        ranked = sorted(tables["train"], key=lambda row: hash_rank(seed, _key(row)))
         kept = {id(row) for row in ranked[:max_rows]}
         capped[role] = tables | {"train": [row for row in tables["train"] if id(row) in kept]}
     return capped

@@ -1,27 +1,32 @@
 """Converts the user's columns to ours: maps names, renders `messages`, and reports unusable values.
 
 The supported conventions: plain `prompt`/`completion` and `prompt`/`chosen`/`rejected`; the same as lists
-of `{role, content}` messages; comparisons of whole conversations, whose common start is the prompt;
-and a `messages` column, whose last turn is the completion.
+of `{role, content}` messages, also beside a prompt as text; comparisons of whole conversations, whose common
+start is the prompt; and a `messages` column, whose last turn is the completion. A column `tools` goes to the
+chat template.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_tasks.config import Columns, Split
+from rlhf_tasks.data.chat import (
+    LONE_SURROGATE,
+    Message,
+    Rendering,
+    Unusable,
+    common_start,
+    message,
+    rendered,
+    tools_of,
+)
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.columns import fault as value_fault
-from rlhf_tasks.data.rows import Corpus, Problems, Reason, Role, Row, evaluated_role
+from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Role, Row, evaluated_role
 from rlhf_tasks.errors import UserError
-
-Message = dict[str, Any]
-Chat = Callable[[list[Message], bool], str]
-
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -37,27 +42,6 @@ class Table:
     name: str
     columns: tuple[str, ...]
     lines: list[Line]
-
-
-@dataclass(frozen=True)
-class Rendering:
-    """How texts become what the model sees.
-
-    bos: put before plain prompts if the tokenizer does so; a chat template writes its own.
-    eos: removed from the end of answers, because it is added as a token id.
-    chat: renders messages, and whether an answer follows, as text. It raises ValueError for messages that
-    the template rejects. None where the tokenizer has no template.
-    """
-
-    bos: str
-    eos: str
-    chat: Chat | None
-    tokenizer: str
-
-
-class _Unusable(Exception):
-    def __init__(self, reason: Reason, detail: str) -> None:
-        self.reason, self.detail = reason, detail
 
 
 def infer_role(table: Table, columns: Columns) -> Role:
@@ -148,9 +132,10 @@ def _rows(
     rows = []
     for line in table.lines:
         try:
-            row = _texts(line.values, names, rendering, table.name) | {"source": line.where}
-            rows.append(row | ({KEY: _kept(line.values, keep)} if keep else {}))
-        except _Unusable as fault:
+            kept = {KEY: _kept(line.values, keep)} if keep else {}
+            turns = _texts(line.values, names, rendering, table.name, every_turn=role == "sft")
+            rows += [turn | {"source": line.where} | kept for turn in turns]
+        except Unusable as fault:
             problems.add(line.where, line.values, fault.reason, fault.detail)
     return rows
 
@@ -158,28 +143,47 @@ def _rows(
 def _kept(values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
     for name in keep:
         if name not in values:
-            raise _Unusable(
-                "malformed", f"has no {name!r}, which data.columns.keep names; give null for none"
-            )
+            raise Unusable("malformed", f"has no {name!r}, which data.columns.keep names; give null for none")
         if (fault := value_fault(values[name])) is not None:
-            raise _Unusable("malformed", f"{name!r} cannot be kept: {fault}")
+            raise Unusable("malformed", f"{name!r} cannot be kept: {fault}")
     return {name: values[name] for name in keep}
 
 
-def _texts(values: Mapping[str, Any], names: Mapping[str, str], rendering: Rendering, table: str) -> Row:
+def _texts(
+    values: Mapping[str, Any],
+    names: Mapping[str, str],
+    rendering: Rendering,
+    table: str,
+    *,
+    every_turn: bool,
+) -> list[Row]:
+    """The texts of a line: one row, or one for each turn of the assistant, of which the last is the line's.
+
+    The prompt of a turn is what the model sees when it answers.
+    """
     prompt, answers = _given(values, names)
     talks = [answer for answer in answers.values() if isinstance(answer, list)]
     if "chosen" in answers and len(talks) == 2 and not isinstance(prompt, list):
-        prompt = _common_start(*talks)
+        prompt = common_start(*talks) or prompt or []
+    if isinstance(prompt, str) and prompt.strip() and talks:
+        prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list):
-        return _conversation(prompt, answers, rendering, table)
+        tools = tools_of(values.get("tools"))
+        row: Row = rendered(prompt, answers, tools, rendering, table)
+        turns = range(1, len(prompt)) if every_turn and rendering.train_on == "all" else ()
+        earlier = [
+            rendered(prompt[:i], {"completion": prompt[i : i + 1]}, tools, rendering, table)
+            for i in turns
+            if prompt[i]["role"] == "assistant" and any(turn["role"] == "user" for turn in prompt[:i])
+        ]
+        return [*(turn | {CONVERSATION: row["prompt"]} for turn in earlier), row]
     if prompt is None:
-        raise _Unusable("malformed", f"has no {names['prompt']!r}")
+        raise Unusable("malformed", f"has no {names['prompt']!r}")
     if talks:
-        raise _Unusable("malformed", "the prompt is text but an answer is messages; give both in one form")
-    if prompt.strip() and not prompt.startswith(rendering.bos):
+        raise Unusable("empty", "prompt is empty")
+    if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
         prompt = rendering.bos + prompt
-    return {"prompt": prompt} | {name: _without_end(str(a), rendering.eos) for name, a in answers.items()}
+    return [{"prompt": prompt} | {name: _without_end(str(a), rendering.eos) for name, a in answers.items()}]
 
 
 def _given(
@@ -190,13 +194,13 @@ def _given(
     if names["prompt"] not in values and "messages" in values and "chosen" not in names:
         turns = _value("messages", values["messages"])
         if isinstance(turns, str):
-            raise _Unusable("malformed", "messages is text, not a list of {role, content}")
+            raise Unusable("malformed", "messages is text, not a list of {role, content}")
         if not turns or turns[-1]["role"] != "assistant":
-            raise _Unusable("malformed", "the last message must be the assistant's: it is the completion")
+            raise Unusable("malformed", "the last message must be the assistant's: it is the completion")
         return turns[:-1], dict.fromkeys(answers, turns[-1:])
     absent = [theirs for theirs in answers.values() if theirs not in values]
     if absent:
-        raise _Unusable("malformed", f"has no {', '.join(map(repr, absent))}")
+        raise Unusable("malformed", f"has no {', '.join(map(repr, absent))}")
     prompt = _value("prompt", values[names["prompt"]]) if names["prompt"] in values else None
     return prompt, {ours: _value(ours, values[theirs]) for ours, theirs in answers.items()}
 
@@ -207,72 +211,13 @@ def _value(name: str, value: Any) -> str | list[Message]:
         return ""
     if isinstance(value, str):
         if LONE_SURROGATE.search(value):
-            raise _Unusable("not_utf8", f"{name} is not UTF-8")
+            raise Unusable("not_utf8", f"{name} is not UTF-8")
         return value
     if not isinstance(value, list):
-        raise _Unusable(
+        raise Unusable(
             "malformed", f"{name} is of type {type(value).__name__}; give text or a list of messages"
         )
-    return [_message(name, number, item) for number, item in enumerate(value)]
-
-
-def _message(name: str, number: int, item: Any) -> Message:
-    if not isinstance(item, Mapping):
-        raise _Unusable(
-            "malformed", f"{name}[{number}] is of type {type(item).__name__}, not {{role, content}}"
-        )
-    for key in ("role", "content"):
-        if not isinstance(item.get(key), str):
-            raise _Unusable("malformed", f"{name}[{number}] has no text under {key!r}")
-        if LONE_SURROGATE.search(item[key]):
-            raise _Unusable("not_utf8", f"{name}[{number}].{key} is not UTF-8")
-    return {key: value for key, value in item.items() if value is not None}
-
-
-def _common_start(first: list[Message], second: list[Message]) -> list[Message]:
-    shared = 0
-    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
-        shared += 1
-    if shared == len(first) == len(second):
-        shared -= 1  # chosen equals rejected: reported later
-    return first[:shared]
-
-
-def _conversation(
-    prompt: list[Message], answers: Mapping[str, str | list[Message]], rendering: Rendering, table: str
-) -> Row:
-    if rendering.chat is None:
-        raise UserError(
-            f"{table} holds messages, but {rendering.tokenizer} has no chat template to render them; "
-            "use a model whose tokenizer has one, or give plain texts"
-        )
-    if not any(turn["content"].strip() for turn in prompt):
-        raise _Unusable("empty", "prompt is empty")
-    try:
-        head = rendering.chat(prompt, True)
-        return {"prompt": head} | {
-            name: _answer(prompt, answer, name, head, rendering) for name, answer in answers.items()
-        }
-    except ValueError as error:
-        raise _Unusable("malformed", f"the chat template rejects it: {error}") from None
-
-
-def _answer(
-    prompt: list[Message], answer: str | list[Message], name: str, head: str, rendering: Rendering
-) -> str:
-    """The rendering of the whole conversation after that of the prompt, `head`; without EOS."""
-    assert rendering.chat is not None
-    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if turns[: len(prompt)] == prompt:
-        turns = turns[len(prompt) :]
-    if not any(turn["content"].strip() for turn in turns):
-        raise _Unusable("empty", f"{name} is empty")
-    full = rendering.chat([*prompt, *turns], False)
-    if not full.startswith(head):
-        raise _Unusable(
-            "malformed", f"the chat template renders the prompt differently when the {name} follows it"
-        )
-    return _without_end(full[len(head) :], rendering.eos)
+    return [message(name, number, item) for number, item in enumerate(value)]
 
 
 def _without_end(text: str, eos: str) -> str:

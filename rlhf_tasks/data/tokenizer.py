@@ -1,13 +1,17 @@
-"""The tokenizer in data/tokenizer: trained on the train texts, or copied from the base model. No torch."""
+"""The tokenizer in data/tokenizer, and the ids that texts have in it. No torch.
+
+It is trained on the train texts, or copied from the base model. The ids of a prompt are those that generation
+has, and the ids of a response are those that continue the prompt: what `prompt + response` has after them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_tasks.config import Model, Scratch
-from rlhf_tasks.data.tables import Chat, Message, Rendering
+from rlhf_tasks.data.chat import DATE, Rendering, end_of_turn, template
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import disk
 
@@ -15,7 +19,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+Ids = list[int]
+
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+BLANK = "▁"  # stands for a blank in tokens of SentencePiece
+ANCHORS = ("\n", "(", "0", "a", "。")
+"""Texts that stand before a response whose first letters would merge with the prompt's last token."""
 NUM_BYTES = 256
 INSIDE = "##"  # prefix of a token that continues a word
 
@@ -100,8 +109,11 @@ def _uncased(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Toke
     return tokenizer
 
 
-def ready(model: Model) -> PreTrainedTokenizerBase:
+def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a base model that exists; a missing pad token is EOS (masks come from lengths).
+
+    EOS is the end of a turn, where the chat template writes one.
+    `chat_date` is kept in its config, for chat templates that print today's date.
 
     Raises:
         UserError: if it cannot be loaded, is not one of the `tokenizers` library, or has no EOS.
@@ -125,50 +137,122 @@ def ready(model: Model) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.backend_tokenizer.no_truncation()  # some files set a length, which would hide too long texts
-    tokenizer.backend_tokenizer.no_padding()
+    turn = end_of_turn(tokenizer)
+    if turn is not None:  # what ends an answer ends a demonstration; models/ends.py keeps the other one
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(turn)
+    if tokenizer.chat_template and chat_date is not None:
+        tokenizer.init_kwargs[DATE] = chat_date
     return tokenizer
 
 
 def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
     """How texts are rendered for an existing tokenizer: with its BOS, if it adds one, and its template."""
-    first = tokenizer("a")["input_ids"][:1]
-    adds_bos = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+    given: Ids = tokenizer("a")["input_ids"]
+    bos = str(tokenizer.bos_token) if tokenizer.bos_token and given[:1] == [tokenizer.bos_token_id] else ""
+    if bos and encode(tokenizer, [bos + "a"])[0] != given[:2] == encode(tokenizer, [bos + " a"])[0]:
+        bos += " "  # a blank that the tokenizer writes at the start of a text, but not after a special token
     return Rendering(
-        bos=str(tokenizer.bos_token) if adds_bos else "",
+        bos=bos,
         eos=str(tokenizer.eos_token),
-        chat=_chat(tokenizer) if tokenizer.chat_template else None,
+        chat=template(tokenizer) if tokenizer.chat_template else None,
         tokenizer=f"the tokenizer of {name}",
     )
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase) -> Chat:
-    from jinja2 import TemplateError
-
-    def render(messages: list[Message], answer_follows: bool) -> str:
-        try:
-            text: Any = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=answer_follows
-            )
-        except TemplateError as error:
-            raise ValueError(str(error)) from error
-        return str(text)
-
-    return render
+# ------------------------------------------------------------------------------------------------ token ids
 
 
-def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[int]:
-    """The number of tokens of each text, without special tokens."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, split_special_tokens: bool = False
+) -> list[Ids]:
+    """Token ids of texts; no special token is added, since the texts are complete.
+
+    With `split_special_tokens`, the name of a special token is plain text.
+    """
+    if not texts:
+        return []
+    if not tokenizer.is_fast:
+        how = {"split_special_tokens": True} if split_special_tokens else {}
+        slow: list[Ids] = tokenizer(list(texts), add_special_tokens=False, **how)["input_ids"]
+        return slow
     backend: Tokenizer = tokenizer.backend_tokenizer
-    return [len(encoding) for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    backend.no_truncation()  # some files set a length, which would hide too long texts
+    backend.no_padding()
+    backend.encode_special_tokens = split_special_tokens
+    return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], texts: Sequence[str], *, eos: bool = True
+) -> tuple[list[Ids], list[Ids]]:
+    """Token ids of prompts and of the responses that continue them, each response with EOS appended."""
+    queries, responses, _ = continue_prompts(tokenizer, prompts, texts, eos=eos)
+    return queries, responses
+
+
+def continue_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], texts: Sequence[str], *, eos: bool = True
+) -> tuple[list[Ids], list[Ids], list[bool]]:
+    """As `encode_rows`, and whether the tokenizer would merge the end of each prompt with its response.
+
+    A response has the ids that follow the prompt's in `prompt + text`. Where letters of both would be merged
+    into one token, which generation cannot write, it has the ids that it has after a text with which it does
+    not merge.
+    """
+    queries = encode(tokenizer, prompts)
+    wholes = encode(tokenizer, [prompt + text for prompt, text in zip(prompts, texts, strict=True)])
+    found = {
+        row: whole[len(query) :]
+        for row, (query, whole) in enumerate(zip(queries, wholes, strict=True))
+        # an unknown token at the prompt's end may stand for letters of both
+        if whole[: len(query)] == query and query[-1:] != [tokenizer.unk_token_id]
+    }
+    merged = [row not in found for row in range(len(texts))]
+    for anchor in (*ANCHORS, ""):
+        left = [row for row in range(len(texts)) if row not in found]
+        [before] = encode(tokenizer, [anchor])
+        for row, ids in zip(left, encode(tokenizer, [anchor + texts[row] for row in left]), strict=True):
+            if ids[: len(before)] == before:
+                found[row] = ids[len(before) :]
+    end = [int(tokenizer.eos_token_id)] * eos
+    return queries, [found[row] + end for row in range(len(texts))], merged
+
+
+def response_texts(
+    tokenizer: PreTrainedTokenizerBase, queries: Sequence[Ids], responses: Sequence[Ids]
+) -> list[str]:
+    """The responses as texts that continue their prompts, without their EOS.
+
+    A decoder drops the blank before the first word. It belongs to the text, but for one that the tokenizer
+    itself writes there: at the start of a text, or after a special token.
+    """
+    writes_blank: dict[int | None, bool] = {}
+    texts = []
+    for query, response in zip(queries, responses, strict=True):
+        ids = response[:-1] if response[-1:] == [tokenizer.eos_token_id] else response
+        text = str(tokenizer.decode(ids, skip_special_tokens=False))
+        if ids and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith(BLANK):
+            last = query[-1] if query else None
+            if last not in writes_blank:
+                writes_blank[last] = _writes_blank_after(tokenizer, last)
+            text = text if writes_blank[last] else " " + text
+        texts.append(text)
+    return texts
+
+
+def _writes_blank_after(tokenizer: PreTrainedTokenizerBase, last: int | None) -> bool:
+    if last is not None and last not in tokenizer.added_tokens_decoder:
+        return False
+    before = "" if last is None else str(tokenizer.convert_ids_to_tokens(last))
+    [ids] = encode(tokenizer, [before + "a"])
+    return str(tokenizer.convert_ids_to_tokens(ids[len(before) > 0])).startswith(BLANK)
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float:
     """The share of tokens that are <unk>, which a `words` tokenizer loses; 0 without an <unk> token."""
     if tokenizer.unk_token_id is None or not texts:
         return 0.0
-    backend: Tokenizer = tokenizer.backend_tokenizer
-    ids = [i for encoding in backend.encode_batch_fast(texts, add_special_tokens=False) for i in encoding.ids]
+    ids = [i for row in encode(tokenizer, texts) for i in row]
     return ids.count(tokenizer.unk_token_id) / max(len(ids), 1)
 
 

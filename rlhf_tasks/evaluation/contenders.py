@@ -12,12 +12,14 @@ from rlhf_tasks.config import JudgeView
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.columns import Columns
-from rlhf_tasks.evaluation.responses import Responses, sample
+from rlhf_tasks.evaluation.responses import Responses, ends_of_all, sample
 from rlhf_tasks.evaluation.results import ResponseStatistics
 from rlhf_tasks.models.tensors import distinct
 from rlhf_tasks.project.paths import Paths
 
 SAMPLED = ("sft", "policy")
+BASE = "base"
+"""Sampled too where it is the bar of the gate."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,10 @@ class Contenders:
 def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> Contenders:
     rows = read_table(paths, "prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
+    names = (*SAMPLED, *([BASE] if config.judge.bar == BASE else []))
     sampled: dict[str, Responses] = {}
-    with console.progress("judge", len(SAMPLED), unit="models") as bar:
-        for name in SAMPLED:
+    with console.progress("judge", len(names), unit="models") as bar:
+        for name in names:
             sampled[name] = sample_policy(config, paths, name, prompts, config.seed, device)
             bar.advance()
     texts = {"reference": [row["reference"] for row in rows]}
@@ -51,9 +54,15 @@ def sample_policy(
 ) -> Responses:
     """Responses at the judge's temperature; contenders are sampled with the same seed."""
     return sample(
-        paths.models / who, prompts, paths=paths, max_new_tokens=config.max_completion_tokens,
-        temperature=config.judge.temperature, seed=seed, device=device,
-    )  # fmt: skip
+        paths.models / who,
+        prompts,
+        paths=paths,
+        max_new_tokens=config.max_completion_tokens,
+        temperature=config.judge.temperature,
+        seed=seed,
+        device=device,
+        ends=ends_of_all((paths.models / name, None) for name in (*SAMPLED, BASE)),
+    )
 
 
 def response_statistics(contenders: Contenders, who: str) -> ResponseStatistics:

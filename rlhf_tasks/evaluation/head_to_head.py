@@ -26,8 +26,9 @@ from rlhf_tasks.evaluation import accuracy, summary, tables
 from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons
 from rlhf_tasks.evaluation.judges.optimised import optimised_judges
-from rlhf_tasks.evaluation.responses import sample
+from rlhf_tasks.evaluation.responses import ends_of_all, sample
 from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.models.ends import Ends
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 
@@ -88,8 +89,9 @@ def compare_models(
     )  # fmt: skip
     optimised = _warn(config, paths, [x for x in (a, b) if isinstance(x, Checkpoint)], names)
     prompts = [row["prompt"] for row in rows]
+    ends = ends_of_all((x.source, x.revision) for x in (a, b) if isinstance(x, Checkpoint))
     texts = {
-        name: _responses(config, contender, rows, device, paths)
+        name: _responses(config, contender, rows, device, paths, ends)
         for name, contender in ((model, a), (against, b))
     }
     if alpaca_eval is not None:
@@ -221,7 +223,12 @@ def _rows(paths: Paths, most: int, files: Sequence[ResponseFile]) -> Sequence[Ro
 
 
 def _responses(
-    config: JudgeView, contender: Contender, rows: Sequence[Row], device: torch.device, paths: Paths
+    config: JudgeView,
+    contender: Contender,
+    rows: Sequence[Row],
+    device: torch.device,
+    paths: Paths,
+    ends: Ends,
 ) -> list[str]:
     """One response per row; rows with the same prompt each have their own reference."""
     if contender == REFERENCE:
@@ -230,9 +237,16 @@ def _responses(
     if not isinstance(contender, Checkpoint):
         return [contender[prompt_key(prompt)] for prompt in prompts]
     return sample(
-        contender.source, prompts, paths=paths, max_new_tokens=config.max_completion_tokens,
-        temperature=config.judge.temperature, seed=config.seed, device=device, revision=contender.revision,
-    ).texts  # fmt: skip
+        contender.source,
+        prompts,
+        paths=paths,
+        max_new_tokens=config.max_completion_tokens,
+        temperature=config.judge.temperature,
+        seed=config.seed,
+        device=device,
+        revision=contender.revision,
+        ends=ends,
+    ).texts
 
 
 def _warn(

@@ -8,7 +8,7 @@ whose weights are not safetensors are not kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,15 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from transformers import GenerationConfig
 
 from rlhf_tasks.data import batches
-from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
+from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.models import contracts, load, sampling
+from rlhf_tasks.models.ends import Ends, closed, ends_of, has_ended
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, place
-from rlhf_tasks.models.sampling import find_stop_token, sample_responses
+from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.project.paths import Paths
 
@@ -31,11 +34,24 @@ CODE = (str(sampling.__file__), str(batches.__file__), str(load.__file__))
 
 @dataclass(frozen=True)
 class Responses:
-    """Token ids, with the stop token where it was sampled; texts without EOS; and whether each ended."""
+    """Token ids, with EOS where they have ended; texts without EOS; and whether each ended."""
 
     ids: list[Ids]
     texts: list[str]
     ended: list[bool]
+
+
+def ends_of_all(sources: Iterable[tuple[str | Path, str | None]]) -> Ends:
+    """The tokens that end the responses of any of these checkpoints, given with their revisions."""
+    found: list[int] = []
+    for source, revision in sources:
+        folder = fetch_tokenizer(str(source), revision)
+        try:
+            config = GenerationConfig.from_pretrained(folder)
+        except OSError:
+            config = None
+        found += ends_of(config, load_tokenizer(folder))
+    return tuple(dict.fromkeys(found))
 
 
 def sample(
@@ -48,15 +64,23 @@ def sample(
     seed: int,
     device: torch.device,
     revision: str | None = None,
+    ends: Iterable[int] = (),
 ) -> Responses:
     """One response to each prompt. Contenders that are sampled with one seed can be compared fairly.
+
+    A response ends with the checkpoint's own ends and with `ends`, those of all contenders.
 
     Raises:
         ContractError: if the checkpoint cannot be read.
     """
     folder = fetch_tokenizer(str(source), revision)
     tokenizer = load_tokenizer(folder)
-    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "ends": sorted(ends),
+    }
     key = _key(folder, revision, prompts, settings, device)
     kept = None if key is None else paths.home / "responses" / f"{key}.json"
     samples: dict[str, Any]
@@ -64,14 +88,24 @@ def sample(
         samples = json.loads(kept.read_text(encoding="utf-8"))
     else:
         model = place(load_causal(source, revision), device).eval()
+        all_ends = ends_of(model, tokenizer, ends)
         ids = sample_responses(
-            model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-        )  # fmt: skip
-        stop = find_stop_token(model, tokenizer)
-        samples = {"ids": ids, "ended": [row[-1] == stop for row in ids]}
+            model,
+            tokenizer,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            ends=all_ends,
+        )
+        samples = {
+            "ids": closed(tokenizer, ids, all_ends),
+            "ended": [has_ended(row, all_ends) for row in ids],
+        }
         if kept is not None:
             atomic.write_text(kept, json.dumps(samples))
-    return Responses(samples["ids"], [text_of(tokenizer, row) for row in samples["ids"]], samples["ended"])
+    texts = response_texts(tokenizer, encode(tokenizer, prompts), samples["ids"])
+    return Responses(samples["ids"], texts, samples["ended"])
 
 
 def _key(

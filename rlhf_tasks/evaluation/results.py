@@ -238,8 +238,12 @@ class EvaluationResults(_Part):
     """Everything that an evaluation measured."""
 
     comparisons: tuple[ComparisonResult, ...] = ()
+    has_reward: bool = True
+    """False for a policy that only dummy scorers have trained."""
     optimised_judges: dict[str, str] = {}
     """Judges that are the reward model which PPO optimised: judge → folder."""
+    selecting_judges: dict[str, str] = {}
+    """Judges that are the reward model by which PPO chose its checkpoint: judge → folder."""
     responses: dict[str, ResponseStatistics] = {}
     """By contender; not of the references."""
     facets: dict[str, dict[str, dict[str, float]]] = {}

@@ -16,16 +16,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import judge as config
-from rlhf_tasks.data.batches import (
-    Ids,
-    collate,
-    encode,
-    encode_answers,
-    load_tokenizer,
-    micro_batches,
-    read_table,
-    sizes,
-)
+from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
+from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.evaluation import harness, probe_texts, statistics
 from rlhf_tasks.evaluation.harness import Done, HarnessTasks
 from rlhf_tasks.evaluation.probe_texts import Choice
@@ -80,7 +72,7 @@ class Probes:
         perplexities: dict[str, float] = {}
         if self._demonstrations:
             prompts, completions = zip(*self._demonstrations, strict=True)
-            rows = encode(tokenizer, prompts), encode_answers(tokenizer, completions)
+            rows = encode_rows(tokenizer, prompts, completions)
             perplexities["sft_text"] = perplexity(model, *rows, tokenizer, most)
         if self._general is not None:
             texts = _text_rows(model, tokenizer, self._general)
@@ -125,9 +117,10 @@ def are_right(
 
     The rate per character does not favour short endings; common harnesses use the rate per byte.
     """
-    beginnings = encode(tokenizer, [q.beginning for q in questions for _ in q.endings])
+    beginnings = [q.beginning for q in questions for _ in q.endings]
     endings = [ending for q in questions for ending in q.endings]
-    sums = iter(logprob_sums(model, beginnings, encode(tokenizer, endings), tokenizer, max_tokens))
+    rows = encode_rows(tokenizer, beginnings, endings, eos=False)
+    sums = iter(logprob_sums(model, *rows, tokenizer, max_tokens))
     right = []
     for question in questions:
         rates = [next(sums) / len(ending) for ending in question.endings]

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import torch
 
 from rlhf_tasks import console
-from rlhf_tasks.data.batches import Ids, encode, encode_answers, load_tokenizer, sizes
-from rlhf_tasks.data.tokenizer import ready_rendering
+from rlhf_tasks.data.batches import load_tokenizer, sizes
+from rlhf_tasks.data.tokenizer import Ids, encode_rows, ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.statistics import Estimate
@@ -101,7 +101,7 @@ def score(folder: Path, rows: Sequence[Row], device: torch.device) -> list[list[
     reads = ready_rendering(tokenizer, str(folder))
     if reads.chat is None:
         bare = [p if p.startswith(reads.bos) else reads.bos + p for p in prompts]
-        ids = encode(tokenizer, bare), encode_answers(tokenizer, answers)
+        ids = encode_rows(tokenizer, bare, answers)
     else:
         turns = [
             [{"role": "user", "content": p}, {"role": "assistant", "content": a}]

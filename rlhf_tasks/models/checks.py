@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_tasks import console
-from rlhf_tasks.data.batches import Ids, collate
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import is_classifier
 from rlhf_tasks.models.load import TokenScores, load_causal, load_config, load_reward, merge_adapter, place
@@ -118,16 +119,11 @@ def check_policy(
     read back. A result that failed to be computed is the last.
     """
 
-    def draw(stop: int) -> Samples:
+    def draw(end: int) -> Samples:
         """The same uniform numbers each time, so that a response is the same up to its end."""
+        rng, most = torch.Generator(model.device).manual_seed(0), min(num_new, NUM_NEW)
         return sample(
-            model,
-            queries,
-            max_new_tokens=min(num_new, NUM_NEW),
-            temperature=temperature,
-            stop=stop,
-            pad=pad,
-            generator=torch.Generator(model.device).manual_seed(0),
+            model, queries, max_new_tokens=most, temperature=temperature, ends=(end,), pad=pad, generator=rng
         )
 
     def trained(model: PreTrainedModel, responses: Sequence[Ids]) -> list[Tensor]:
@@ -141,12 +137,15 @@ def check_policy(
         samples = draw(NO_TOKEN)
         responses, expected = samples.responses, trained(model, samples.responses)
         yield _compare("two training passes agree", expected, trained(model, responses))
-        alone = _logprobs_alone(model, Rows(queries, responses), temperature)
+        alone = _logprobs_alone(model, queries, responses, temperature)
         yield _compare("a padded batch and single rows agree", expected, alone)
         yield _compare("sampling and training agree", samples.logprobs, expected)
-        stop = _find_splitting_token(responses)
-        if stop is not None:
-            ended = draw(stop)
+        # a stop token that ends at least a quarter of the responses early, and not all of them
+        heads = [response[: GPU_CHECK - 1] for response in responses]
+        ends = {token: sum(token in head for head in heads) for head in heads for token in head}
+        end = next((token for token, count in ends.items() if len(heads) / 4 <= count < len(heads)), None)
+        if end is not None:
+            ended = draw(end)
             shorter = trained(model, ended.responses)
             yield _compare("ended rows do not change the others", ended.logprobs, shorter)
         if saves:
@@ -158,20 +157,13 @@ def check_policy(
     return _collect(model, results())
 
 
-def _find_splitting_token(responses: Sequence[Ids]) -> int | None:
-    """A token that, as the stop token, ends at least a quarter of the responses early and not all of them."""
-    heads = [response[: GPU_CHECK - 1] for response in responses]
-    for token in [token for head in heads for token in head]:
-        if len(heads) / 4 <= sum(token in head for head in heads) < len(heads):
-            return token
-    return None
-
-
 @torch.no_grad()
-def _logprobs_alone(model: PreTrainedModel, rows: Rows, temperature: float) -> list[Tensor]:
+def _logprobs_alone(
+    model: PreTrainedModel, queries: Sequence[Ids], responses: Sequence[Ids], temperature: float
+) -> list[Tensor]:
     """Each response's log-probs from the model's plain logits: one row, no padding, no mask, no positions."""
     logprobs = []
-    for query, response in zip(*rows, strict=True):
+    for query, response in zip(queries, responses, strict=True):
         ids = torch.tensor([query + response], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0, len(query) - 1 : -1].float()
         log_p = (logits / temperature).log_softmax(-1)
@@ -232,19 +224,17 @@ def check_source(source: str, revision: str | None = None) -> list[Result]:
 def pick_prompts(queries: Sequence[Ids]) -> list[Ids]:
     """A few of them, from the shortest to the longest."""
     order = sorted(queries, key=len)
-    last = len(order) - 1
-    return [order[round(i * last / (NUM_PROMPTS - 1))] for i in range(NUM_PROMPTS)]
+    return [order[round(i * (len(order) - 1) / (NUM_PROMPTS - 1))] for i in range(NUM_PROMPTS)]
 
 
 def random_rows(config: PretrainedConfig) -> Rows:
     """Rows of token ids, drawn with a fixed seed, that fit the positions and tokens of a model."""
     vocab_size = int(config.get_text_config(decoder=True).vocab_size)
     longest, num_new = _lengths(config)
-    lengths = [max(1, longest * part // NUM_PROMPTS) for part in range(1, NUM_PROMPTS + 1)]
-    generator, first = torch.Generator().manual_seed(0), min(3, vocab_size - 1)
-    queries: list[Ids] = [
-        torch.randint(first, vocab_size, (length,), generator=generator).tolist() for length in lengths
-    ]
+    rng, queries = torch.Generator().manual_seed(0), list[Ids]()
+    for part in range(1, NUM_PROMPTS + 1):
+        size = (max(1, longest * part // NUM_PROMPTS),)
+        queries.append(torch.randint(min(3, vocab_size - 1), vocab_size, size, generator=rng).tolist())
     return add_responses(queries, num_new)
 
 
@@ -257,8 +247,9 @@ def add_responses(queries: Sequence[Ids], num_new: int = NUM_NEW) -> Rows:
 def _lengths(config: PretrainedConfig) -> tuple[int, int]:
     """The longest query and the number of new tokens, so that both together fit a model of few positions."""
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    total = min(LONGEST + NUM_NEW, positions or LONGEST + NUM_NEW)
-    longest = max(1, total * LONGEST // (LONGEST + NUM_NEW))
+    most = LONGEST + NUM_NEW
+    total = min(most, positions or most)
+    longest = max(1, total * LONGEST // most)
     return longest, max(1, total - longest)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,40 +90,32 @@ def fingerprint(folder: Path) -> str:
 
 @functools.cache
 def _hash_tensors(files: tuple[Path, ...], versions: tuple[tuple[int, ...], ...]) -> str:
-    """`versions` are the size, inode and time of each file: one that has changed is read again."""
+    """sha256 over each tensor, sorted by name: name, shape and torch's type, then its bytes.
+
+    A file holds the length of its header (8 bytes), the header (JSON), and the bytes of the tensors.
+    `versions` are the size, inode and time of each file: one that has changed is read again.
+    """
     gigabytes = sum(size for size, *_ in versions) / 1e9
     if gigabytes > HASHED_QUIETLY:
         console.say(f"{files[0].parent}: {gigabytes:.1f} GB are hashed, in about {gigabytes:.0f} seconds")
     digest = hashlib.sha256()
     for file in files:
         try:
-            for part in _read_tensors(file):
-                digest.update(part)
+            with safe_open(file, framework="numpy"):
+                pass  # this checks header and sizes
         except SafetensorError as error:
             raise ContractError(f"{file} cannot be read ({error}); {RESTORE}") from None
+        with file.open("rb") as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            entries: dict[str, Any] = json.loads(raw.read(length))
+            for key in sorted(entries.keys() - {"__metadata__"}):
+                entry = entries[key]
+                digest.update(f"{key}{tuple(entry['shape'])}torch.{_torch_type(entry['dtype'])}".encode())
+                start, end = (8 + length + offset for offset in entry["data_offsets"])
+                raw.seek(start)
+                for position in range(start, end, CHUNK):
+                    digest.update(raw.read(min(CHUNK, end - position)))
     return digest.hexdigest()[:16]
-
-
-def _read_tensors(file: Path) -> Iterator[bytes]:
-    """For each tensor, sorted by name: name, shape and torch's type, then its bytes in parts.
-
-    A file holds the length of its header (8 bytes), the header (JSON), and the bytes of the tensors.
-
-    Raises:
-        SafetensorError: for a damaged file.
-    """
-    with safe_open(file, framework="numpy"):
-        pass  # this checks header and sizes
-    with file.open("rb") as raw:
-        length = int.from_bytes(raw.read(8), "little")
-        entries: dict[str, Any] = json.loads(raw.read(length))
-        for key in sorted(entries.keys() - {"__metadata__"}):
-            entry = entries[key]
-            yield f"{key}{tuple(entry['shape'])}torch.{_torch_type(entry['dtype'])}".encode()
-            start, end = (8 + length + offset for offset in entry["data_offsets"])
-            raw.seek(start)
-            for position in range(start, end, CHUNK):
-                yield raw.read(min(CHUNK, end - position))
 
 
 def _torch_type(name: str) -> str:
@@ -180,7 +172,7 @@ def check_same_tokenizer(first: Path, second: Path) -> None:
 
 def _compare_tokenizers(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
     """How two tokenizers differ, in words; None where they do not."""
-    from rlhf_tasks.data.batches import encode
+    from rlhf_tasks.data.tokenizer import encode
 
     special = {t for x in (a, b) for t in (x.eos_token, x.bos_token, x.unk_token) if t is not None}
     only_pads = {str(x.pad_token) for x in (a, b)} - special

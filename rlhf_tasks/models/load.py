@@ -15,11 +15,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +32,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -41,11 +40,15 @@ from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
 from rlhf_tasks.models.contracts import IDENTITY, ContractError
+from rlhf_tasks.models.ends import ends_of
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.project import disk
 
+M = TypeVar("M", bound=nn.Module)
+
 ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
 """Set to 1, the environment variable that allows weights in other formats than safetensors."""
+NO_HUB = "a hub id needs network access or a filled cache"
 SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 
@@ -86,6 +89,17 @@ def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model
 
 
+def copy_to(module: M, device: torch.device) -> M:
+    """A copy with its weights on a device, such as `meta`, and frozen; the models' configs are shared."""
+    memo: dict[int, Any] = {
+        id(weight): nn.Parameter(weight.detach().to(device), requires_grad=False)
+        for weight in module.parameters()
+    }
+    for one in module.modules():
+        memo |= {id(part): part for part in (getattr(one, "config", 0), getattr(one, "generation_config", 0))}
+    return copy.deepcopy(module, memo)
+
+
 # ------------------------------------------------------------------------------------- loading
 
 
@@ -95,6 +109,7 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
     Raises:
         ContractError: if it cannot be read.
     """
+    _check_whole(source)
     try:
         return cast(PretrainedConfig, AutoConfig.from_pretrained(source, revision=revision))
     except (OSError, ValueError) as error:
@@ -135,12 +150,24 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     return TokenScores(model)
 
 
-def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
-    formats: dict[str, bool] = {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
-    try:
-        model, info = auto.from_pretrained(
-            source, revision=revision, dtype=torch.float32, output_loading_info=True, **formats
+def _check_whole(source: str | Path) -> None:
+    """Refuse a folder with a LoRA adapter alone: DVC would not know of the base model that it needs."""
+    file = Path(source) / "adapter_config.json"
+    if file.is_file() and not file.with_name("config.json").exists():
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise ContractError(
+            f"{source} holds an adapter alone, for the model {base}; merge them and give the merged folder: "
+            f"`peft.AutoPeftModelForCausalLM.from_pretrained({str(source)!r}).merge_and_unload()"
+            ".save_pretrained(FOLDER)`, with the tokenizer beside it"
         )
+
+
+def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
+    _check_whole(source)
+    how = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
+    how |= {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
+    try:
+        model, info = auto.from_pretrained(source, **how)
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(source, error) from error
     heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)
@@ -159,9 +186,7 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
 
 
 def _cannot_load(source: str | Path, error: Exception) -> ContractError:
-    hint = "is it a checkpoint folder?"
-    if is_hub_id(str(source)):
-        hint = "a hub id needs network access or a filled cache"
+    hint = NO_HUB if is_hub_id(str(source)) else "is it a checkpoint folder?"
     if "safetensors" in str(error) and os.environ.get(ANY_WEIGHTS) != "1":
         hint = (
             "weights of other formats may be pickles, which can run code: save the model as safetensors, or "
@@ -184,9 +209,7 @@ def fetch_tokenizer(source: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
     except (OSError, ValueError) as error:
-        raise ContractError(
-            f"cannot fetch {source} at {revision}: {error} (a hub id needs network access or a filled cache)"
-        ) from error
+        raise ContractError(f"cannot fetch {source} at {revision}: {error} ({NO_HUB})") from error
 
 
 # ------------------------------------------------------------------------ reward and value models
@@ -336,21 +359,12 @@ def merge_adapter(model: PreTrainedModel) -> PreTrainedModel:
     layers = _adapted_layers(model)
     if not layers:
         return model
-    weights: dict[str, Tensor] = {}
-    for key, value in model.state_dict().items():
-        layer, inside, rest = key.partition(".base_layer.")
-        if inside:
-            delta = layers[layer].get_delta_weight("default") if rest == "weight" else 0
-            weights[f"{layer}.{rest}"] = (value + delta).to(value).cpu()
-        elif ".lora_" not in key:
-            weights[key] = value.cpu()
-    with no_init_weights():
-        merged: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
-    merged.tie_weights()
-    merged.load_state_dict(weights)
-    if model.can_generate():
-        merged.generation_config = copy.deepcopy(model.generation_config)
-    return cast(PreTrainedModel, merged.eval())
+    merged = copy_to(model, torch.device("cpu"))
+    for name, layer in layers.items():
+        plain: Any = merged.get_submodule(name).base_layer
+        plain.weight.data = (layer.base_layer.weight + layer.get_delta_weight("default")).to(plain.weight)
+        merged.set_submodule(name, plain)
+    return nn.Module.to(merged, "cpu")  # buffers
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -375,7 +389,6 @@ def recompute_activations(model: PreTrainedModel) -> None:
             f"ppo.gradient_checkpointing: {type(model).__name__} does not support it; set it to false"
         )
     for layer in layers:
-        layer.gradient_checkpointing = True
         layer.forward = partial(_checkpoint_layer, layer.forward)
 
 
@@ -396,11 +409,11 @@ def save_checkpoint(
     *,
     identity: Mapping[str, Any],
     card: str,
-    stop: int | None = None,
+    others: Iterable[int] = (),
 ) -> None:
     """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json.
 
-    `stop`, by default EOS, is the token that ends responses; the generation config holds it.
+    The generation config holds all tokens that end its responses, and `others`.
     The same weights, tokenizer, identity and card give the same bytes.
 
     Raises:
@@ -409,7 +422,8 @@ def save_checkpoint(
     # the source folder would change the bytes but not the model
     model.config._name_or_path = ""
     if model.can_generate():
-        model.generation_config.eos_token_id = tokenizer.eos_token_id if stop is None else stop
+        ends = list(ends_of(model, tokenizer, others))
+        model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
     size = sum(weights.nbytes for weights in model.state_dict().values())
     with disk.room(folder.parent, lambda: size):
         model.save_pretrained(folder)

@@ -61,7 +61,7 @@ def token_stats(
         ContractError: if the model does not call its output layer.
     """
     inner = cast(PreTrainedModel, getattr(model, "module", model))  # without DDP's or DeepSpeed's wrapper
-    head: nn.Module = inner.get_output_embeddings()
+    head: Any = inner.get_output_embeddings()
     mask, labels = batch.response_mask, batch.responses[batch.response_mask]  # (B, R), (N,)
     width, call_head = mask.shape[1] + 1, head.forward
     linear = _LINEAR.get(getattr(call_head, "__func__", None))
@@ -72,8 +72,13 @@ def token_stats(
     def packed_stats(hidden: Tensor) -> Tensor:
         """(B, T, H) → (B, R + 1, 3) in place of logits."""
         states.append(hidden[:, -width:])
-        hidden = states[0][:, :-1][mask]  # (N, H)
-        stats = _chunked_stats(head, linear, hidden, labels, temperature, entropy_grad)  # (N, 3)
+        # Logits of 16 bits round by more than an update moves a log-prob: weights in float32 give float32
+        # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = states[0][:, :-1][mask].to(head.weight.dtype)  # (N, H)
+            stats: Tensor = _ChunkedStats.apply(  # type: ignore[no-untyped-call]
+                hidden, head.weight, head.bias, labels, temperature, entropy_grad, linear
+            )  # (N, 3)
         found = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
         found = torch.cat([found, found.new_zeros(len(mask), 1, 3)], dim=1)
         given.append((found.detach(), found._version))
@@ -117,27 +122,11 @@ def head_width(model: PreTrainedModel) -> int:
     return cast(nn.Linear, model.get_output_embeddings()).in_features
 
 
-def _chunked_stats(
-    head: Any,
-    linear: LinearFunction | None,
-    hidden: Tensor,
-    labels: Tensor,
-    temperature: float,
-    entropy_grad: bool,
-) -> Tensor:
-    """`_stats` of (N, H) states, (N, 3), from as many logits at a time as one chunk may have."""
-    # Logits of 16 bits round by more than an update moves a log-prob: weights in float32 give float32
-    # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.
-    with torch.autocast(hidden.device.type, enabled=False):
-        hidden = hidden.to(head.weight.dtype)
-        result: Tensor = _ChunkedStats.apply(  # type: ignore[no-untyped-call]
-            hidden, head.weight, head.bias, labels, temperature, entropy_grad, linear
-        )
-    return result
-
-
 class _ChunkedStats(torch.autograd.Function):
-    """With z = logits / T and p = softmax(z): ∂ log p_y / ∂z = 1_y − p, and ∂H / ∂z = −p · (log p + H)."""
+    """`_stats` of (N, H) states, (N, 3), from as many logits at a time as one chunk may have.
+
+    With z = logits / T and p = softmax(z): ∂ log p_y / ∂z = 1_y − p, and ∂H / ∂z = −p · (log p + H).
+    """
 
     @staticmethod
     def forward(

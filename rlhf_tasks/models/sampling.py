@@ -22,7 +22,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_tasks import console
 from rlhf_tasks.console import Meter
-from rlhf_tasks.data.batches import Batch, Ids, collate, encode, load_tokenizer, text_of
+from rlhf_tasks.data.batches import Batch, collate, load_tokenizer
+from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
+from rlhf_tasks.models.ends import Ends, closed, ends_of
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.tensors import NonFiniteError
 
@@ -55,7 +57,7 @@ def sample(
     *,
     max_new_tokens: int,
     temperature: float,
-    stop: int,
+    ends: Ends,
     pad: int,
     generator: torch.Generator,
     batch_size: int | None = None,
@@ -68,8 +70,8 @@ def sample(
     The responses to the n queries are followed by the next response to each, until there are `num_samples`. A
     query whose responses share a batch is computed once for them. `meter` counts the responses.
 
-    A row ends when it draws `stop`, which is kept as its last token, or reaches `max_new_tokens`. Each token
-    takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
+    A row ends when it draws one of `ends`, which is kept as its last token, or reaches `max_new_tokens`. Each
+    token takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
     `batch_size` by rounding only. With `share` the numbers of all ranks are drawn, from generators of the
     same state: a response does not depend on the rank that samples it either. Queries of similar length
     share a batch, so that little is padded.
@@ -88,9 +90,9 @@ def sample(
         number_of = {query: i for i, query in enumerate(dict.fromkeys(row % num_queries for row in rows))}
         batch = collate([queries[i] for i in number_of], [[] for _ in number_of], pad).to(model.device)
         query_of = torch.tensor([number_of[row % num_queries] for row in rows], device=model.device)
-        tokens, logprobs = _decode(model, batch, query_of, uniform[rows], temperature, stop, meter)
+        tokens, logprobs = _decode(model, batch, query_of, uniform[rows], temperature, ends, meter)
         for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
-            length = ids.index(stop) + 1 if stop in ids else len(ids)
+            length = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
             result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
     return result
 
@@ -101,16 +103,17 @@ def _decode(
     query_of: Tensor,
     uniform: Tensor,
     temperature: float,
-    stop: int,
+    ends: Ends,
     meter: Meter = SILENT,
 ) -> tuple[Tensor, Tensor]:
-    """(B, R) tokens and log-probs; what follows a row's first `stop` means nothing.
+    """(B, R) tokens and log-probs; what follows a row's first end means nothing.
 
     `batch` holds the queries, and `query_of` (B,) is the query of each row.
     Rows that have ended are computed with the others until a quarter of the rows has ended.
     """
     num_rows, limit = uniform.shape
-    tokens = torch.full((num_rows, limit), stop, device=uniform.device)
+    tokens = torch.full((num_rows, limit), ends[0], device=uniform.device)
+    end_ids = torch.tensor(ends, device=uniform.device)
     logprobs = torch.zeros((num_rows, limit), device=uniform.device)
     width = batch.query_response.shape[1]
     cache = _make_cache(model, width + limit)
@@ -139,7 +142,7 @@ def _decode(
         ids, log_p = sample_token(logits.float() / temperature, uniform[rows, t])
         tokens[rows, t], logprobs[rows, t] = ids, log_p
         meter.advance(num_rows / limit)
-        alive &= ids != stop
+        alive &= (ids[:, None] != end_ids).all(1)
         ids, positions = ids[:, None], positions[:, -1:] + 1
         # 3. Rows that have ended leave the batch, once they are enough.
         if (t + 1) % check and t + 1 < limit:
@@ -215,15 +218,15 @@ def sample_responses(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    stop: int | None = None,
+    ends: Ends | None = None,
     batch_size: int = 256,
     share: Share | None = None,
     meter: Meter = SILENT,
 ) -> list[Ids]:
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 
-    A response ends with its stop token, or at `max_new_tokens` without it. `stop` is by default the token
-    that the checkpoint's generation config names, else EOS. `meter` counts the responses. If the GPU is
+    A response ends with one of `ends`, by default those of the checkpoint, or at `max_new_tokens` without it.
+    `meter` counts the responses. If the GPU is
     out of memory, they are sampled again, half as many at a time.
 
     Raises:
@@ -236,7 +239,7 @@ def sample_responses(
                 encode(tokenizer, prompts),
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
-                stop=find_stop_token(model, tokenizer) if stop is None else stop,
+                ends=ends_of(model, tokenizer) if ends is None else ends,
                 pad=tokenizer.pad_token_id,
                 generator=torch.Generator(model.device).manual_seed(seed),
                 batch_size=batch_size,
@@ -249,13 +252,6 @@ def sample_responses(
         torch.cuda.empty_cache()
         batch_size //= 2
         console.say(f"out of memory: {batch_size} responses are sampled at a time now")
-
-
-def find_stop_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends this model's responses."""
-    config = model.generation_config
-    named = None if config is None else config.eos_token_id
-    return named if isinstance(named, int) else int(tokenizer.eos_token_id)
 
 
 def sample_texts(
@@ -274,5 +270,6 @@ def sample_texts(
     responses = sample_responses(
         model, tokenizer, repeated, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
     )
-    texts = [text_of(tokenizer, response) for response in responses]
+    responses = closed(tokenizer, responses, ends_of(model, tokenizer))
+    texts = response_texts(tokenizer, encode(tokenizer, repeated), responses)
     return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]

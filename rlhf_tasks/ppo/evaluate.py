@@ -8,7 +8,7 @@ B prompts · R response length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,18 +19,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import Ids, TokenBudget, collate_rows, encode, sizes, text_of
+from rlhf_tasks.data.batches import TokenBudget, collate_rows, sizes
 from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.evaluation.judges.comparisons import check_failures
+from rlhf_tasks.models.ends import closed, has_ended
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.kl import k1
 from rlhf_tasks.ppo.metrics import Metrics, standard_error
 from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.rollout import Reference, Scorers, interleave, raise_on_all_ranks
-from rlhf_tasks.ppo.sampler import Sampler, stop_token
+from rlhf_tasks.ppo.sampler import Sampler, response_ends
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.training import sharding
@@ -127,7 +129,7 @@ class Evaluator:
         """`rows` are of data/prompts; the first `num_selection_prompts` of them are used."""
         self._dist, self._config, self._policy, self._reference = dist, config, policy, reference
         self._tokenizer, self._scorers, self._heldout, self._judge = tokenizer, scorers, heldout, judge
-        self._stop, self._seed = stop_token(config, tokenizer), seed
+        self._ends, self._seed = response_ends(config, policy, tokenizer), seed
         rows = rows[: config.num_selection_prompts]
         self._prompts = [row["prompt"] for row in rows]
         self._references = [row["reference"] for row in rows]
@@ -148,7 +150,7 @@ class Evaluator:
         """
         result = self._respond(len(self._prompts), sampler, update)
         kl = self._kl(result.queries, result.ids)  # (B,)
-        texts = [text_of(self._tokenizer, ids) for ids in result.ids]
+        texts = response_texts(self._tokenizer, result.queries, self._closed(result.ids))
         rows = zip(self._prompts, self._references, texts, strict=True)
         state.responses += [
             {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
@@ -158,6 +160,7 @@ class Evaluator:
         metrics = {
             "eval/scores": float(result.scores.mean()),
             "eval/response_length": sum(map(len, result.ids)) / len(result.ids),
+            "eval/ended": sum(has_ended(response, self._ends) for response in result.ids) / len(result.ids),
             "eval/kl": float(kl.mean()),
         }
         if result.heldout is not None:
@@ -190,11 +193,12 @@ class Evaluator:
         scores = {"score": result.scores, **(result.parts if len(result.parts) > 1 else {})}
         if result.heldout is not None:
             scores["reward_heldout"] = result.heldout
+        texts = response_texts(self._tokenizer, result.queries, self._closed(result.ids))
         rows = [
-            {"episode": episode, "prompt": prompt, "response": text_of(self._tokenizer, ids)}
+            {"episode": episode, "prompt": prompt, "response": text}
             | columns.shown(columns.of_row(self._columns, i))
             | {name: float(values[i]) for name, values in scores.items()}
-            for i, (prompt, ids) in enumerate(zip(prompts, result.ids, strict=True))
+            for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
         ]
         state.samples += rows
         return rows
@@ -210,31 +214,53 @@ class Evaluator:
         """
         dist, prompts, tokenizer = self._dist, self._prompts[:count], self._tokenizer
         queries, ids = encode(tokenizer, prompts), sampler.respond(prompts, self._seed, update)
-        kept = columns.take(self._columns, dist.shard_rows(range(count)))
-        own = Responses.of_ids(dist.shard_rows(queries), dist.shard_rows(ids), tokenizer, kept)
-        batch = {"prompts": dist.shard_rows(prompts), "responses": dist.shard_rows(ids)}
+        scores, parts = self.score(queries, ids)
+        heldout = None
+        if self._heldout is not None:
+            own, batch = self._own(queries, ids)
+            found = raise_on_all_ranks(dist, lambda: self._score_heldout(own), batch)
+            heldout = self._under_eos_rule(interleave(dist.all_gather_object(found)), ids)
+        return Scored(queries, ids, scores, heldout, parts)
 
-        def gather(score: Callable[[Responses], Any]) -> Any:
-            return interleave(dist.all_gather_object(raise_on_all_ranks(dist, lambda: score(own), batch)))
+    @torch.no_grad()
+    def score(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Tensor, dict[str, Tensor]]:
+        """What PPO's reward gives responses to the first B prompts: (B,) the sum, and (B,) by scorer.
 
+        Raises:
+            NonFiniteError: on all ranks, if a number is NaN or infinite; the responses are its `batch`.
+        """
+        dist, (own, batch) = self._dist, self._own(queries, responses)
         if any(scorer.kind == "http" for scorer in self._config.scorers) and not dist.shards:
             # the first rank alone sends requests, but passes of a sharded reward model need all ranks
-            rows = Responses.of_ids(queries, ids, tokenizer, columns.take(self._columns, range(count)))
+            kept = columns.take(self._columns, range(len(queries)))
+            rows = Responses.of_ids(queries, self._closed(responses), self._tokenizer, kept)
             parts = dist.broadcast_object(
                 raise_on_all_ranks(dist, lambda: self._scorers.parts(rows) if dist.is_main else {}, batch)
             )
         else:
-            parts = gather(self._scorers.parts)
-        ended = torch.tensor([response[-1] == self._stop for response in ids])
+            found = raise_on_all_ranks(dist, lambda: self._scorers.parts(own), batch)
+            parts = interleave(dist.all_gather_object(found))
+        return self._under_eos_rule(self._scorers.total(parts), responses), parts
+
+    def _own(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Responses, dict[str, Any]]:
+        """This rank's share of the rows, and what a failure writes down of them."""
+        dist = self._dist
+        kept = columns.take(self._columns, dist.shard_rows(range(len(queries))))
+        own_responses = self._closed(dist.shard_rows(responses))
+        own = Responses.of_ids(dist.shard_rows(queries), own_responses, self._tokenizer, kept)
+        prompts = dist.shard_rows(self._prompts[: len(queries)])
+        return own, {"prompts": prompts, "responses": dist.shard_rows(responses)}
+
+    def _closed(self, responses: Sequence[Ids]) -> list[Ids]:
+        return closed(self._tokenizer, responses, self._ends)
+
+    def _under_eos_rule(self, scores: Tensor, responses: Sequence[Ids]) -> Tensor:
+        """(B,) the scores under the rule for responses that did not end."""
+        ended = torch.tensor([has_ended(response, self._ends) for response in responses])
         rule = self._config.truncation.kind
         if rule.startswith("bootstrap"):  # there is no critic here to value an unfinished response
             rule = "none"
-
-        def under_eos_rule(scores: Tensor) -> Tensor:
-            return truncated_scores(scores, ended, rule, missing_eos_score=self._config.missing_eos_score)
-
-        heldout = None if self._heldout is None else under_eos_rule(gather(self._score_heldout))
-        return Scored(queries, ids, under_eos_rule(self._scorers.total(parts)), heldout, parts)
+        return truncated_scores(scores, ended, rule, missing_eos_score=self._config.missing_eos_score)
 
     @torch.no_grad()
     def _kl(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_tasks import console
 from rlhf_tasks.config import ppo as config
 from rlhf_tasks.errors import UserError
 
@@ -17,6 +18,9 @@ ROUNDING = 1e-4
 
 FLOAT32_RATIO_ERROR, BF16_RATIO_ERROR = 1e-3, 0.05
 """What rounding may cause of the ratio's error at an update's first minibatch, where it should be 1."""
+
+FEW = 0.1
+"""A share of responses that end before training, below which PPO learns of ends alone."""
 
 RARE = 0.2
 """A share of ended responses below which its fall is noise."""
@@ -40,6 +44,16 @@ class GuardTripped(UserError):
     """A guard has stopped the training."""
 
 
+def warn_of_endless(settings: config.Ppo, ended: float) -> None:
+    """Warn where few responses end before training: most scores are then those of the truncation rule."""
+    if ended < FEW:
+        console.say(
+            f"Warning: {ended:.1%} of the SFT model's responses end within ppo.response_length="
+            f"{settings.response_length} tokens. Raise it, train stage sft longer, or name the token that "
+            "ends them in ppo.stop_token."
+        )
+
+
 class Guards:
     """Checks each update; a guard trips when its condition fails for `patience` updates in a row."""
 
@@ -56,6 +70,10 @@ class Guards:
         self._first: list[float] = []
         """Length and repetition of the first rollout."""
         self._most_ended = 0.0
+
+    def begin(self, ended: float) -> None:
+        """Note the share of responses that end before training, with which the first update is compared."""
+        self._most_ended = max(self._most_ended, ended)
 
     def check(self, metrics: Mapping[str, float]) -> list[GuardTrip]:
         """The guards that trip at this update; a condition that keeps failing trips its guard once."""

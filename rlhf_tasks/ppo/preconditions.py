@@ -11,12 +11,12 @@ from rlhf_tasks.config import Ppo, PpoView, Split
 from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import checks, contracts
 from rlhf_tasks.models.load import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.ppo.sampler import stop_token
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.distributed import Distributed
@@ -38,8 +38,8 @@ def check(config: PpoView, paths: Paths) -> None:
     _check_verifiers(settings, paths)
     _check_selection_judge(settings, paths)
     tokenizer = load_tokenizer(paths.sft)
-    stop = stop_token(settings, tokenizer)
-    if stop >= len(tokenizer):
+    stop = settings.stop_token
+    if stop != "eos" and stop >= len(tokenizer):
         raise UserError(
             f"ppo.stop_token={stop} is not a token: the tokenizer has {len(tokenizer)}, numbered from 0"
         )
@@ -134,26 +134,24 @@ def check_models(
     checks.check_positions(policy.config, longest, "models/sft")
     queries = checks.pick_prompts(prompts)
     saves = dist.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
-    with dist.on_device(policy) as is_used:
-        if is_used:
-            checks.require(
-                checks.check_policy(
-                    policy,
-                    queries,
-                    pad=pad,
-                    temperature=settings.temperature,
-                    num_new=settings.response_length,
-                    saves=saves,
-                ),
-                "models/sft",
-            )
+    if (checked := dist.to_check(policy)) is not None:
+        results = checks.check_policy(
+            checked,
+            queries,
+            pad=pad,
+            temperature=settings.temperature,
+            num_new=settings.response_length,
+            saves=saves,
+        )
+        checks.require(results, "models/sft")
+    del checked  # which may be a copy on the GPU
     rows = checks.add_responses(queries, settings.response_length)
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
             checks.check_positions(model.model.config, longest, name)
-            with dist.on_device(model) as is_used:
-                if is_used:
-                    checks.require(checks.check_scores(model, rows, pad=pad), name)
+            if (scores := dist.to_check(model)) is not None:
+                checks.require(checks.check_scores(scores, rows, pad=pad), name)
+            del scores
 
 
 def is_rewarded(settings: Ppo) -> bool:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Batch, Ids, TokenBudget, collate, collate_rows, sizes
+from rlhf_tasks.data.batches import Batch, TokenBudget, collate, collate_rows, sizes
 from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.models.ends import Ends, closed, has_ended
 from rlhf_tasks.models.load import TokenScores, disable_adapters
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
 from rlhf_tasks.models.sampling import Samples
@@ -35,7 +37,7 @@ class Rollout:
 
     queries: list[Ids]
     responses: list[Ids]
-    ended: Tensor  # (B,) bool: the response has its stop token
+    ended: Tensor  # (B,) bool: the response has an end
     mask: Tensor  # (B, R) bool
     logprobs: Tensor  # (B, R), of the policy before this update
     ref_logprobs: Tensor  # (B, R)
@@ -179,7 +181,7 @@ def score_rollout(
     columns: Columns,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    stop: int,
+    ends: Ends,
     budget: TokenBudget,
     is_on_policy: bool,
 ) -> Rollout:
@@ -220,10 +222,11 @@ def score_rollout(
     dist.run_batches(budget, sizes(queries, responses), forward)
     if not recomputes:
         logprobs = pad_rows(samples.logprobs, config.response_length)
-    ended = torch.tensor([response[-1] == stop for response in responses])
+    ended = torch.tensor([has_ended(response, ends) for response in responses])
+    to_score = closed(tokenizer, responses, ends)
     parts = raise_on_all_ranks(
         dist,
-        lambda: scorers.parts(Responses.of_ids(queries, responses, tokenizer, columns)),
+        lambda: scorers.parts(Responses.of_ids(queries, to_score, tokenizer, columns)),
         {"queries": queries, "responses": responses},
     )
     rollout = Rollout(

@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Ids, encode
+from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import OutsideFault, UserError
+from rlhf_tasks.models.ends import Ends, ends_of
 from rlhf_tasks.models.load import merge_adapter
 from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses
 from rlhf_tasks.ppo.losses import importance_weights
@@ -36,9 +37,9 @@ T = TypeVar("T")
 MAX_SEED = 2**62  # vLLM adds the number of the sample to a seed, and takes 64 bits
 
 
-def stop_token(config: Ppo, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the token that ends responses."""
-    return int(tokenizer.eos_token_id) if config.stop_token == "eos" else config.stop_token
+def response_ends(config: Ppo, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Ends:
+    """The tokens that end the policy's responses, `ppo.stop_token` among them."""
+    return ends_of(policy, tokenizer, [] if config.stop_token == "eos" else [config.stop_token])
 
 
 class Sampler(Protocol):
@@ -94,7 +95,7 @@ class PolicySampler:
     ) -> None:
         """`generator` is on this rank's device, and has the same state on all ranks."""
         self._dist, self._config, self._policy, self._generator = dist, config, policy, generator
-        self._tokenizer, self._stop = tokenizer, stop_token(config, tokenizer)
+        self._tokenizer, self._ends = tokenizer, response_ends(config, policy, tokenizer)
         self._queries: Sequence[Ids] = ()
 
     @property
@@ -110,13 +111,13 @@ class PolicySampler:
         own, self._queries = dist.shard_rows(self._queries), ()
 
         def sample_own() -> Samples:
-            with dist.full_params(self._policy) as policy, dist.autocast():
+            with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
                 return sample(
                     policy,
                     own,
                     max_new_tokens=config.response_length,
                     temperature=config.temperature,
-                    stop=self._stop,
+                    ends=self._ends,
                     pad=self._tokenizer.pad_token_id,
                     generator=self._generator,
                     batch_size=config.sampler.batch_size if config.sampler.kind == "policy" else None,
@@ -134,7 +135,7 @@ class PolicySampler:
         dist, config, own = self._dist, self._config, self._dist.shard_rows(prompts)
 
         def sample_own() -> list[Ids]:
-            with dist.full_params(self._policy) as policy, dist.autocast():
+            with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
                 return sample_responses(
                     policy,
                     self._tokenizer,
@@ -142,7 +143,7 @@ class PolicySampler:
                     max_new_tokens=config.response_length,
                     temperature=config.temperature,
                     seed=seed,
-                    stop=self._stop,
+                    ends=self._ends,
                     share=Share(dist.rank, dist.world_size, len(prompts)),
                 )
 

@@ -101,7 +101,6 @@ class TrainState:
         """What a roll back returns to. `shared` is equal on all ranks; the generators are each rank's own."""
         moving = self.reference if isinstance(self.reference, FrozenCopy) and self.reference.moves else None
         shared = {
-            "weights": dist.training_state(self.wrapped, self.optimizer),
             "reference": sharding.weights_of(moving.model) if moving else {},
             "sampler": self.sampler.state_dict(),
             "prompts": list(self.prompts.waiting),
@@ -113,12 +112,14 @@ class TrainState:
             "evaluation": vars(self.evaluation) | {"responses": list(self.evaluation.responses)},
             "plain": {name: getattr(self, name) for name in PLAIN} | {"metrics": dict(self.metrics)},
         }
-        return {"shared": shared, "token_rng": self.token_rng.get_state(), "rng": dist.rng_state()}
+        training = dist.training_state(self.wrapped, self.optimizer)
+        own = {"token_rng": self.token_rng.get_state(), "rng": dist.rng_state()}
+        return {"training": training, "shared": shared, **own}
 
     def load_rollback_state(self, dist: Distributed, state: dict[str, Any]) -> None:
         """Restore `rollback_state`."""
         shared = state["shared"]
-        dist.load_training_state(self.wrapped, self.optimizer, shared["weights"])
+        dist.load_training_state(self.wrapped, self.optimizer, state["training"])
         if isinstance(self.reference, FrozenCopy) and self.reference.moves:
             sharding.load_weights(self.reference.model, shared["reference"])
         self.sampler.load_state_dict(shared["sampler"])
@@ -179,7 +180,7 @@ def begin(
         for group in adamw(actor_critic.critic, config).param_groups:
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     wrapped, optimizer = dist.prepare(actor_critic, optimizer, config.max_grad_norm)
-    order_rng, token_rng = torch.Generator().manual_seed(seed), dist.generator(seed)
+    order_rng, token_rng = torch.Generator().manual_seed(seed), torch.Generator(dist.device).manual_seed(seed)
     sampler: Sampler = PolicySampler(dist, config, actor_critic.policy, tokenizer, token_rng)
     if config.sampler.kind == "vllm":
         sampler = VllmSampler(dist, config, actor_critic.policy, tokenizer, token_rng, server)

@@ -29,14 +29,15 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import CriticWarmup
-from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.data.columns import Columns, take
+from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.models.ends import Ends
 from rlhf_tasks.models.load import TokenScores
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
 from rlhf_tasks.ppo.advantages import Estimator, response_returns
 from rlhf_tasks.ppo.evaluate import Evaluator
-from rlhf_tasks.ppo.guards import GuardTrip
+from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
 from rlhf_tasks.ppo.losses import MicroBatch, PolicyLoss, token_weights, value_loss
@@ -84,7 +85,7 @@ def train(
     evaluator: Evaluator,
     ptx: LanguageModeling | None,
     tokenizer: PreTrainedTokenizerBase,
-    stop: int,
+    ends: Ends,
     tracker: Tracker,
     snapshots: Checkpoint,
     faults: Path,
@@ -122,6 +123,9 @@ def train(
                     state.metrics = _evaluate(
                         dist, state, evaluator, tracker, select=True, show=0 in showings
                     )
+                    warn_of_endless(config, state.metrics.get("eval/ended", 1.0))
+                    if state.guards is not None:
+                        state.guards.begin(state.metrics.get("eval/ended", 0.0))
                     state.has_begun = True
                     keep_good_state(dist, config, state)
 
@@ -161,7 +165,7 @@ def train(
                     samples,
                     take(columns, own),
                     tokenizer=tokenizer,
-                    stop=stop,
+                    ends=ends,
                     budget=state.scoring_budget,
                     is_on_policy=state.sampler.name is None,
                 )

@@ -36,8 +36,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import VllmSampler as Settings
-from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
+from rlhf_tasks.models.ends import Ends
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.project.atomic import whole, write_text
 from rlhf_tasks.project.processes import HOST, Daemon, send
@@ -75,10 +76,10 @@ PURE: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How PPO samples. A response ends with the token `stop`, or has `max_tokens`."""
+    """How PPO samples. A response ends with one of `ends`, or has `max_tokens`."""
 
     temperature: float
-    stop: int
+    ends: Ends
     max_tokens: int
     longest_query: int
     """In tokens."""
@@ -89,7 +90,7 @@ def completion(query: Ids, n: int, seed: int, sampling: Sampling) -> dict[str, A
     """The request for `n` responses to one query.
 
     One seed in a request would be that of all its queries, so that each query has a request of its own; vLLM
-    adds the number of the sample to the seed. Only `sampling.stop` ends a response: with `ignore_eos` the
+    adds the number of the sample to the seed. Only `sampling.ends` end a response: with `ignore_eos` the
     model's own end tokens do not.
     """
     return PURE | {
@@ -98,7 +99,7 @@ def completion(query: Ids, n: int, seed: int, sampling: Sampling) -> dict[str, A
         "seed": seed,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        "stop_token_ids": [sampling.stop],
+        "stop_token_ids": list(sampling.ends),
         "ignore_eos": True,
         "logprobs": 0,
         "return_token_ids": True,
@@ -147,9 +148,9 @@ def check_response(ids: Ids, logprobs: Sequence[float], sampling: Sampling, voca
         problem = f"with a token that the model does not have; it has {vocab}"
     elif len(ids) > sampling.max_tokens:
         problem = f"of {len(ids)} tokens; {sampling.max_tokens} are allowed"
-    elif sampling.stop in ids[:-1]:
-        problem = f"that continues after the stop token {sampling.stop}"
-    elif ids[-1] != sampling.stop and len(ids) < sampling.max_tokens:
+    elif found := set(sampling.ends) & set(ids[:-1]):
+        problem = f"that continues after the stop token {min(found)}"
+    elif ids[-1] not in sampling.ends and len(ids) < sampling.max_tokens:
         problem = f"that was cut after {len(ids)} of {sampling.max_tokens} tokens, without the stop token"
     elif len(logprobs) != len(ids):
         problem = f"of {len(ids)} tokens with {len(logprobs)} log-probs"
@@ -301,7 +302,7 @@ def open_server(
     home: Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    stop: int,
+    ends: Ends,
     longest_query: int,
 ) -> Iterator[VllmServer | None]:
     """The server, which is closed at the end of the block; None on the other ranks, or if PPO needs none.
@@ -313,7 +314,7 @@ def open_server(
         return
     sampling = Sampling(
         temperature=config.temperature,
-        stop=stop,
+        ends=ends,
         max_tokens=config.response_length,
         longest_query=longest_query,
         is_float32=dist.is_float32,

@@ -127,9 +127,17 @@ def _verdict(job: _Job, stale: str | None, champion: Version | None, opponent: V
     evidence = measurer.collect(stale)
     if opponent is not None:
         evidence = measurer.with_champion(evidence, _weights(job, opponent))
+    elif job.criteria.over_bar is not None:
+        evidence = measurer.with_bar(evidence)
     judges = job.settings.judge.judges
     suspects = {part for name in job.criteria.named for part in with_parts(judges, name)}
-    return gate.decide(job.criteria, evidence, suspects=suspects, champion=champion is not None)
+    return gate.decide(
+        job.criteria,
+        evidence,
+        suspects=suspects,
+        champion=champion is not None,
+        bar=job.settings.judge.bar,
+    )
 
 
 def _weights(job: _Job, champion: Version) -> Path:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Config
-from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, micro_batches, read_table, sizes
+from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
+from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.responses import sample
 from rlhf_tasks.evaluation.results import RetentionResult, TaskChange

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from rlhf_tasks import console
@@ -22,10 +22,15 @@ from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults
 Relation = Literal[">", ">=", "<="]
 Value = float | str
 """A measured value, or the reason why it is not known."""
-Opponent = Literal["sft", "champion"]
+Opponent = Literal["sft", "champion", "base", "reference"]
 OPPOSITES: Mapping[str, str] = {">": "≤", ">=": "<", "<=": ">"}
 TEXTS = {"sft_text": "SFT text", "general": "general text"}
-OPPONENTS: Mapping[Opponent, str] = {"sft": "SFT", "champion": "the champion"}
+OPPONENTS: Mapping[Opponent, str] = {
+    "sft": "SFT",
+    "champion": "the champion",
+    "base": "the base model",
+    "reference": "the references",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,8 @@ class Verdict:
     """The gate's decision about one policy. It passes if every criterion does."""
 
     criteria: Sequence[Criterion]
+    note: str = ""
+    """What a reader must know first."""
 
     @property
     def passed(self) -> bool:
@@ -104,19 +111,20 @@ class Verdict:
 
     def withheld(self, reason: str) -> Verdict:
         """The same verdict, refused for a reason that is not one of the policy's values."""
-        return Verdict((*self.criteria, Criterion("withheld", reason, 1.0, "<=", 0.0)))
+        return replace(self, criteria=(*self.criteria, Criterion("withheld", reason, 1.0, "<=", 0.0)))
 
     def tree(self) -> dict[str, Any]:
         """The verdict as JSON values."""
         criteria = [asdict(c) | {"margin": c.margin, "passed": c.passed} for c in self.criteria]
-        return {"passed": self.passed, "summary": self.summary, "criteria": criteria}
+        note = {"note": self.note} if self.note else {}
+        return {"passed": self.passed, **note, "summary": self.summary, "criteria": criteria}
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> Verdict:
         """The inverse of `tree`; a value that an earlier version did not write has its default."""
         names = {field.name for field in fields(Criterion)}
         known = [{name: one[name] for name in names & one.keys()} for one in tree["criteria"]]
-        return cls(tuple(Criterion(**values) for values in known))
+        return cls(tuple(Criterion(**values) for values in known), tree.get("note", ""))
 
     def metrics(self) -> dict[str, float]:
         """`gate/passed`, and of each criterion `KEY/value`, `KEY/bound`, `KEY/margin` and `KEY/passed`."""
@@ -141,7 +149,14 @@ class Verdict:
         ]
 
 
-def decide(promotion: Promotion, evidence: Evidence, *, suspects: Collection[str], champion: bool) -> Verdict:
+def decide(
+    promotion: Promotion,
+    evidence: Evidence,
+    *,
+    suspects: Collection[str],
+    champion: bool,
+    bar: Literal["base", "reference"] = "base",
+) -> Verdict:
     """Apply every criterion that is not null.
 
     Args:
@@ -149,17 +164,34 @@ def decide(promotion: Promotion, evidence: Evidence, *, suspects: Collection[str
         evidence: What was measured of the policy.
         suspects: The gate's judges and those that they combine. None may be what PPO optimised.
         champion: Whether there is a champion that the policy must beat.
+        bar: What it must beat without one.
     """
-    return Verdict(tuple(_criteria(promotion, evidence, suspects, champion)))
+    used = {**evidence.results.optimised_judges, **evidence.results.selecting_judges}
+    note = ""
+    if all(judge in used for judge in promotion.named):
+        note = (
+            "No judge of the gate is independent: PPO has optimised, or chosen its checkpoint by, "
+            f"{', '.join(used[judge] for judge in promotion.named)}."
+        )
+    return Verdict(tuple(_criteria(promotion, evidence, suspects, champion, bar)), note)
 
 
 def _criteria(
-    promotion: Promotion, evidence: Evidence, suspects: Collection[str], champion: bool
+    promotion: Promotion,
+    evidence: Evidence,
+    suspects: Collection[str],
+    champion: bool,
+    bar: Literal["base", "reference"],
 ) -> Iterator[Criterion]:
-    bounds: dict[Opponent, float | None] = {
-        "sft": promotion.over_sft,
-        "champion": promotion.over_champion if champion else None,
-    }
+    if promotion.trial:
+        yield Criterion("trial", "settings that only try the pipeline out (promotion.trial)", 1.0, "<=", 0.0)
+    if not evidence.results.has_reward:
+        yield Criterion("no_reward", "policies that were trained by a dummy reward", 1.0, "<=", 0.0)
+    bounds: dict[Opponent, float | None] = {"sft": promotion.over_sft}
+    if champion and promotion.over_champion is not None:
+        bounds["champion"] = promotion.over_champion
+    else:
+        bounds[bar] = promotion.over_bar
     pairs = [(judge, b) for b, bound in bounds.items() if bound is not None for judge in promotion.named]
     for judge, b in pairs:
         title = f"win rate over {OPPONENTS[b]} by {judge.replace('_', ' ')} (95% low)"
@@ -174,7 +206,10 @@ def _criteria(
     )
     counts = (_of_comparison(evidence.results, judge, b, lambda one: one.examples) for judge, b in pairs)
     fewest = _combined(lambda *values: min(values), *counts)
-    yield from _bounded("examples", "judged examples", fewest, ">=", promotion.min_examples)
+    least = promotion.min_examples
+    if not promotion.trial:
+        least = max(least, promotion.least_examples)
+    yield from _bounded("examples", "judged examples", fewest, ">=", least)
     optimised = [name for name in sorted(suspects) if name in evidence.results.optimised_judges]
     title = "judges that are the optimised reward" + (f" ({', '.join(optimised)})" if optimised else "")
     yield Criterion("optimised_judges", title, float(len(optimised)), "<=", 0.0)
@@ -270,6 +305,8 @@ def _combined(function: Callable[..., float], *values: Value) -> Value:
 
 
 def show(verdict: Verdict) -> None:
-    """Print the table of criteria."""
+    """Print the table of criteria, below what a reader must know first."""
+    if verdict.note:
+        console.say(verdict.note)
     rows = verdict.rows()
     console.table("the gate", list(rows[0]), [list(row.values()) for row in rows])

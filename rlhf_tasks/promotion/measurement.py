@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf_tasks import console
 from rlhf_tasks.config import Config, JudgeView, Promotion
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.judges.optimised import optimised_judges
+from rlhf_tasks.evaluation.judges.optimised import has_reward, optimised_judges, selecting_judges
 from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence, judge_files
@@ -58,13 +58,27 @@ class Measurer:
         else:
             console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
             known = self._measure()
-        optimised = {**known.results.optimised_judges, **self._optimised()}
-        return replace(known, results=known.results.model_copy(update={"optimised_judges": optimised}))
+        judging, folder = self._settings().judge, self.candidate.folder
+        own = {
+            "has_reward": has_reward(folder),
+            "optimised_judges": {**known.results.optimised_judges, **self._optimised()},
+            "selecting_judges": selecting_judges(judging, folder, paths.root),
+        }
+        return replace(known, results=known.results.model_copy(update=own))
 
     def with_champion(self, known: Evidence, champion: Path) -> Evidence:
         """The evidence, and the comparisons with the champion's weights."""
         model = os.path.relpath(champion, self.candidate.paths.root)
         comparisons = (*known.results.comparisons, *self._compare(model, "champion"))
+        return replace(known, results=known.results.model_copy(update={"comparisons": comparisons}))
+
+    def with_bar(self, known: Evidence) -> Evidence:
+        """The evidence, and the comparisons with `judge.bar`, if they are not among it."""
+        paths, bar = self.candidate.paths, self.settings.judge.bar
+        if any(one.a == "policy" and one.b == bar for one in known.results.comparisons):
+            return known
+        model = "reference" if bar == "reference" else paths.relative(paths.base)
+        comparisons = (*known.results.comparisons, *self._compare(model, bar))
         return replace(known, results=known.results.model_copy(update={"comparisons": comparisons}))
 
     def _measure(self) -> Evidence:

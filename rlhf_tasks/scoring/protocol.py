@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import Ids, encode, encode_answers, text_of
 from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.tokenizer import Ids, encode_rows, response_texts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.tensors import NonFiniteError
 
@@ -66,7 +66,7 @@ class Responses:
         """The responses without their EOS."""
         if self.tokenizer is None:
             return list(self.given[1])
-        return [text_of(self.tokenizer, response) for response in self.given[1]]
+        return response_texts(self.tokenizer, *self.given)
 
     @property
     def ended(self) -> list[bool]:
@@ -78,7 +78,7 @@ class Responses:
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[Ids], Sequence[Ids]]:
         """Queries and responses: the given ids, or the texts in the ids of `tokenizer`, with EOS."""
         if self.tokenizer is None:
-            return encode(tokenizer, self.prompts), encode_answers(tokenizer, self.texts)
+            return encode_rows(tokenizer, self.prompts, self.texts)
         return self.given
 
 

@@ -10,9 +10,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.data.batches import Ids, encode, sizes
-from rlhf_tasks.data.tables import Chat, Message
-from rlhf_tasks.data.tokenizer import ready_rendering
+from rlhf_tasks.data.batches import sizes
+from rlhf_tasks.data.chat import Chat, Message
+from rlhf_tasks.data.tokenizer import Ids, encode, ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.protocol import Responses
 

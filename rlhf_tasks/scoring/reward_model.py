@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from rlhf_tasks.models.load import TokenScores, load_reward
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer
 
+M = TypeVar("M", bound=nn.Module)
 RunBatches = Callable[[TokenBudget, Sequence[int], Callable[[list[int]], None]], None]
 
 
@@ -28,8 +28,8 @@ class Placement(Protocol):
     def put(self, model: nn.Module) -> None:
         """Put a model there."""
 
-    def on_device(self, model: nn.Module) -> AbstractContextManager[bool]:
-        """Within the block, a whole model is where it can be computed; whether this process is to do it."""
+    def to_check(self, model: M) -> M | None:
+        """A model, or a copy, whole and where it can be computed; None where this process is not to do it."""
 
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
@@ -92,10 +92,10 @@ def load_foreign(
     """
     own, model = load_tokenizer(folder), load_reward(folder).requires_grad_(False)
     contracts.check_fits(model.model, own, str(folder))
-    with placement.on_device(model) as is_used:
-        if is_used:
-            rows = checks.random_rows(model.model.config)
-            checks.require(checks.check_scores(model, rows, pad=own.pad_token_id), str(folder))
+    if (checked := placement.to_check(model)) is not None:
+        rows = checks.random_rows(model.model.config)
+        checks.require(checks.check_scores(checked, rows, pad=own.pad_token_id), str(folder))
+    del checked
     placement.put(model)
     settings = model.model.config
     bounds = getattr(settings, "max_position_embeddings", None), checks.find_rescaling_length(settings)

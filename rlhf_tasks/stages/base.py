@@ -7,7 +7,8 @@ import math
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
-from rlhf_tasks.data.batches import TokenBudget, encode, load_tokenizer, read_table
+from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, read_table
+from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import from_scratch, load_causal
 from rlhf_tasks.project import hashing
@@ -29,7 +30,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         texts = _prompts(paths, tokenizer, "train")
         longest = max([*texts.sizes, *validation.sizes])
         max_positions = 2 ** math.ceil(math.log2(4 * longest))
-        model = dist.place(from_scratch(config.model.scratch, tokenizer, max_positions))
+        model = from_scratch(config.model.scratch, tokenizer, max_positions)
         with checkpoint.open(dist, paths, config, "base") as snapshots:
             train(
                 dist,

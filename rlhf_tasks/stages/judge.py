@@ -19,10 +19,10 @@ from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.evaluation import accuracy, contenders, human_labels, progress, statistics, summary, tables
 from rlhf_tasks.evaluation import results as typed
 from rlhf_tasks.evaluation import reward_diagnostics as diagnostics
-from rlhf_tasks.evaluation.contenders import SAMPLED, Contenders, sample_contenders
+from rlhf_tasks.evaluation.contenders import BASE, SAMPLED, Contenders, sample_contenders
 from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
-from rlhf_tasks.evaluation.judges.optimised import optimised_judges
+from rlhf_tasks.evaluation.judges.optimised import has_reward, optimised_judges, selecting_judges
 from rlhf_tasks.evaluation.length_control import matched_length_gain
 from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.models import contracts
@@ -111,6 +111,8 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             for one in summary.summarise_all(judged.comparisons, sampled.texts)
         ),
         optimised_judges=optimised,
+        has_reward=has_reward(paths.policy),
+        selecting_judges=selecting_judges(settings, paths.policy, paths.root),
         responses={who: contenders.response_statistics(sampled, who) for who in SAMPLED},
         facets=judged.facets,
         accuracies=accuracy.measure(settings, sampled.texts, sampled.columns),
@@ -139,7 +141,8 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 def _judge(config: JudgeView, judges: Sequence[Judge], sampled: Contenders) -> Judged:
     judged, prompts, texts, kept = Judged(), sampled.prompts, sampled.texts, sampled.columns
     for judge in judges:
-        compared = summary.compare(judge, PAIRS, prompts, texts, config.judge.max_failure_share, kept)
+        pairs = (*PAIRS, *([("policy", BASE)] if BASE in texts else []))
+        compared = summary.compare(judge, pairs, prompts, texts, config.judge.max_failure_share, kept)
         judged.comparisons.update(compared)
         for key, comparisons in compared.items():
             for who, scores in zip((key.a, key.b), comparisons.scores or (), strict=False):

@@ -14,9 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo, PpoView
+from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.tokenizer import encode, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import (
@@ -30,12 +32,12 @@ from rlhf_tasks.models.load import (
     score_head,
 )
 from rlhf_tasks.models.logprobs import head_width
-from rlhf_tasks.ppo import preconditions
+from rlhf_tasks.ppo import audit, preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge
 from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
 from rlhf_tasks.ppo.rollout import ActorCritic, AdapterOff, FrozenCopy, NoCritic, Reference, ValueHead
-from rlhf_tasks.ppo.sampler import stop_token
+from rlhf_tasks.ppo.sampler import response_ends
 from rlhf_tasks.ppo.state import TrainState, begin
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.ppo.vllm import open_server
@@ -63,7 +65,7 @@ class Models(NamedTuple):
 
 
 def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write models/policy and evaluation/ppo/{samples.parquet,answers.parquet,guards.json}.
+    """Write models/policy and evaluation/ppo/{samples.parquet,answers.parquet,guards.json,audit.json}.
 
     Metrics: the last update's, and `selected_…` of the weights that are kept.
     """
@@ -94,7 +96,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     )
     heldout = None
     if config.has_reward_model:
-        heldout = dist.place(load_reward(paths.reward_heldout)).requires_grad_(False)
+        heldout = load_reward(paths.reward_heldout).requires_grad_(False)
     rewards = {"models/reward": reward, "models/reward_heldout": heldout}
     preconditions.check_models(
         dist, settings, actor_critic, rewards, [*prompts, *validation_prompts], tokenizer
@@ -102,7 +104,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     for model in filter(None, rewards.values()):
         dist.put(model)
 
-    # 3. The training.
+    # 3. What the scorers pay for, before anything is trained on them.
     evaluator = Evaluator(
         dist,
         settings,
@@ -115,10 +117,22 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         judge=judge,
         seed=config.seed,
     )
-    ptx, stop = ptx_text(settings, paths, tokenizer, policy), stop_token(settings, tokenizer)
+    ends, earnings = response_ends(settings, policy, tokenizer), audit.Earnings()
+    if audited := validation[: min(settings.audit_prompts, settings.num_selection_prompts)]:
+        queries, references = encode_rows(
+            tokenizer, [row["prompt"] for row in audited], [row["reference"] for row in audited]
+        )
+        trivial = audit.trivial_responses(
+            queries, references, end=ends[0], response_length=settings.response_length, seed=config.seed
+        )
+        earnings = audit.audit(trivial, lambda responses: evaluator.score(queries, responses)[0])
+        tracker.table("reward_audit", [{"response": name, **found} for name, found in earnings.items()])
+
+    # 4. The training.
+    ptx = ptx_text(settings, paths, tokenizer, policy)
     longest = max(map(len, [*prompts, *validation_prompts]))
     with (
-        open_server(dist, settings, paths.home, tokenizer, stop=stop, longest_query=longest) as server,
+        open_server(dist, settings, paths.home, tokenizer, ends=ends, longest_query=longest) as server,
         checkpoint.open(dist, paths, config, "ppo") as snapshots,
     ):
         state = begin(
@@ -144,14 +158,14 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             evaluator=evaluator,
             ptx=ptx,
             tokenizer=tokenizer,
-            stop=stop,
+            ends=ends,
             tracker=tracker,
             snapshots=snapshots,
             faults=paths.home / "faults",
         ):
             pass
 
-    # 4. The weights that are kept, and what stage judge and the report read of the training.
+    # 5. The weights that are kept, and what stage judge and the report read of the training.
     evaluation = state.evaluation
     sharding.load_weights(policy, evaluation.weights)
     with sharding.to_save(policy) as plain:
@@ -161,6 +175,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
                 pq.write_table(pa.Table.from_pylist(evaluation.samples), folder / "samples.parquet")
                 pq.write_table(pa.Table.from_pylist(evaluation.responses), folder / paths.ppo_responses.name)
                 write_json(folder / "guards.json", {"trips": state.trips if state.guards else None})
+                write_json(folder / "audit.json", earnings)
     dist.barrier()
     return state.metrics | {"guards/trips": float(len(state.trips))} | evaluation.metrics
 
@@ -192,7 +207,7 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
 def load_models(dist: Distributed, config: PpoView, paths: Paths) -> Models:
     """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
     settings = config.ppo
-    policy = dist.place(load_causal(paths.sft))
+    policy = load_causal(paths.sft)
     if settings.gradient_checkpointing:
         recompute_activations(policy)
     reference: Reference
@@ -205,8 +220,8 @@ def load_models(dist: Distributed, config: PpoView, paths: Paths) -> Models:
         reference = FrozenCopy(frozen, moves=settings.reference_sync is not None)
     reward = None
     if config.has_reward_model:
-        reward = dist.place(load_reward(paths.reward)).requires_grad_(False)
-    critic = dist.place(_critic(dist, config, paths, policy, reward))
+        reward = load_reward(paths.reward).requires_grad_(False)
+    critic = _critic(dist, config, paths, policy, reward)
     return Models(ActorCritic(policy, critic), reference, reward)
 
 
@@ -290,6 +305,12 @@ def _save_policy(
         episode = int(state.evaluation.metrics["selected_episode"])
         chosen = f"kept at episode {episode}, the best by {by} on validation prompts"
     identity: dict[str, Any] = {"kind": "policy", "parents": parents}
+    if all(scorer.kind == "dummy" for scorer in settings.scorers):
+        identity["reward"] = "none"  # the gate promotes no such policy
+    if settings.select_by is not None and isinstance(settings.select_by.judge, RewardModelJudge):
+        identity["chosen_by"] = contracts.fingerprint(paths.root / settings.select_by.judge.path)
+    elif settings.select_by is None and config.has_reward_model:
+        identity["chosen_by"] = contracts.fingerprint(paths.reward_heldout)
     if state.sampler.name is not None:  # a program beside this one
         identity["sampler"] = state.sampler.name
         chosen += f"; its rollouts were sampled by {state.sampler.name}"
@@ -302,5 +323,10 @@ def _save_policy(
     )
     with whole(paths.policy) as folder:
         save_checkpoint(
-            policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity, card=card
+            policy,
+            tokenizer,
+            folder,
+            identity=identity,
+            card=card,
+            others=response_ends(settings, policy, tokenizer),
         )

@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 
 from rlhf_tasks import console
 from rlhf_tasks.config import PreferencesView, Split
-from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
+from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold_scores
+from rlhf_tasks.data.tokenizer import encode, response_texts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.sampling import sample_responses
@@ -65,7 +66,9 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                     )
                     for i in range(num_rounds)
                 ]
-                rows += _pair(prompts[split], [[text_of(tokenizer, ids) for ids in one] for one in samples])
+                queries = encode(tokenizer, [row["prompt"] for row in prompts[split]])
+                texts = [response_texts(tokenizer, queries, ids) for ids in samples]
+                rows += _pair(prompts[split], texts)
             # 3. Labels err in training only.
             if split == "train" and config.data_source == "synthetic":
                 rng = random.Random(f"label-noise-{config.seed}")

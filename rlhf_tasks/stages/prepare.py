@@ -8,6 +8,7 @@ data/prompts (Parquet by split), data/tokenizer and data/quarantine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -16,9 +17,9 @@ import pyarrow.parquet as pq
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, PrepareView, Split
 from rlhf_tasks.data import arithmetic, columns, docstrings, files, hub, rows, synthetic, tokenizer
+from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, TEXTS, Corpus, Lengths, Problems, Role, Row
 from rlhf_tasks.data.splits import cap_train, complete
-from rlhf_tasks.data.tables import Rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
@@ -39,8 +40,8 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     data, scratch, problems = config.data, config.model.scratch, Problems()
     # 1. Rows of any source, as the base model's chat template renders them.
     if scratch is None:
-        words = tokenizer.ready(config.model)
-        rendering = tokenizer.ready_rendering(words, config.model.base)
+        words = tokenizer.ready(config.model, data.chat_date)
+        rendering = replace(tokenizer.ready_rendering(words, config.model.base), train_on=config.train_on)
     else:
         rendering = tokenizer.scratch_rendering()
     corpus = _read(paths, config, rendering, problems)
@@ -56,7 +57,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         train = {role: tables.get("train", []) for role, tables in good.items()}
         texts = (row[name] for role, table in train.items() for row in table for name in TEXTS[role])
         words = tokenizer.train(scratch, texts, data.max_prompt_tokens + data.max_completion_tokens)
-    lengths = rows.measure(corpus, lambda texts: tokenizer.count_tokens(words, texts))
+    lengths, merged = rows.measure(corpus, lambda *texts: tokenizer.continue_prompts(words, *texts))
     if data.source == "docstrings":  # the source estimates lengths, so a long row is no bad row
         corpus = _within_limits(corpus, lengths, data)
     rows.check_lengths(corpus, lengths, data.max_prompt_tokens, data.max_completion_tokens, problems)
@@ -70,6 +71,9 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     except UserError as error:
         raise UserError(f"{error}\n{problems.report()}" if problems else str(error)) from None
     metrics = _measure(kept, good, lengths, problems)
+    if scratch is not None and scratch.tokenizer == "words":
+        merged = set()  # its responses are decoded with a blank before each word
+    metrics["tokens/merged_rows"] = float(sum(id(row) in merged for *_, row in rows.every(good)))
     # Unknown tokens in demonstrations that did not train the tokenizer.
     held_out = [row[name] for split in HELD_OUT for row in kept["sft"][split] for name in TEXTS["sft"]]
     metrics["tokens/unknown"] = tokenizer.unknown_share(words, held_out)
@@ -177,6 +181,13 @@ def _say(paths: Paths, source: str, corpus: Corpus, metrics: Mapping[str, float]
     )
     if problems:
         console.say(f"{problems.report()}\nThey are left out, and written to {paths.quarantine}.")
+    if metrics["tokens/merged_rows"]:
+        console.say(
+            f"Note: in {metrics['tokens/merged_rows']:.0f} rows the tokenizer would join the end of the "
+            "prompt and the start of a response in one token. Generation cannot write it, so these responses "
+            "have the tokens that they have by themselves. Prompts without a blank at the end, and responses "
+            "with one at the start, avoid it."
+        )
     if metrics["tokens/unknown"] > MAX_UNKNOWN_SHARE:
         console.say(
             f"Note: {metrics['tokens/unknown']:.1%} of the tokens are unknown words; raise "

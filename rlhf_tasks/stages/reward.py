@@ -24,7 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Reward, RewardView
 from rlhf_tasks.data import batches
-from rlhf_tasks.data.batches import Batch, Ids, load_tokenizer, read_table, sizes
+from rlhf_tasks.data.batches import Batch, load_tokenizer, read_table, sizes
+from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.models import contracts
@@ -188,7 +189,7 @@ def _train(
     scores = TokenScores.from_policy(paths.sft, torch.Generator().manual_seed(seed))
     if settings.lora is not None:
         add_lora(scores.model, settings.lora, seed=seed)
-    learner = dist.place(Learner(scores, load_causal(paths.sft) if settings.lm_coef else None))
+    learner = Learner(scores, load_causal(paths.sft) if settings.lm_coef else None)
     # 2. Its pairs, trained on.
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
@@ -225,13 +226,10 @@ def model_of(prompt: str) -> str:
 
 
 def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row], **settings: Any) -> Pairs:
-    return Pairs(
-        batches.encode(tokenizer, [row["prompt"] for row in rows]),
-        batches.encode_answers(tokenizer, [row["chosen"] for row in rows]),
-        batches.encode_answers(tokenizer, [row["rejected"] for row in rows]),
-        tokenizer.pad_token_id,
-        **settings,
-    )
+    prompts = [row["prompt"] for row in rows]
+    queries, chosen = encode_rows(tokenizer, prompts, [row["chosen"] for row in rows])
+    _, rejected = encode_rows(tokenizer, prompts, [row["rejected"] for row in rows])
+    return Pairs(queries, chosen, rejected, tokenizer.pad_token_id, **settings)
 
 
 # ---------------------------------------------------------------------------- fetching and measuring

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
 import time
@@ -122,5 +123,10 @@ def _print_where_results_are(paths: Paths, settings: Tracking) -> None:
     """Say at a pipeline's end what shows its results. A flow shows them itself, and removes its folder."""
     if context.STAGE_RUN in os.environ or not (paths.root / ".dvc").is_dir():
         return
+    verdict = json.loads(paths.verdict.read_text(encoding="utf-8")) if paths.verdict.exists() else {}
+    if verdict.get("passed"):
+        console.say("the policy passes the gate: `rlhf promote` registers it and makes it the champion")
+    elif verdict:
+        console.say("the gate refuses the policy; `rlhf promote` registers it with the reasons")
     curves_in = f"; curves: {context.uri(settings) or '`rlhf mlflow`'}" if settings.enabled else ""
     console.say(f"more: {paths.relative(paths.reports)}/index.html; `dvc metrics show`{curves_in}")

@@ -33,7 +33,7 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         parents, origin = contracts.read_parents(where), {name: "lineage unknown"}
     else:
         # 1b. The base model, trained to the weights of the lowest validation loss.
-        model, tokenizer = dist.place(load_causal(paths.base)), load_tokenizer(paths.base)
+        model, tokenizer = load_causal(paths.base), load_tokenizer(paths.base)
         with checkpoint.open(dist, paths, config, "sft") as snapshots:
             state = train(
                 dist,

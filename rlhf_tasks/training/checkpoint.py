@@ -4,13 +4,13 @@
       run                                the key of the run that is resumed
       LOOP/step-000000120/               a snapshot: fsynced, then renamed; the last K are kept
         manifest.json                    the sha256 of every file, and the settings of the run
-        shared.pt  rank-0.pt  files-0/   the state that all ranks share, that of each, other files
+        shared.pt  rank-0.pt  training/  the state that all ranks share, that of each, and sharded weights
 
 The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
-is outside the outs, which DVC deletes before a stage runs. The next stage that starts removes it: until then,
-DVC may be killed before it has stored the complete outs. With several machines it must be on a disk that all
-of them share. No torch at import.
+is outside the outs, which DVC deletes before a stage runs. The next stage that starts in the same worktree
+removes it: until then, DVC may be killed before it has stored the complete outs. With several machines it
+must be on a disk that all of them share. No torch at import.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch, stopping
-from rlhf_tasks.training.state import State, find_files, write_files
 
 if TYPE_CHECKING:
     from rlhf_tasks.training.distributed import Distributed
 
-FINISHED, MANIFEST = "finished", "manifest.json"
+State = dict[str, Any]
+"""Nested: tensors, numbers, strings, lists, None. What is under `shared` is equal on all ranks, and written
+once; `training` is a `Distributed.training_state`."""
+FINISHED, MANIFEST, TRAINING = "finished", "manifest.json", "training"
 SHARE_A_DISK = "snapshots must be on a disk that all machines share: set RLHF_STATE_DIR to a folder there"
 
 
@@ -96,11 +98,12 @@ class Claim:
 
     key: str
     folder: Path | None = None
+    root: Path = Path()
 
     def finish(self) -> None:
-        """Let the next stage that starts remove the snapshots: only then has DVC stored the complete outs."""
+        """Let this worktree's next stage remove the snapshots: only then has DVC stored the complete outs."""
         if self.folder is not None:
-            (self.folder / FINISHED).touch()
+            (self.folder / FINISHED).write_text(str(self.root.resolve()), encoding="utf-8")
 
     def next_run(self) -> str:
         """What a run begins with that follows on one which ends now."""
@@ -121,9 +124,8 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
     stage, holds = view.stage, main and view.stage in launch.TRAINING
     identity = lineage.identity(paths, stage, view.declared) if holds else None
     folder = None if identity is None else state_folder(paths, stage, identity)
-    for marker in states(paths).glob(f"*/*/{FINISHED}") if main else ():
-        if marker.parent != folder:  # DVC has not stored the outs of this one
-            shutil.rmtree(marker.parent, ignore_errors=True)
+    if main:
+        _remove_finished(paths, besides=folder)  # DVC has not stored the outs of this one
     if identity is None or folder is None:
         yield Claim(lineage.new_key(stage))
         return
@@ -143,7 +145,17 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
         if not (run.exists() and any(folder.glob("*/step-*"))):
             _show_others(folder, identity, config.load(paths.params).launch.precision == "auto")
             atomic.write_text(run, lineage.new_key(stage))
-        yield Claim(run.read_text(encoding="utf-8"), folder)
+        yield Claim(run.read_text(encoding="utf-8"), folder, paths.root)
+
+
+def _remove_finished(paths: Paths, besides: Path | None) -> None:
+    """Remove the finished snapshots of this worktree, and of those that are gone, that nobody resumes."""
+    for marker in states(paths).glob(f"*/*/{FINISHED}"):
+        folder = marker.parent
+        with suppress(Timeout, OSError), FileLock(folder.with_suffix(".lock"), timeout=0):
+            root = Path(marker.read_text(encoding="utf-8"))  # read under the lock: who resumes removes it
+            if folder != besides and (root == paths.root.resolve() or not root.exists()):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _show_others(folder: Path, identity: Mapping[str, Any], is_auto: bool) -> None:
@@ -181,13 +193,11 @@ def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterato
     Raises:
         Stopped: at the end of the block, if a signal came too late for a snapshot.
     """
-    identity = dist.broadcast_object(
-        lineage.identity(paths, view.stage, view.declared) if dist.is_main else None
-    )
-    if identity is None:
+    identity = lineage.identity(paths, view.stage, view.declared) if dist.is_main else None
+    if (identity := dist.broadcast_object(identity)) is None:
         yield Nowhere()
         return
-    folder = dist.broadcast_object(state_folder(paths, view.stage, identity) / name if dist.is_main else None)
+    folder = dist.broadcast_object(state_folder(paths, view.stage, identity) / name)
     with stopping.listening(view.stage) as listener:
         checkpoint = Checkpoint(dist, folder, identity, view, listener)
         with listener.deferring(checkpoint.plan):
@@ -243,11 +253,14 @@ class Checkpoint:
                 f"{self.folder.name}: resumed with {threads} threads instead of {manifest['threads']}; the "
                 "last bits of the result will differ (OMP_NUM_THREADS sets the number)"
             )
-        own = torch.load(snapshot / f"rank-{self._dist.rank}.pt", map_location="cpu", weights_only=True)
-        shared = torch.load(snapshot / "shared.pt", map_location="cpu", weights_only=True)
+        own, together = (
+            torch.load(snapshot / f"{name}.pt", map_location="cpu", weights_only=True)
+            for name in (f"rank-{self._dist.rank}", "shared")
+        )
         console.say(f"{self.folder.name}: resumed from the snapshot after step {manifest['step']}")
         self._saved_at = self._step_began_at = time.monotonic()
-        state: State = find_files(own | {"shared": shared}, snapshot)
+        folder = snapshot / TRAINING
+        state: State = own | together | ({TRAINING: folder} if folder.exists() else {})
         return state
 
     def _newest_whole(self) -> Path | None:
@@ -292,16 +305,18 @@ class Checkpoint:
                 shutil.rmtree(stale)
             partial.mkdir(parents=True)
         dist.barrier()
-        blind = dist.max(
-            0 if partial.exists() else dist.rank + 1
-        )  # all have looked before one writes and fails
-        if blind:
+        # all have looked before one writes and fails
+        if blind := dist.max(0 if partial.exists() else dist.rank + 1):
             raise UserError(f"rank {blind - 1} cannot read {partial}; {SHARE_A_DISK}")
         try:
             with disk.room(self.folder, lambda: _num_bytes(state)):
-                own = write_files(state, partial)
-                shared = own.pop("shared", {})
-                parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": shared} if dist.is_main else {})
+                together = {key: state[key] for key in ("shared", TRAINING) if key in state}
+                own = {key: value for key, value in state.items() if key not in together}
+                if callable(write := together.get(TRAINING)):
+                    (partial / TRAINING).mkdir(exist_ok=True)
+                    write(partial / TRAINING)
+                    del together[TRAINING]
+                parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": together} if dist.is_main else {})
                 for name, part in parts.items():
                     torch.save(part, partial / name)
                     atomic.fsync(partial / name)  # another machine cannot do it for this one

@@ -30,7 +30,6 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -39,10 +38,10 @@ from rlhf_tasks.config import Launch
 from rlhf_tasks.data.batches import TokenBudget, micro_batches
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.fast_cpu import accelerate
+from rlhf_tasks.models.load import copy_to
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.project.precision import resolve
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -66,6 +65,8 @@ class Distributed:
     def __init__(self, launch: Launch, seed: int) -> None:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+            if launch.parallelism in ("ddp", "fsdp2"):  # by gloo; DeepSpeed finds this out itself
+                os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         keep_freed_memory()
         self.is_float32, self._compiles = resolve(launch.precision) == "fp32", launch.compile
         self._accelerates = launch.parallelism == "ddp" and not launch.compile  # which chooses matmuls itself
@@ -98,10 +99,6 @@ class Distributed:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    def generator(self, seed: int) -> torch.Generator:
-        """A generator on this device, of the same state on all ranks (see `sampling.Share`)."""
-        return torch.Generator(self.device).manual_seed(seed)
 
     # ----------------------------------------------------------------------------- between ranks
 
@@ -186,13 +183,11 @@ class Distributed:
             for part in ("optimizer", "param") if self.shards else ("optimizer",):
                 zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
 
-    def place(self, model: M) -> M:
-        """A model on this device. One that is to be sharded stays on the CPU until it is: the GPU need not
-        hold all of it."""
-        return model if self.shards else model.to(self.device)
-
     def put(self, model: nn.Module) -> None:
-        """Put a model on this device, or shard it where the layout shards, if it is not. Collective."""
+        """Put a model on this device, or shard it where the layout shards, if it is not. Collective.
+
+        Until then, or until `prepare`, it stays on the CPU: a GPU need not hold all of a sharded one.
+        """
         if sharding.is_sharded(model):  # an offloaded part stays in the machine's memory
             return
         if self._mesh is None:
@@ -213,39 +208,19 @@ class Distributed:
             model.to(torch.bfloat16)
         self.put(model)
 
-    @contextmanager
-    def on_device(self, model: nn.Module) -> Iterator[bool]:
-        """Within the block, a model that `place` left on the CPU is whole on this device, if there is room.
+    def to_check(self, model: M) -> M | None:
+        """A model, whole and on this device, to check it; of one that is to be sharded, a copy.
 
-        Yields whether this rank is to compute with it. Without room it stays on the CPU, and the first rank
-        computes alone: the others would only compete for the cores. After the block the model has its own
-        tensors again: views of the checkpoint's file, which the ranks of a machine share.
+        Without room on the GPU, the first rank gets the model on the CPU, and the others None: they would
+        only compete for the cores. The model itself keeps its tensors: views of the checkpoint's file, which
+        the ranks of a machine share.
         """
         if not self.shards:
-            model.to(self.device)
-            yield True
-        elif ROOM * sum(weight.nbytes for weight in model.parameters()) > free_memory(self.device):
-            console.say(f"{type(model).__name__} is checked on the CPU: the GPU has no room for all of it")
-            yield self.is_main
-        else:
-            with _moved(model, self.device):
-                yield True
-
-    @contextmanager
-    def full_params(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-        """Within the block, a model with all of its weights on this device, to sample from. Collective.
-
-        Raises:
-            UserError: if the memory does not suffice for these weights, or for what the block does.
-        """
-        try:
-            with sharding.full_params(model, self.device) as plain:
-                yield plain
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"rank {self.rank} is out of memory while it samples; lower ppo.sampler.batch_size, or "
-                "let vLLM sample (ppo.sampler), on another GPU"
-            ) from error
+            return model.to(self.device)
+        if ROOM * sum(weight.nbytes for weight in model.parameters()) <= free_memory(self.device):
+            return copy_to(model, self.device).to(self.device)
+        console.say(f"{type(model).__name__} is checked on the CPU: the GPU has no room for all of it")
+        return model if self.is_main else None
 
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
@@ -390,20 +365,20 @@ class Distributed:
 
     # --------------------------------------------------------------------------------- snapshots
 
-    def training_state(self, model: Any, optimizer: Optimizer) -> dict[str, Any] | Files:
+    def training_state(self, model: Any, optimizer: Optimizer) -> dict[str, Any] | Callable[[Path], object]:
         """Weights and optimizer of what `prepare` returned, for a snapshot; equal on all ranks.
 
-        Where ranks have different parts of them, they write files.
+        Where ranks have different parts of them, it is a function with which each writes its own to a folder.
         """
         if self.is_deepspeed:
-            return Files(lambda folder: model.save_checkpoint(str(folder), tag=ENGINE, save_latest=False))
+            return lambda folder: model.save_checkpoint(str(folder), tag=ENGINE, save_latest=False)
         if self._is_fsdp2:
-            return Files(lambda folder: sharding.save_shards(model, optimizer, self._shards_in(folder)))
+            return lambda folder: sharding.save_shards(model, optimizer, self._shards_in(folder))
         inner = self.accelerator.unwrap_model(model)
         return {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load_training_state(self, model: Any, optimizer: Optimizer, state: dict[str, Any] | Path) -> None:
-        """Restore a `training_state` from a snapshot; that of `Files` is the path of their folder."""
+        """Restore a `training_state` from a snapshot; that of a function is the path of the folder."""
         if isinstance(state, dict):
             self.accelerator.unwrap_model(model).load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
@@ -417,21 +392,17 @@ class Distributed:
 
     def rng_state(self) -> dict[str, Any]:
         """This rank's generators of torch (CPU and its GPU), numpy and Python, in plain types."""
-        name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-        return {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-            "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
-            "python": random.getstate(),
-        }
+        numpy: Any = np.random.get_state(legacy=False)
+        numpy["state"]["key"] = numpy["state"]["key"].tolist()
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": numpy, "python": random.getstate()}
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"], self.device)
-        np.random.set_state(tuple(state["numpy"]))
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
 
 
 def free_memory(device: torch.device) -> float:
@@ -440,22 +411,6 @@ def free_memory(device: torch.device) -> float:
         return math.inf
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-@contextmanager
-def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the block, a model is on another device; after it, it has the very tensors from before."""
-    tensors = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-    values = {weight: weight.data for weight in model.parameters()}
-    try:
-        model.to(device)
-        yield
-    finally:
-        for module, weights, buffers in tensors:
-            module._parameters.update(weights)
-            module._buffers.update(buffers)
-        for weight, value in values.items():
-            weight.data = value
 
 
 def compile_layers(model: nn.Module) -> None:

@@ -28,21 +28,14 @@ def mistake(error: BaseException) -> str | None:
     if isinstance(error, OSError) and disk.is_full(error):
         return disk.explained(error)
     if isinstance(error, OSError) and error.errno == errno.EROFS:
-        advice = "mount it for writing, and run the same command again"
-        return f"{_folder_of(error)} is read-only ({error}); {advice}"
+        parents = Path(error.filename).absolute().parents if isinstance(error.filename, str) else ()
+        folder = next((folder for folder in parents if folder.exists()), "a file system")
+        return f"{folder} is read-only ({error}); mount it for writing, and run the same command again"
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return f"{error}; give this user the right to read and write there"
     if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
         return f"the GPU is out of memory ({str(error).splitlines()[0]}); {LESS_MEMORY}"
     return None
-
-
-def _folder_of(error: OSError) -> Path | str:
-    """The nearest folder that exists of the file that could not be written."""
-    if not isinstance(error.filename, str) or not error.filename:
-        return "a file system"
-    parents = Path(error.filename).absolute().parents
-    return next((folder for folder in parents if folder.exists()), "a file system")
 
 
 def report(error: BaseException) -> None:

@@ -126,14 +126,6 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
     return [*launcher, *words, "--module", "rlhf_tasks.cli", stage]
 
 
-def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:
-    """Environment variables for the workers' libraries; without CUDA, processes communicate by gloo."""
-    if cuda:
-        return {}
-    uses_deepspeed = launch.parallelism in ("zero2", "zero3")
-    return {"DS_ACCELERATOR": "cpu"} if uses_deepspeed else {"ACCELERATE_USE_CPU": "true"}
-
-
 def run(paths: Paths, stage: Stage, launch: Launch) -> int:
     """Start the workers of a stage and wait. Returns their exit status.
 
@@ -141,11 +133,9 @@ def run(paths: Paths, stage: Stage, launch: Launch) -> int:
         UserError: for a launch that is not possible, or that a worker reported.
     """
     words = command(paths, stage, launch, os.environ)
-    look = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"  # this process loads no torch
-    has_cuda = subprocess.run([sys.executable, "-c", look], check=False).returncode == 0
     if launch.num_machines > 1 and LAUNCHES in os.environ and os.environ["MACHINE_RANK"] == "0":
         announce(Path(os.environ[LAUNCHES]), stage)
-    return supervise(stage, words, os.environ | variables(launch, cuda=has_cuda))
+    return supervise(stage, words, os.environ)
 
 
 def announce(folder: Path, stage: Stage) -> None:

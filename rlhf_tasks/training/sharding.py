@@ -9,8 +9,8 @@ A collective function must be called by all ranks, or they wait for each other w
 
 from __future__ import annotations
 
-import copy
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import find_trunk
+from rlhf_tasks.models.load import copy_to
 
 
 class _Plain(NamedTuple):
@@ -52,13 +54,15 @@ def shard(
     embeddings belongs to the trunk. With `offload` a rank keeps its shards in the machine's memory.
 
     The shards and the gradients keep the type of the weights; gathered weights and the passes through them
-    are of the type `computes_in`, if it is given.
+    are of the type `computes_in`, if it is given. Heads of one number keep theirs: 16 bits would round scores
+    and values to 3 digits.
     """
     where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     kept_in = next(model.parameters()).dtype
-    types = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=kept_in)
     keep_structure(model, computes_in)
     for module in _units(model):
+        is_score_head = isinstance(module, nn.Linear) and module.out_features == 1
+        types = MixedPrecisionPolicy(None if is_score_head else computes_in, reduce_dtype=kept_in)
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=where, mp_policy=types)
 
 
@@ -97,12 +101,7 @@ def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
 def keep_structure(model: nn.Module, computes_in: torch.dtype | None = None) -> None:
     """Remember what the models in `model` are without their weights, before they are sharded."""
     for one in _pretrained(model):
-        # a copy with weights on the device `meta`; the config stays the model's own
-        shared: list[Any] = [one.config, getattr(one, "generation_config", None)]
-        memo: dict[int, Any] = {id(part): part for part in shared if part is not None}
-        for weight in one.parameters():
-            memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-        _PLAIN[one] = _Plain(copy.deepcopy(one, memo), computes_in)
+        _PLAIN[one] = _Plain(copy_to(one, torch.device("meta")), computes_in)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -172,16 +171,24 @@ def full_params(model: PreTrainedModel, device: torch.device) -> Iterator[PreTra
     Its weights have the type that the model computes in.
     It is for sampling: ranks sample texts of different lengths, and a sharded model would make one wait for
     the others at each token. It costs the memory of all weights beside the rank's own shards.
+
+    Raises:
+        UserError: if the memory does not suffice for these weights, or for what the block does.
     """
-    plain = _PLAIN.get(model)
-    if plain is None:
-        yield model
-        return
-    weights = dict[str, Tensor]()
-    for names, weight in _by_name(model):
-        weights |= dict.fromkeys(names, gathered(weight, plain.computes_in).to(device))
-    with _filled(plain.structure, weights, device):
-        yield plain.structure
+    try:
+        if (plain := _PLAIN.get(model)) is None:
+            yield model
+            return
+        weights = dict[str, Tensor]()
+        for names, weight in _by_name(model):
+            weights |= dict.fromkeys(names, gathered(weight, plain.computes_in).to(device))
+        with _filled(plain.structure, weights, device):
+            yield plain.structure
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"rank {os.environ.get('RANK', 0)} is out of memory while it samples; lower "
+            "ppo.sampler.batch_size, or let vLLM sample (ppo.sampler), on another GPU"
+        ) from error
 
 
 @contextmanager

@@ -17,17 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Optimization, Split
-from rlhf_tasks.data.batches import (
-    Batch,
-    Ids,
-    TokenBudget,
-    collate,
-    encode,
-    encode_answers,
-    epoch_batches,
-    read_table,
-    sizes,
-)
+from rlhf_tasks.data.batches import Batch, TokenBudget, collate, epoch_batches, read_table, sizes
+from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
@@ -80,8 +71,7 @@ def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Spli
     """The demonstrations of data/sft."""
     rows = read_table(paths, "sft", split)
     return LanguageModeling(
-        encode(tokenizer, [row["prompt"] for row in rows]),
-        encode_answers(tokenizer, [row["completion"] for row in rows]),
+        *encode_rows(tokenizer, [row["prompt"] for row in rows], [row["completion"] for row in rows]),
         tokenizer.pad_token_id,
     )
 
@@ -117,10 +107,9 @@ class TrainState:
             self.best_loss, self.best_step, self.evaluations_without_gain = loss, self.step, 0
             self.best_weights = sharding.weights_of(unwrapped)
 
-    def state_dict(self, dist: Distributed) -> dict[str, Any]:
-        """Everything by name; equal on all ranks."""
+    def state_dict(self) -> dict[str, Any]:
+        """All but the weights in training and their optimizer; equal on all ranks."""
         return {
-            "training": dist.training_state(self.model, self.optimizer),
             "step": self.step,
             "budget": self.budget.state_dict(),
             "order": self.order.get_state(),
@@ -129,9 +118,8 @@ class TrainState:
             "best_weights": self.best_weights,
         }
 
-    def load_state_dict(self, dist: Distributed, state: dict[str, Any], unwrapped: nn.Module) -> None:
+    def load_state_dict(self, state: dict[str, Any], unwrapped: nn.Module) -> None:
         """Restore `state_dict`; `unwrapped` is the model whose weights were offered."""
-        dist.load_training_state(self.model, self.optimizer, state["training"])
         self.step, self.epoch_start = state["step"], state["epoch_start"]
         self.order.set_state(state["order"])
         self.budget.load_state_dict(state["budget"])
@@ -166,6 +154,7 @@ def train(
         NonFiniteError: if a loss or a gradient is NaN or infinite.
         UserError: if the memory does not suffice for one row.
     """
+    # `trained` is the model as DDP, ZeRO or FSDP2 wraps it: all passes go through it.
     trained, optimizer = dist.prepare(model, adamw(model, settings), settings.max_grad_norm)
     order = torch.Generator().manual_seed(seed)
     state = TrainState(trained, optimizer, order, TokenBudget(settings.micro_batch_tokens))
@@ -175,10 +164,10 @@ def train(
     batches: list[list[int]] = []  # of this epoch
 
     with console.progress(name, settings.num_epochs, unit="epoch") as bar:
-        # A run that was stopped goes on after its last snapshot.
-        snapshot = snapshots.load()
-        if snapshot is not None:
-            state.load_state_dict(dist, snapshot["shared"], model)
+        # A run that was stopped goes on after its last snapshot, with the same random numbers.
+        if (snapshot := snapshots.load()) is not None:
+            dist.load_training_state(trained, optimizer, snapshot["training"])
+            state.load_state_dict(snapshot["shared"], model)
             tracker.load_state_dict(snapshot["tracker"])
             dist.set_rng_state(snapshot["rng"])
             bar.skip(settings.num_epochs * state.step / num_steps)
@@ -197,7 +186,9 @@ def train(
             rate = learning_rate(settings, state.step, num_steps)
             set_learning_rate(optimizer, rate)
 
-            # 2. Gradients are added up over micro-batches; after out-of-memory, over smaller ones.
+            # 2. Gradients are added up over micro-batches; after out-of-memory, over smaller ones. Each rank
+            # has as many passes as the others: those without rows count for nothing (`scale` is 0). The
+            # division by the weight of all ranks' rows makes their sum the mean over the whole batch.
             for attempt in dist.attempts(state.budget, optimizer):
                 with attempt:
                     parts, sums = list[Sums](), Sums()  # drops the graph of an attempt that failed
@@ -208,7 +199,7 @@ def train(
                         dist.backward(trained, scale * sums["loss"] / weight)
                         parts.append({key: scale * value.detach() for key, value in sums.items()})
 
-            # 3. The optimizer step.
+            # 3. The optimizer step; its metrics are sums over all ranks too.
             grad_norm = dist.step(trained, optimizer, settings.max_grad_norm)
             state.step += 1
             metrics = {f"train/{key}": value / weight for key, value in add_up(dist, parts).items()}
@@ -227,10 +218,12 @@ def train(
             # 5. The progress bar, and a snapshot when one is due.
             shown = {key: metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in metrics}
             bar.advance(settings.num_epochs / num_steps, **shown)
-            if snapshots.due():
-                shared = {"shared": state.state_dict(dist), "tracker": tracker.state_dict()}
-                snapshots.save(state.step, shared | {"rng": dist.rng_state()})
+            if snapshots.due():  # by the time, or because a signal ends the stage: then `save` raises
+                training = dist.training_state(trained, optimizer)
+                own = {"tracker": tracker.state_dict(), "rng": dist.rng_state()}
+                snapshots.save(state.step, {"training": training, "shared": state.state_dict(), **own})
 
+    # 6. With a patience, the weights of the lowest validation loss replace the last ones.
     if math.isfinite(state.best_loss):
         sharding.load_weights(model, state.best_weights)
     return state

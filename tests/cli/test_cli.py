@@ -22,6 +22,7 @@ from rlhf_tasks.cli import generate, main
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import overlays
+from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker
@@ -128,6 +129,30 @@ def test_curves_are_where_the_run_was_tracked(
     tracking = config.load(Path("params.yaml")).tracking.model_copy(update={"uri": uri})
     runner._print_where_results_are(Paths(), tracking)
     assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ({"passed": True}, "passes the gate: `rlhf promote` registers it and makes it the champion"),
+        ({"passed": False}, "the gate refuses the policy"),
+        ({}, ""),
+    ],
+)
+def test_a_run_says_how_its_policy_becomes_champion(
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verdict: dict[str, bool],
+    said: str,
+) -> None:
+    monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
+    Path(".dvc").mkdir()
+    atomic.write_json(Paths().verdict, verdict)
+    runner._print_where_results_are(Paths(), config.load(Path("params.yaml")).tracking)
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert bool(said) == ("gate" in shown)
 
 
 def test_a_stage_without_curves_writes_no_plot(quiet_project: Path, stage: Callable[[Run], None]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from rlhf_tasks import config, errors
@@ -100,7 +101,8 @@ def test_a_number_that_no_machine_holds_is_refused_with_the_range(changes: dict[
 
 def test_the_last_seed_is_one_that_every_generator_accepts() -> None:
     settings = config.validate(small.params({"seed": 2**32 - 1}), "test")
-    Distributed(settings.launch, settings.seed).generator(settings.seed)
+    dist = Distributed(settings.launch, settings.seed)
+    torch.Generator(dist.device).manual_seed(settings.seed)
 
 
 def test_a_file_without_a_key_or_section_has_the_default() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.data import tokenizer
-from rlhf_tasks.data.tables import Rendering
+from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.tokenizer import scratch_rendering
 
 

@@ -13,12 +13,11 @@ from rlhf_tasks.data.batches import (
     PASS_TOKENS,
     TokenBudget,
     collate,
-    encode,
-    encode_answers,
     epoch_batches,
     load_tokenizer,
     micro_batches,
 )
+from rlhf_tasks.data.tokenizer import encode, encode_rows
 from rlhf_tasks.errors import UserError
 from tests import small
 
@@ -185,7 +184,10 @@ def test_answers_end_with_eos_and_prompts_get_no_special_token() -> None:
     words = small.tokenizer()
     ids = [words.get_vocab()[word] for word in ("w3", "w1")]
     assert encode(words, ["w3 w1", "w1"]) == [ids, ids[1:]]
-    assert encode_answers(words, ["w3 w1", ""]) == [[*ids, small.EOS], [small.EOS]]
+    assert encode_rows(words, ["w1", "w1"], [" w3 w1", ""]) == (
+        [ids[1:]] * 2,
+        [[*ids, small.EOS], [small.EOS]],
+    )
     assert encode(words, []) == []
 
 

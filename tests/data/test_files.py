@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_tasks.config import Columns, Split
 from rlhf_tasks.data import files
+from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems
-from rlhf_tasks.data.tables import Rendering
 from rlhf_tasks.errors import UserError
 from tests.data.conftest import demonstrations, jsonl
 from tests.small import ROOT
@@ -53,7 +53,7 @@ def test_every_bad_line_of_every_file_is_named_at_its_line(
         good[0], b'{"prompt": "torn', b"", b"[1, 2]", b'{"prompt": "caf\xe9", "completion": "x"}', good[1],
         b'{"prompt": 3, "completion": "x"}', b'{"prompt": "p"}',
         b'{"prompt": "lone \\ud800", "completion": "x"}',
-        b'{"prompt": "p", "completion": [{"role": "assistant", "content": "x"}]}', good[2],
+        b'{"prompt": "p", "completion": 5}', good[2],
     ]  # fmt: skip
     (tmp_path / "sft.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
     (tmp_path / "preferences.csv").write_bytes(

@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_tasks.config import Columns, HubSet, HubSources, Split
 from rlhf_tasks.data import hub
+from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, check_leaks
-from rlhf_tasks.data.tables import Rendering
 from rlhf_tasks.errors import UserError
 
 SIZES: dict[Split, int] = {"validation": 3, "test": 3}

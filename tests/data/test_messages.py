@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.config import Columns
+from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import Corpus, Problems, check_texts
-from rlhf_tasks.data.tables import Line, Rendering, Table, assemble
+from rlhf_tasks.data.tables import Line, Table, assemble
 from rlhf_tasks.errors import UserError
 
 
@@ -72,7 +73,7 @@ def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "hi", "completion": [assistant("x")]}, "malformed"),
+        ({"prompt": " ", "completion": [assistant("x")]}, "empty"),
         ({"prompt": [{"role": "user"}], "completion": "x"}, "malformed"),
         ({"prompt": ["hi"], "completion": "x"}, "malformed"),
         ({"prompt": [user(" ")], "completion": "x"}, "empty"),
@@ -93,17 +94,17 @@ def test_a_conversation_that_cannot_be_used_is_a_bad_row(
 
 
 def test_messages_that_the_template_rejects_are_a_bad_row(columns: Columns, chat: Rendering) -> None:
-    def refuse(messages: list[dict[str, Any]], answer_follows: bool) -> str:
+    def refuse(messages: list[dict[str, Any]], answer_follows: bool, tools: object = None) -> str:
         raise ValueError("roles must take turns")
 
     problems = Problems()
     strict = Rendering(bos="", eos="<eos>", chat=refuse, tokenizer="t")
     read({"prompt": [user("hi")], "completion": "x"}, columns, strict, problems)
-    assert "t:1: malformed: the chat template rejects it: roles must take turns" in problems.report()
+    assert "t:1: malformed: the chat template of t rejects it: roles must take turns" in problems.report()
 
 
 def test_a_template_that_rewrites_the_prompt_is_a_bad_row(columns: Columns) -> None:
-    def numbered(messages: list[dict[str, Any]], answer_follows: bool) -> str:
+    def numbered(messages: list[dict[str, Any]], answer_follows: bool, tools: object = None) -> str:
         return f"{len(messages)}: {messages}"
 
     problems = Problems()

@@ -106,7 +106,13 @@ def test_a_held_out_comparison_may_be_of_a_prompt_that_sft_trained_on_but_not_of
 
 def test_eos_counts_in_an_answers_length_and_not_in_a_prompts() -> None:
     corpus: Corpus = {"sft": {"train": [row("1 2 3", " 1 2", "f:1"), row("1 2 3 4", " 1", "f:2")]}}
-    lengths = measure(corpus, lambda texts: [len(text.split()) for text in texts])
+
+    def encode(prompts: list[str], texts: list[str]) -> tuple[list[list[int]], list[list[int]], list[bool]]:
+        queries = [[int(word) for word in prompt.split()] for prompt in prompts]
+        return queries, [[*map(int, text.split()), 9] for text in texts], [text == " 1" for text in texts]
+
+    lengths, merged = measure(corpus, encode)
+    assert merged == {id(corpus["sft"]["train"][1])}
     at_the_limit, over = Problems(), Problems()
     check_lengths(corpus, lengths, 4, 3, at_the_limit)
     check_lengths(corpus, lengths, 3, 2, over)

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config.judge import Retention
-from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.tokenizer import encode, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import probe_texts, retention
 from rlhf_tasks.evaluation.probe_texts import Choice
@@ -41,8 +42,9 @@ def logprob_alone(model: PreTrainedModel, query: list[int], response: list[int])
 def test_perplexity_of_demonstrations_equals_that_of_single_rows(models_here: Path) -> None:
     model, tokenizer = load_causal(POLICY).eval(), load_tokenizer(POLICY)
     rows = read_table(Paths(), "sft", "test")[:6]
-    queries = encode(tokenizer, [row["prompt"] for row in rows])
-    responses = encode_answers(tokenizer, [row["completion"] for row in rows])
+    queries, responses = encode_rows(
+        tokenizer, [row["prompt"] for row in rows], [row["completion"] for row in rows]
+    )
     total = sum(logprob_alone(model, q, r) for q, r in zip(queries, responses, strict=True))
     expected = math.exp(-total / sum(map(len, responses)))
     result = measure(POLICY).perplexity

@@ -14,7 +14,8 @@ import torch
 from scipy.stats import binomtest
 
 from rlhf_tasks.cli import main
-from rlhf_tasks.data.batches import encode, load_tokenizer
+from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import reward_accuracy
 from rlhf_tasks.evaluation.reward_accuracy import Row, accuracies, is_right, read, score

@@ -65,7 +65,9 @@ def forget(named: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama", "qwen2", "gpt2", "mixtral", "qwen3_next", "mamba"])
 def test_a_right_model_passes_every_check_with_room(family: str) -> None:
-    results = check(families.causal(family))
+    model, before = families.causal(family), torch.get_rng_state()
+    results = check(model)
+    assert torch.equal(torch.get_rng_state(), before), "training draws from this generator"
     assert len(results) == 6
     assert failed(results) == []
     assert max(result.deviation for result in results) < checks.TOLERANCE / 10
@@ -87,12 +89,6 @@ def test_families_that_are_right_stay_right(family: str, changes: dict[str, Any]
     assert failed(check(families.causal(family, **changes))) == []
 
 
-def test_nothing_is_drawn_from_the_generator_that_training_uses() -> None:
-    model, before = small.causal(), torch.get_rng_state()
-    check(model)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("num_new", [1, 4, 8])
 def test_no_more_tokens_are_sampled_than_a_model_of_few_positions_has(num_new: int) -> None:
     model = families.causal("gpt2", n_positions=32)
@@ -106,8 +102,12 @@ def test_a_model_of_few_positions_is_checked_by_its_folder(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", small.FAMILIES)
-def test_a_right_reward_model_passes(family: small.Family) -> None:
-    assert failed(checks.check_scores(small.scores(family), ROWS, pad=PAD)) == []
+def test_a_right_reward_model_passes_and_one_that_ignores_its_mask_does_not(family: small.Family) -> None:
+    scores = small.scores(family)
+    assert failed(checks.check_scores(scores, ROWS, pad=PAD)) == []
+    wrap(scores.model.base_model, unmask)
+    name = "scores of a padded batch and of single rows agree"
+    assert failed(checks.check_scores(scores, ROWS, pad=PAD)) == [name]
 
 
 # --------------------------------------------------------------------------------- what is found out
@@ -162,17 +162,6 @@ def test_settings_that_are_not_saved_are_found() -> None:
     assert failed(check(model)) == ["a saved copy agrees"]
 
 
-def test_a_reward_model_that_ignores_its_mask_is_found() -> None:
-    scores = small.scores("llama")
-    wrap(scores.model.base_model, unmask)
-    results = checks.check_scores(scores, ROWS, pad=PAD)
-    assert failed(results) == ["scores of a padded batch and of single rows agree"]
-
-
-def test_nan_passes_no_check() -> None:
-    assert not Result("x", float("nan"), 1.0, "y").passed
-
-
 def test_a_model_that_cannot_be_computed_is_named_with_its_error() -> None:
     def refuse(_: dict[str, Any]) -> None:
         raise ValueError("only for images")
@@ -188,6 +177,10 @@ def test_a_full_disk_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
     with pytest.raises(DiskFullError, match="is full"):
         check(small.causal())
+
+
+def test_nan_passes_no_check() -> None:
+    assert not Result("x", float("nan"), 1.0, "y").passed
 
 
 def test_the_message_says_what_differs_by_how_much_and_why() -> None:

@@ -83,6 +83,12 @@ def test_a_trained_reward_model_of_any_family_is_loaded_with_the_same_bytes_of_s
     assert contracts.fingerprint(save(loaded.model, tmp_path / "again")) == contracts.fingerprint(first)
     alone = small.last_scores_alone(loaded, QUERIES, RESPONSES)
     torch.testing.assert_close(alone, ours[:, -1], atol=1e-5, rtol=1e-5)
+    # as a ranker judge does: padded on the right, the logit of the last real token
+    texts = [torch.tensor(q + r) for q, r in zip(QUERIES, RESPONSES, strict=True)]
+    ids = pad_sequence(texts, batch_first=True, padding_value=PAD)
+    with torch.no_grad():
+        logits = load_classifier(first)(input_ids=ids, attention_mask=(ids != PAD).long()).logits
+    torch.testing.assert_close(logits[:, 0], alone + 0.5, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", MADE_HERE)
@@ -129,19 +135,6 @@ def test_its_adapters_are_trained_with_the_head_and_merged(family: str, tmp_path
     merged = TokenScores(merge_adapter(scores.model))
     loaded = load_reward(save(merged.model, tmp_path / "merged"))
     torch.testing.assert_close(scores_of(loaded), scores_of(scores), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", MADE_HERE)
-@torch.no_grad()
-def test_it_classifies_whole_texts_as_the_classifiers_of_transformers_do(family: str, tmp_path: Path) -> None:
-    """A ranker judge pads on the right and reads the logit of the last real token."""
-    folder = save(fresh(family, tmp_path).model, tmp_path / "reward")
-    model, scores = load_classifier(folder).eval(), load_reward(folder).eval()
-    texts = [torch.tensor(q + r) for q, r in zip(QUERIES, RESPONSES, strict=True)]
-    ids = pad_sequence(texts, batch_first=True, padding_value=PAD)
-    logits = model(input_ids=ids, attention_mask=(ids != PAD).long()).logits
-    expected = small.last_scores_alone(scores, QUERIES, RESPONSES)
-    torch.testing.assert_close(logits[:, 0], expected, atol=1e-5, rtol=1e-5)
 
 
 TINY: dict[str, Any] = {"vocab_size": small.VOCAB, "pad_token_id": PAD}

@@ -68,18 +68,11 @@ def test_a_linear_layer_and_its_gradients_are_exact_to_rounding(
 
 
 def test_tensors_that_are_not_contiguous_are_multiplied_right() -> None:
-    x, weight = numbers(24, 3, 16).transpose(0, 1), numbers(16, 40).t()
     bias = torch.stack([numbers(40), numbers(40) + 9], 1)[:, 0]
+    given = numbers(24, 3, 16).transpose(0, 1), numbers(16, 40).t(), bias
     spread = torch.ones(1, 1, 1).expand(3, 24, 40)  # the gradient of a sum
-    ours = with_gradients(linear, x, weight, bias, g=spread)
-    right = with_gradients(F.linear, x, weight, bias, g=spread)
-    for one, other in zip(ours, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_autocast_has_its_own_matmuls() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear(numbers(4, 8), numbers(3, 8)).dtype == torch.bfloat16
+    ours, right = (with_gradients(multiply, *given, g=spread) for multiply in (linear, F.linear))
+    torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
 
 
 def test_compiled_layers_have_the_matmuls_of_the_compiler() -> None:
@@ -90,10 +83,12 @@ def test_compiled_layers_have_the_matmuls_of_the_compiler() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_formats_and_no_rows_have_torchs_own_matmuls(dtype: torch.dtype) -> None:
+def test_other_formats_autocast_and_no_rows_have_torchs_own_matmuls(dtype: torch.dtype) -> None:
     x, weight = numbers(4, 8).to(dtype), numbers(3, 8).to(dtype)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
     assert linear(numbers(0, 8), numbers(3, 8)).shape == (0, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(numbers(4, 8), numbers(3, 8)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("family", small.FAMILIES)
@@ -107,8 +102,7 @@ def test_an_accelerated_model_gives_the_same_log_probs_and_gradients(family: Fam
 
     fast = accelerate(small.causal(family))
     assert {type(module) for module in fast.modules()} & {OneDnnLinear, OneDnnConv1D}
-    for one, other in zip(found(fast), found(small.causal(family)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found(fast), found(small.causal(family)), rtol=1e-4, atol=1e-5)
 
 
 def test_elsewhere_no_layer_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,28 +52,24 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
 def test_a_padded_rows_scores_are_the_heads_products_with_its_own_states(family: Family) -> None:
     scores = small.scores(family)
-    batch = collate(QUERIES, RESPONSES, PAD)
-    with torch.no_grad():
-        together = scores(batch)
+    together = scores(collate(QUERIES, RESPONSES, PAD))
     for row, (query, response) in enumerate(zip(QUERIES, RESPONSES, strict=True)):
-        with torch.no_grad():
-            alone = scores.model.base_model(torch.tensor([query + response])).last_hidden_state
-            alone = alone[0] @ score_head(scores.model).weight[0]
+        alone = scores.model.base_model(torch.tensor([query + response])).last_hidden_state
+        alone = alone[0] @ score_head(scores.model).weight[0]
         last = slice(-len(response) - 1, None)
         torch.testing.assert_close(together[row, last], alone[last], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
 def test_pad_may_equal_eos(family: Family) -> None:
     model, scores = small.causal(family), small.scores(family)
-    apart, same = collate(QUERIES, RESPONSES, PAD), collate(QUERIES, RESPONSES, EOS)
-    mask = apart.response_mask
-    with torch.no_grad():
-        logits = [small.response_logits(model, batch)[mask] for batch in (apart, same)]
-        assert torch.equal(*logits)
-        assert torch.equal(scores(apart)[:, -1], scores(same)[:, -1])
+    apart, same = (collate(QUERIES, RESPONSES, pad) for pad in (PAD, EOS))
+    assert torch.equal(*(small.response_logits(model, x)[apart.response_mask] for x in (apart, same)))
+    assert torch.equal(scores(apart)[:, -1], scores(same)[:, -1])
 
 
 # -------------------------------------------------------------------------------- reward heads
@@ -244,14 +240,11 @@ def test_the_model_without_its_adapters_is_bit_for_bit_the_one_before(family: Fa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_merged_model_is_plain_and_gives_the_same_logits(family: Family, tmp_path: Path) -> None:
     model = add_active_lora(small.causal(family))
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = 5
     before, ours = torch.get_rng_state(), logits_of(model)
     plain = merge_adapter(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert type(plain) is type(model)
-    assert plain.generation_config is not None
-    assert plain.generation_config.eos_token_id == 5
+    assert plain.generation_config is model.generation_config
     assert plain.state_dict().keys() == small.causal(family).state_dict().keys()
     torch.testing.assert_close(logits_of(plain), ours, atol=1e-5, rtol=1e-5)
     assert torch.equal(logits_of(model), ours), "the adapted one goes on as it was"
@@ -275,3 +268,11 @@ def test_merging_a_model_without_adapters_returns_it() -> None:
     assert merge_adapter(model) is model
     with disable_adapters(model):
         assert torch.equal(logits_of(model), logits_of(small.causal()))
+
+
+def test_an_adapter_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_config.json"
+    file.write_text('{"base_model_name_or_path": "some/base"}', encoding="utf-8")
+    for load in (load_causal, load_reward):
+        with pytest.raises(ContractError, match=r"an adapter alone, for the model some/base; merge them"):
+            load(tmp_path)

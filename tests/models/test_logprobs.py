@@ -161,40 +161,33 @@ def test_statistics_of_any_family_are_those_of_its_logits_in_float64(family: str
     assert stats.states.shape[2] == head_width(model)
 
 
-def test_logits_that_are_changed_in_place_are_seen() -> None:
-    model = small.causal()
+def halved(forward: Callable[..., Any], given: dict[str, Any]) -> CausalLMOutput:
+    """As softcapping may: it frees the head's tensor, and another one may then take its address."""
+    logits = forward(**given).logits
+    half = logits * 0.5
+    del logits
+    return CausalLMOutput(logits=half.clone())
+
+
+def halved_in_place(forward: Callable[..., Any], given: dict[str, Any]) -> CausalLMOutput:
+    out: CausalLMOutput = forward(**given)
+    out.logits.mul_(0.5)  # type: ignore[union-attr]
+    return out
+
+
+@pytest.mark.parametrize("change", [halved, halved_in_place])
+def test_logits_that_the_model_changes_are_seen(change: Callable[..., CausalLMOutput]) -> None:
+    model, large = small.causal(), collate(QUERIES * 16, RESPONSES * 16, pad=PAD)
     unchanged, forward = token_stats(model, BATCH), model.forward
-
-    def scaled(**given: Any) -> Any:
-        out = forward(**given)
-        out.logits.mul_(0.5)
-        return out
-
-    model.forward = scaled
-    with torch.no_grad():
-        found = token_stats(model, BATCH)
-        torch.testing.assert_close(packed(found)[0], plain(model)[0])
-    assert not torch.allclose(found.logprobs, unchanged.logprobs, atol=1e-3)
-
-
-def test_logits_that_are_changed_into_the_memory_of_the_first_ones_are_seen() -> None:
-    """As softcapping does: it frees the head's tensor, and another one may then take its address."""
-    batch = collate(QUERIES * 16, RESPONSES * 16, pad=PAD)
-    model = small.causal()
-    forward = model.forward
-
-    def scaled(**given: Any) -> Any:
-        logits = forward(**given).logits
-        half = logits * 0.5
-        del logits
-        return CausalLMOutput(logits=half.clone())
-
-    model.forward = scaled
+    model.forward = lambda **given: change(forward, given)
     with torch.no_grad():
         for _ in range(20):
             logprobs._ADJUSTED.discard(model.get_output_embeddings())
-            token_stats(model, batch)
+            token_stats(model, large)
             assert model.get_output_embeddings() in logprobs._ADJUSTED
+        found = token_stats(model, BATCH)
+        torch.testing.assert_close(packed(found)[0], plain(model)[0])
+    assert not torch.allclose(found.logprobs, unchanged.logprobs, atol=1e-3)
 
 
 def test_a_head_may_compute_more_than_a_matmul() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from rlhf_tasks.data.batches import Ids, text_of
+from rlhf_tasks.data.tokenizer import Ids, response_texts
 from rlhf_tasks.models import sampling
 from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses, sample_token
 from rlhf_tasks.models.tensors import NonFiniteError
@@ -23,7 +23,12 @@ QUERIES, _ = small.rows(24, longest=7)
 def draw(
     model: PreTrainedModel | Family = "llama", queries: list[Ids] = QUERIES, seed: int = 4, **changes: Any
 ) -> Samples:
-    settings = {"max_new_tokens": 12, "temperature": 0.7, "stop": EOS, "pad": PAD} | changes
+    settings: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "temperature": 0.7,
+        "ends": (EOS,),
+        "pad": PAD,
+    } | changes
     if isinstance(model, str):
         model = small.causal(model)
     return sample(model, queries, generator=torch.Generator().manual_seed(seed), **settings)
@@ -80,10 +85,6 @@ def test_a_response_ends_at_its_first_eos_or_at_the_limit() -> None:
     for response in responses:
         assert EOS not in response[:-1]
         assert response[-1] == EOS or len(response) == 12
-
-
-def test_pad_may_equal_eos_while_sampling() -> None:
-    assert draw(pad=EOS).responses == draw(pad=PAD).responses
 
 
 # ------------------------------------------------------------------------------------ one token
@@ -145,14 +146,13 @@ def test_a_response_does_not_depend_on_the_rank_that_samples_it(rank: int) -> No
     assert found.responses == draw().responses[rank::3]
 
 
-def test_the_draw_is_checked_seldom_on_a_gpu_to_the_same_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = draw()
+def test_the_seed_decides_the_responses_and_not_the_padding_or_how_often_the_end_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = draw(seed=1).responses
+    assert draw(seed=2).responses != usual == draw(seed=1, pad=EOS).responses
     monkeypatch.setattr(sampling, "CPU_CHECK", sampling.GPU_CHECK)
-    assert draw().responses == usual.responses
-
-
-def test_the_seed_decides_the_responses() -> None:
-    assert draw(seed=1).responses == draw(seed=1).responses != draw(seed=2).responses
+    assert draw(seed=1).responses == usual
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -204,6 +204,6 @@ def test_half_as_many_rows_are_sampled_where_the_memory_is_full(monkeypatch: pyt
 def test_text_excludes_only_the_final_eos() -> None:
     words = small.tokenizer()
     first, second = (str(words.decode([token])) for token in (3, 4))
-    assert text_of(words, [3, 4, EOS]) == f"{first} {second}"
-    assert text_of(words, [3, EOS, 4]) == f"{first} <eos> {second}"
-    assert text_of(words, [EOS]) == ""
+    responses = [[3, 4, EOS], [3, EOS, 4], [EOS]]
+    expected = [f"{first} {second}", f"{first} <eos> {second}", ""]
+    assert response_texts(words, [[3]] * 3, responses) == expected

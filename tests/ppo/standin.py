@@ -76,15 +76,15 @@ class Model(Canned):
         from rlhf_tasks.models.sampling import _decode
 
         rows = [(one["prompt"], one["seed"] + i) for one in requests for i in range(one["n"])]
-        first, stop = requests[0], requests[0]["stop_token_ids"][0]
+        first, ends = requests[0], requests[0]["stop_token_ids"]
         generators = [torch.Generator().manual_seed(seed) for _, seed in rows]
         uniform = torch.stack([torch.rand(first["max_tokens"], generator=one) for one in generators])
         batch = collate([prompt for prompt, _ in rows], [[]] * len(rows), 0)
         with torch.no_grad():
-            decoded = _decode(self.model, batch, torch.arange(len(rows)), uniform, first["temperature"], stop)
+            decoded = _decode(self.model, batch, torch.arange(len(rows)), uniform, first["temperature"], ends)
         answers = []
         for ids, logprobs in zip(*(x.tolist() for x in decoded), strict=True):
-            end = ids.index(stop) + 1 if stop in ids else len(ids)
+            end = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
             answers.append((ids[:end], logprobs[:end]))
         left = iter(answers)
         return [[next(left) for _ in range(one["n"])] for one in requests]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.data.batches import Ids, encode
+from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.models.load import add_lora
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.tensors import NonFiniteError
@@ -156,7 +156,7 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
 
 def responses_alone() -> list[Ids]:
     """What one process samples."""
-    settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.8, "seed": 1, "stop": small.EOS}
+    settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.8, "seed": 1}
     return sample_responses(small.causal(), small.tokenizer(), PROMPTS, **settings)
 
 
@@ -231,7 +231,9 @@ def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: l
     rule: dict[str, Any] = {"truncation": truncation, "stop_token": STOP}
     one = Evaluations(scorer=scorers, heldout=lambda rows: length(*rows.given) / 2, **rule)
     metrics, (responses,) = one.evaluate(16), scorers.calls
-    ended = [len(response) for response in responses if response[-1] == STOP]
+    ended = [len(response) for response in responses if response[-1] == small.EOS]
+    closed = sum(response[-2:] == [STOP, small.EOS] for response in responses)  # EOS is added to these
+    assert closed
     num_cut = len(responses) - len(ended)
     assert 0 < num_cut < len(responses), "some of both"
     expected = [
@@ -241,7 +243,9 @@ def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: l
     assert metrics["eval/scores"] == pytest.approx(expected[0])
     assert metrics["eval/heldout_scores"] == pytest.approx(expected[1])
     assert metrics["eval/reward_gap"] == pytest.approx(expected[0] - expected[1])
-    assert metrics["eval/response_length"] == pytest.approx((sum(ended) + 8 * num_cut) / len(responses))
+    assert metrics["eval/response_length"] == pytest.approx(
+        (sum(ended) - closed + 8 * num_cut) / len(responses)
+    )
 
 
 def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.tokenizer import Ids
 from tests.ppo.toy import share_of_token_5, shared, toy, with_lora, without_critic
 
 Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.metrics import Metrics

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo.vllm import VllmError
 from tests.ppo.test_vllm import connected

@@ -83,7 +83,7 @@ def test_there_is_no_critic_in_weights_snapshots_or_metrics(name: str) -> None:
     for metrics in one.updates:
         assert not of_critic & metrics.keys()
         assert "val/group_deviation" in metrics
-    weights: Any = memory.saved[2]["shared"]["weights"]
+    weights: Any = memory.saved[2]["training"]
     assert all(key.startswith("policy.") for key in weights["model"])
 
 

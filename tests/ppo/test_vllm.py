@@ -29,7 +29,7 @@ from tests.small import EOS
 
 QUERIES = [[4, 5, 6], [7], [8, 9]]
 SEEDS = [11, 12, 13]
-SAMPLING = Sampling(temperature=0.8, stop=EOS, max_tokens=8, longest_query=8, is_float32=True)
+SAMPLING = Sampling(temperature=0.8, ends=(EOS,), max_tokens=8, longest_query=8, is_float32=True)
 SECONDS = 60.0
 
 
@@ -76,7 +76,7 @@ def assert_logprobs_of(model: Any, samples: Samples, queries: Sequence[list[int]
 
 
 def test_a_request_samples_purely_and_only_the_stop_token_ends_it() -> None:
-    sampling = Sampling(temperature=0.7, stop=9, max_tokens=32, longest_query=4, is_float32=True)
+    sampling = Sampling(temperature=0.7, ends=(9,), max_tokens=32, longest_query=4, is_float32=True)
     body = vllm.completion([4, 5], 3, 17, sampling)
     assert (body["prompt"], body["n"], body["seed"], body["max_tokens"]) == ([4, 5], 3, 17, 32)
     assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (0.7, 1.0, 0, 0.0)

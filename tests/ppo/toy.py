@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config import Lora, Ppo
-from rlhf_tasks.data.batches import Ids, TokenBudget
+from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.data.columns import NONE
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.load import add_lora
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo import train as loop
@@ -36,14 +37,13 @@ from rlhf_tasks.ppo.rollout import (
     pad_rows,
     score_rollout,
 )
-from rlhf_tasks.ppo.sampler import stop_token
+from rlhf_tasks.ppo.sampler import response_ends
 from rlhf_tasks.ppo.state import TrainState, begin
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.checkpoint import Nowhere, State
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.state import State
 from rlhf_tasks.training.supervised import LanguageModeling
 from tests import small
 from tests.ppo import standin
@@ -185,7 +185,7 @@ class Toy:
             sampler.collect(0),
             NONE,
             tokenizer=self.inputs["tokenizer"],
-            stop=self.inputs["stop"],
+            ends=self.inputs["ends"],
             budget=TokenBudget(self.config.micro_batch_tokens),
             is_on_policy=sampler.name is None,
         )
@@ -258,7 +258,7 @@ def toy(
     inputs |= {name: changes.pop(name) for name in inputs.keys() & changes.keys() - {"ptx"}}
     config = small.ppo(**({"sampler": ENGINE} if server else {}) | changes)
     inputs["estimator"] = inputs["estimator"] or ESTIMATORS[config.advantages.kind]
-    inputs["stop"] = stop_token(config, tokenizer)
+    inputs["ends"] = response_ends(config, frozen, tokenizer)
     critic = small.scores(seed=3) if config.critic else NoCritic()
     state = begin(
         dist,

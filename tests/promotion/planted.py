@@ -65,6 +65,9 @@ def results(
     failures: tuple[int, int] = (0, 10),
     retention: Mapping[str, RetentionResult] = RETENTION,
     optimised: Sequence[str] = (),
+    base: float = 0.9,
+    selecting: Sequence[str] = (),
+    has_reward: bool = True,
     task_changes: Mapping[str, TaskChange] | None = None,
 ) -> EvaluationResults:
     """Results of a policy that is better than SFT by both judges; None leaves a judge out."""
@@ -74,11 +77,18 @@ def results(
         for judge, low, count, failed in lows
         if low is not None
     )
+    comparisons += tuple(
+        comparison(judge, "base", base)
+        for judge, low in zip(JUDGES, (gold, second), strict=True)
+        if low is not None
+    )
     return EvaluationResults(
         comparisons=comparisons,
         retention=dict(retention),
         task_changes=dict(task_changes or {}),
         optimised_judges={name: f"models/{name}" for name in optimised},
+        selecting_judges={name: f"models/{name}" for name in selecting},
+        has_reward=has_reward,
     )
 
 

@@ -203,7 +203,7 @@ def test_a_policy_without_results_of_its_own_is_judged_now(
     plant_foreign_policy(project)
     measured.cost = Cost({}, None)
     assert main.main(["promote", "elsewhere"]) == 3
-    assert measured.compared == ["models/sft"]
+    assert measured.compared == ["models/sft", "models/base"]
     shown = capsys.readouterr().out
     assert "KL is not known: it was not measured of this policy" in shown
     assert "is not in the DVC cache" in shown
@@ -227,7 +227,7 @@ def test_results_of_another_version_of_the_code_are_measured_again(
         document.write_text(form, encoding="utf-8")
     planted.lock(project)
     assert main.main(["promote"]) == 0
-    assert measured.compared == ["models/sft"]
+    assert measured.compared == ["models/sft", "models/base"]
     assert measured.costs == 1
     assert "are of another version of the code" in capsys.readouterr().out
 

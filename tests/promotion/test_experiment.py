@@ -149,7 +149,7 @@ def test_the_gate_and_the_judges_are_those_of_the_working_tree(
     assert measured.compared == []
     planted.params(root, {"data.path": "given", "judge.temperature": 0.5})
     assert main.main(["promote", "cell"]) == 0
-    assert measured.compared == ["models/sft"]
+    assert measured.compared == ["models/sft", "models/base"]
 
 
 RUBRIC = "{prompt} {first} {second}"
@@ -258,7 +258,7 @@ def test_results_that_cannot_be_found_are_measured_again(
     assert "evaluation/judge of one cannot be found: the policy will be judged again" in (
         capsys.readouterr().out
     )
-    assert measured.compared == ["models/sft"]
+    assert measured.compared == ["models/sft", "models/base"]
 
 
 def test_a_missing_lineage_is_only_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

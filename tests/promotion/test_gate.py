@@ -7,10 +7,12 @@ import math
 from typing import Any
 
 import pytest
+from scipy.stats import binom
 
 from rlhf_tasks import config
 from rlhf_tasks.config import Promotion
 from rlhf_tasks.errors import ConfigError
+from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.results import EvaluationResults, TaskChange
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.gate import Evidence, Kl
@@ -95,6 +97,41 @@ def test_a_single_missed_criterion_refuses_and_is_named(
     assert complaint in verdict.summary
 
 
+def test_without_a_champion_the_policy_must_beat_the_base_model_too() -> None:
+    assert failed(decide(results(base=0.45))) == ["over_base/gold", "over_base/reward_model"]
+    assert decide(results(base=0.45), over_bar=None).passed
+    assert decide(results(base=0.45), champion=planted.over_champion()).passed
+    unbeaten = decide(results(base=0.45), champion=planted.over_champion(), over_champion=None)
+    assert failed(unbeaten) == ["over_base/gold", "over_base/reward_model"]
+
+
+def test_a_trial_and_a_dummy_reward_are_refused_by_name() -> None:
+    assert decide(trial=True).summary == "settings that only try the pipeline out (promotion.trial) 1 > 0"
+    verdict = decide(results(has_reward=False))
+    assert verdict.summary == "policies that were trained by a dummy reward 1 > 0"
+
+
+def test_a_gate_without_an_independent_judge_says_so_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not decide(results(selecting=["reward_model"])).note
+    verdict = decide(results(selecting=["reward_model"]), judge="reward_model", second_judge=None)
+    assert "No judge of the gate is independent" in verdict.note
+    assert "models/reward_model" in verdict.note
+    gate.show(verdict)
+    assert capsys.readouterr().out.startswith("No judge of the gate is independent")
+    assert gate.Verdict.of_tree(verdict.tree()) == verdict
+
+
+def test_enough_examples_tell_a_better_policy_from_an_equal_one() -> None:
+    """Against the exact power: Wilson's interval over binomial draws."""
+    for wins, least in ((0.6, 194), (0.55, 783), (0.7, 47)):
+        number = settings(detects=wins).least_examples
+        assert number == least
+        power = sum(
+            binom.pmf(k, number, wins) for k in range(number + 1) if statistics.wilson(k, number).low > 0.5
+        )
+        assert power == pytest.approx(0.8, abs=0.04)
+
+
 def test_the_kl_bound_applies_to_the_mean_and_the_standard_error_is_shown() -> None:
     verdict = decide(kl=10.001)
     assert failed(verdict) == ["kl"]
@@ -177,7 +214,7 @@ def test_a_bound_on_tasks_refuses_if_none_was_measured() -> None:
 def test_a_criterion_that_is_null_is_left_out() -> None:
     off = ("max_kl", "max_perplexity_growth", "max_choice_drop", "max_failure_share", "second_judge")
     keys = [c.key for c in decide(kl=None, **dict.fromkeys(off)).criteria]
-    assert keys == ["over_sft/gold", "examples", "optimised_judges"]
+    assert keys == ["over_sft/gold", "over_base/gold", "examples", "optimised_judges"]
 
 
 def test_a_verdict_survives_json_and_its_metrics_agree_with_it() -> None:

@@ -45,6 +45,7 @@ TASK: dict[str, Any] = {
     "promotion.judge": "reader",
     "promotion.second_judge": None,
     "promotion.min_examples": 40,
+    "promotion.detects": 0.8,
     "promotion.max_perplexity_growth": None,
     "promotion.max_choice_drop": None,
 }

@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter
 
 from rlhf_tasks.config import scorers as config
-from rlhf_tasks.data.batches import encode
+from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.build import Part, WeightedSum, build, combine_rewards
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, ScorerError

@@ -13,9 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data import tokenizer as tokenizers
-from rlhf_tasks.data.batches import Ids, encode
-from rlhf_tasks.data.tables import Chat, Message
-from rlhf_tasks.data.tokenizer import ready_rendering
+from rlhf_tasks.data.chat import Chat, Message
+from rlhf_tasks.data.tokenizer import Ids, encode, ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import TokenScores, load_classifier, load_reward, save_checkpoint, score_head
 from rlhf_tasks.scoring.protocol import Responses

@@ -101,7 +101,7 @@ def test_the_metrics_contain_every_documented_measure(metrics: dict[str, float])
 
 def test_the_tables_hold_every_comparison_and_response(project: Path, metrics: dict[str, float]) -> None:
     comparisons, responses = table(project, "comparisons.parquet"), table(project, "answers.parquet")
-    assert len(comparisons) == 2 * 3 * 10
+    assert len(comparisons) == 2 * 4 * 10
     assert len(responses) == 10
     of_gold = [c for c in comparisons if (c["judge"], c["a"], c["b"]) == ("gold", "policy", "reference")]
     points = []
@@ -247,13 +247,13 @@ def test_the_tracker_gets_every_comparison_with_its_texts(models_here: Path) -> 
     tracker = Recorder()
     run(tracker, judges=[small.GOLD])
     rows = tracker.tables["comparisons"]
-    assert len(rows) == 3 * 10
+    assert len(rows) == 4 * 10
     for row in rows:
         ours, theirs = (gold(row["prompt"], row[response]).score for response in ("response_a", "response_b"))
         assert row["outcome"] == (ours > theirs) + 0.5 * (ours == theirs)
     pairs = [row["pair"] for row in tracker.tables["win_rates"]]
-    assert pairs == ["sft vs reference", "policy vs reference", "policy vs sft"]
+    assert pairs == ["sft vs reference", "policy vs reference", "policy vs sft", "policy vs base"]
     origins = {(row["model"], row["origin"]) for row in table(Path(), "calibration.parquet")}
     assert {("reward", "given"), ("reward_heldout", "given")} <= origins
     lengths = {(row["judge"], row["who"]) for row in table(Path(), "lengths.parquet")}
-    assert lengths == {("gold", who) for who in ("reference", "sft", "policy")}
+    assert lengths == {("gold", who) for who in ("reference", "sft", "policy", "base")}

@@ -14,7 +14,8 @@ import torch
 
 from rlhf_tasks import config
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.data.batches import encode, read_table
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.models import contracts
@@ -257,6 +258,6 @@ def test_without_a_reward_model_the_last_policy_is_kept(models_here: Path) -> No
     assert set(contracts.read_identity(POLICY)["parents"]) == {"sft"}
 
 
-def test_a_policys_generation_config_names_its_stop_token(models_here: Path) -> None:
+def test_a_policys_generation_config_names_all_that_ends_its_responses(models_here: Path) -> None:
     run(**{"ppo.stop_token": 7})
-    assert load_causal(POLICY).generation_config.eos_token_id == 7
+    assert load_causal(POLICY).generation_config.eos_token_id == [small.EOS, 7]

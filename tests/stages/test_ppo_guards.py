@@ -19,7 +19,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.state import State
+from rlhf_tasks.training.checkpoint import State
 from tests import small
 from tests.ppo.test_train import ROLL_BACK
 from tests.stages.test_ppo import POLICY, SAMPLES, SETTINGS, run
@@ -231,7 +231,11 @@ def test_nan_at_an_evaluation_trips_the_guard_and_keeps_the_curve(models_here: P
     """The evaluations are before training and after each update; the second one fails."""
     CALLS.clear()
     tracker = Events()
-    changes = {"ppo.scorers": [scorer(nan_at_the_second_evaluation)], "ppo.num_sample_generations": 0}
+    changes = {
+        "ppo.scorers": [scorer(nan_at_the_second_evaluation)],
+        "ppo.num_sample_generations": 0,
+        "ppo.audit_prompts": 0,
+    }
     with pytest.raises(GuardTripped, match=r"non_finite: ppo\.scorers: .*gave nan") as caught:
         ppo.run(small.view("ppo", SETTINGS | changes), Paths(), tracker)
     assert [name for name, _ in tracker.events] == ["guard.non_finite"]

@@ -194,6 +194,20 @@ def test_mined_pairs_that_are_too_long_are_left_out_and_are_not_bad_rows(
     assert metrics["tokens/prompt_max"] == 20
 
 
+def test_rows_that_merge_with_their_prompts_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = demonstrations(40)
+    for number, row in enumerate(rows):
+        row["prompt"] += "\nx"
+        row["completion"] = "x" * (number < 7) + " xx xx"
+    jsonl(tmp_path / "rows.jsonl", *rows)
+    files = {"data.source": "files", "data.path": "rows.jsonl", "data.num_validation": 4, "data.num_test": 4}
+    metrics = run({**files, "model.scratch.tokenizer": "bpe", "model.scratch.vocab_size": 400})
+    assert metrics["tokens/merged_rows"] == 7
+    assert "in 7 rows the tokenizer would join" in capsys.readouterr().out
+
+
 def test_no_tokenizer_reads_a_text_that_is_too_long_for_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,14 +215,14 @@ def test_no_tokenizer_reads_a_text_that_is_too_long_for_any(
     endless = {"prompt": "question x ?", "completion": " word" * 100_000}
     jsonl(tmp_path / "rows.jsonl", *demonstrations(40), endless)
     read: list[str] = []
-    train, count = tokenizer.train, tokenizer.count_tokens
+    train, count = tokenizer.train, tokenizer.continue_prompts
 
     def seen(texts: Iterable[str]) -> list[str]:
         read.extend(found := list(texts))
         return found
 
     monkeypatch.setattr(tokenizer, "train", lambda s, texts, n: train(s, seen(texts), n))
-    monkeypatch.setattr(tokenizer, "count_tokens", lambda words, texts: count(words, seen(texts)))
+    monkeypatch.setattr(tokenizer, "continue_prompts", lambda words, *texts: count(words, *map(seen, texts)))
     files = {"data.source": "files", "data.path": "rows.jsonl", "data.num_validation": 4, "data.num_test": 4}
     with pytest.raises(UserError, match=r"rows\.jsonl:41: too_long: completion has 500,000 characters"):
         run(files)

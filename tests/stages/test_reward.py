@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import Ids, collate_pairs, encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.data.batches import collate_pairs, load_tokenizer, read_table
+from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import (
     TokenScores,
@@ -199,8 +200,9 @@ def test_no_prompt_trains_both_models() -> None:
 def mean_score_of_demonstrations(folder: Path) -> float:
     """Every row is scored alone."""
     words, rows = load_tokenizer(folder), read_table(Paths(), "sft", "train")
-    queries = encode(words, [row["prompt"] for row in rows])
-    answers = encode_answers(words, [row["completion"] for row in rows])
+    queries, answers = encode_rows(
+        words, [row["prompt"] for row in rows], [row["completion"] for row in rows]
+    )
     return small.last_scores_alone(load_reward(folder).eval(), queries, answers).mean().item()
 
 

@@ -29,7 +29,7 @@ def steps(dist: Distributed, chunk: int) -> dict[str, Any]:
     with mock.patch.object(logprobs, "CPU_LOGITS", chunk):
         train(
             dist,
-            dist.place(model),
+            model,
             LanguageModeling(*small.rows(13), small.PAD),
             small.optimization(batch_size=7, num_epochs=2.0, micro_batch_tokens=40, learning_rate=1e-3),
             seed=1,

@@ -49,3 +49,34 @@ def loop(view: SftView | None = None, dist: Distributed | None = None) -> Abstra
     """The snapshots of a loop of stage sft."""
     view = view or SftView.of(inputs.resolved(config.load()))
     return checkpoint.open(dist or small.distributed(), Paths(), view, "loop")
+
+
+PROGRAM = """
+import os, pathlib, signal, time
+import torch
+from rlhf_tasks.training.distributed import Distributed
+
+calls = 0
+
+def spoilt(backward):
+    return lambda self, model, loss: backward(self, model, loss * float("nan"))
+
+def full(*given):
+    raise torch.OutOfMemoryError("no memory is left")
+
+def scores(prompts, responses):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "VICTIM" and calls == 4:
+        pathlib.Path("reached").touch()
+        ACTION
+    return [float(len(response)) for response in responses]
+"""
+
+
+def faulty(rank: int, action: str) -> dict[str, Any]:
+    """The scorers of a PPO in which this rank writes `reached` in its fourth rollout, and then acts."""
+    code = PROGRAM.replace("VICTIM", str(rank)).replace("ACTION", action)
+    Path("faulty.py").write_text(code, encoding="utf-8")
+    function = {"kind": "function", "function": "faulty:scores", "weight": 0.1}
+    return {"scorers": [{"kind": "reward_model", "weight": 1.0, "path": None}, function]}

@@ -56,7 +56,7 @@ def compare(family: small.Family) -> None:
         assert (one - other).abs().max() < 1e-5
     compiled = int(frames["total"])  # torch has no public count
     assert compiled
-    how: dict[str, Any] = {"max_new_tokens": 3, "temperature": 1.0, "stop": small.EOS, "pad": small.PAD}
+    how: dict[str, Any] = {"max_new_tokens": 3, "temperature": 1.0, "ends": (small.EOS,), "pad": small.PAD}
     sample(models[1], small.rows(4)[0], generator=torch.Generator().manual_seed(1), **how)
     assert frames["total"] == compiled
 

@@ -103,17 +103,18 @@ def test_a_model_without_room_on_the_gpu_is_checked_by_the_first_process_on_the_
     model = small.causal()
     num_bytes = 4 * sum(p.numel() for p in model.parameters())
     monkeypatch.setattr(distributed, "free_memory", lambda device: 1.1 * num_bytes)
-    with sharding(rank, "meta").on_device(model) as is_used:
-        assert is_used == (rank == 0)
-        assert model.device.type == "cpu"
+    checked = sharding(rank, "meta").to_check(model)
+    assert checked is (model if rank == 0 else None)
+    assert model.device.type == "cpu"
 
 
-def test_after_its_check_a_model_has_the_very_weights_that_were_read() -> None:
-    """A copy would be in the memory of every process; `meta` stands for the GPU."""
-    model = small.causal()
+def test_a_model_that_is_to_be_sharded_is_checked_by_a_copy_on_the_gpu() -> None:
+    """The model's own weights stay those of the file that all processes map; `meta` stands for the GPU."""
+    model = small.other("gemma2")  # with tied weights
     before = {name: value.data_ptr() for name, value in model.state_dict(keep_vars=True).items()}
-    with sharding(1, "meta").on_device(model) as is_used:
-        assert is_used
-        assert {value.device.type for value in (*model.parameters(), *model.buffers())} == {"meta"}
+    checked = sharding(1, "meta").to_check(model)
+    assert checked is not None
+    assert checked.state_dict().keys() == model.state_dict().keys()
+    assert {value.device.type for value in (*checked.parameters(), *checked.buffers())} == {"meta"}
     assert {name: value.data_ptr() for name, value in model.state_dict(keep_vars=True).items()} == before
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}

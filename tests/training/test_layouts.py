@@ -29,7 +29,7 @@ from rlhf_tasks.training.distributed import Distributed
 from tests import small, toy
 from tests.ppo.toy import started, without_critic
 from tests.training import chunked_steps
-from tests.training.stages import curve, metrics, rlhf, weights
+from tests.training.stages import curve, faulty, metrics, rlhf, weights
 
 pytestmark = pytest.mark.e2e
 
@@ -204,7 +204,7 @@ def test_logits_in_chunks_take_the_steps_of_whole_logits(
     settings = toy.write_params(launch=launched(layout, precision=precision))
     words = launch.command(Paths(), "sft", settings.launch, os.environ)
     words[words.index("--module") :] = ["--module", "tests.training.chunked_steps"]
-    own = {"PYTHONPATH": str(small.ROOT)} | launch.variables(settings.launch, cuda=False)
+    own = {"PYTHONPATH": str(small.ROOT)}
     done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     whole, chunked = (torch.load(f"{name}.pt") for name in ("whole", "chunked"))
@@ -268,27 +268,6 @@ FAULTS = {
     "out of memory": ("Distributed.backward = full", "rank 1 is out of memory"),
 }
 """What rank 1 does, and what is said of it."""
-PROGRAM = """
-import os, pathlib, signal
-import torch
-from rlhf_tasks.training.distributed import Distributed
-
-calls = 0
-
-def spoilt(backward):
-    return lambda self, model, loss: backward(self, model, loss * float("nan"))
-
-def full(*given):
-    raise torch.OutOfMemoryError("no memory is left")
-
-def scores(prompts, responses):
-    global calls
-    calls += 1
-    if os.environ["RANK"] == "1" and calls == 4:
-        pathlib.Path("reached").touch()
-        FAULT
-    return [float(len(response)) for response in responses]
-"""
 
 
 def processes_of(folder: Path) -> Iterator[psutil.Process]:
@@ -322,14 +301,9 @@ def failed(toy_project: Path) -> subprocess.CompletedProcess[str]:
 def test_all_processes_end_when_one_fails(toy_project: Path, sampler: str, layout: str, fault: str) -> None:
     """The engine too. With a rollout ahead the first process has a thread that waits for it."""
     action, said = FAULTS[fault]
-    (toy_project / "faulty.py").write_text(PROGRAM.replace("FAULT", action), encoding="utf-8")
     layouts.partition_small_weights(toy_project)
-    scorers = [
-        {"kind": "reward_model", "weight": 1.0, "path": None},
-        {"kind": "function", "function": "faulty:scores", "weight": 0.1},
-    ]
     changes = engine(ahead=1) if sampler == "engine" else {}
-    toy.write_params(launch=launched(layout), ppo=STEPS | {"scorers": scorers} | changes)
+    toy.write_params(launch=launched(layout), ppo=STEPS | faulty(1, action) | changes)
     done = failed(toy_project)
     assert Path("reached").exists(), done.stderr
     assert said in done.stdout + done.stderr

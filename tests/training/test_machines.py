@@ -19,27 +19,13 @@ import pytest
 from benchmarks import layouts
 from rlhf_tasks.project.processes import free_port
 from tests import toy
+from tests.training.stages import faulty
 
 pytestmark = pytest.mark.e2e
 
 START_SECONDS = 300.0  # until both train, on a busy machine
 SECONDS = 60.0
 """From the death of one machine to the end of the other one."""
-
-PROGRAM = """
-import os, pathlib, time
-
-calls = 0
-
-def scores(prompts, responses):
-    global calls
-    calls += 1
-    if os.environ["RANK"] == "VICTIM" and calls == 4:
-        pathlib.Path("reached").touch()
-        time.sleep(600)
-    return [float(len(response)) for response in responses]
-"""
-"""The other process waits for this one in an exchange."""
 
 
 @contextmanager
@@ -85,14 +71,10 @@ def test_when_a_machine_or_its_process_is_gone_the_other_machine_ends(
     layout: str, victim: int, end: Callable[..., None], toy_project: Path
 ) -> None:
     """The first machine, too, to which all others have connected."""
-    (toy_project / "waiting.py").write_text(PROGRAM.replace("VICTIM", str(victim)), encoding="utf-8")
     layouts.partition_small_weights(toy_project)
-    scorers = [
-        {"kind": "reward_model", "weight": 1.0, "path": None},
-        {"kind": "function", "function": "waiting:scores", "weight": 0.1},
-    ]
     two = {"num_processes": 2, "num_machines": 2, "parallelism": layout}
-    toy.write_params(launch=two, ppo={"total_episodes": 48, "scorers": scorers})
+    waiting = faulty(victim, "time.sleep(600)")  # the other process waits for this one in an exchange
+    toy.write_params(launch=two, ppo={"total_episodes": 48, **waiting})
     port = free_port(24500)
     with machine(0, port) as first, machine(1, port) as second:
         both = [first, second]

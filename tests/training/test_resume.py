@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, reward, sft
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.state import Files, State
+from rlhf_tasks.training.checkpoint import State
 from tests import small, toy
 from tests.ppo.toy import without_critic
 from tests.training.stages import loop
@@ -263,10 +264,10 @@ def test_a_part_that_writes_its_own_files_is_loaded_as_their_folder(view: SftVie
         (folder / "part.bin").write_bytes(b"own")
 
     with loop(view) as snapshots:
-        snapshots.save(4, {"shared": {"deep": {"training": Files(write)}}, "x": [1, None, "text", 0.5]})
+        snapshots.save(4, {"training": write, "x": [1, None, "text", 0.5]})
         found = snapshots.load()
     assert found is not None
-    assert (found["shared"]["deep"]["training"] / "part.bin").read_bytes() == b"own"
+    assert (found["training"] / "part.bin").read_bytes() == b"own"
     assert found["x"] == [1, None, "text", 0.5]
 
 
@@ -275,15 +276,9 @@ def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     object.__setattr__(view.resume, "every_seconds", 60.0)
     with loop(view) as snapshots:
-        seen = []
-        for now[0] in (159.0, 160.0, 161.0):
-            seen.append(snapshots.due())
+        assert [snapshots.due() for now[0] in (159.0, 160.0, 161.0)] == [False, True, True]
         snapshots.save(1, {})
-        now[0] = 220.0
-        seen.append(snapshots.due())
-        now[0] = 221.0
-        seen.append(snapshots.due())
-    assert seen == [False, True, True, False, True]
+        assert [snapshots.due() for now[0] in (220.0, 221.0)] == [False, True]
 
 
 def test_restored_generators_draw_the_same_numbers(tmp_path: Path) -> None:
@@ -363,6 +358,29 @@ def test_a_run_keeps_its_key_and_snapshots_until_dvc_has_stored_its_outs(view: S
     assert second.key == third.key != fourth.key
 
 
+@pytest.mark.parametrize(
+    ("is_held", "made_in", "is_kept"),
+    [
+        (False, ".", False),
+        (False, "..", True),
+        (False, "gone", False),
+        (True, ".", True),
+    ],
+)
+def test_finished_snapshots_are_removed_by_their_own_worktree_and_never_beside_a_run(
+    is_held: bool, made_in: str, is_kept: bool, view: SftView, project: Path
+) -> None:
+    """Of a worktree that is gone, any stage removes them; DVC of another one may not have stored its outs."""
+    with checkpoint.claim(Paths(), view, main=True) as claim:
+        keep(view, 1)
+        claim.finish()
+    assert claim.folder is not None
+    (claim.folder / "finished").write_text(str((project / made_in).resolve()))
+    lock = FileLock(claim.folder.with_suffix(".lock")) if is_held else nullcontext()
+    with lock, checkpoint.claim(Paths(), VIEWS["report"].of(config.load()), main=True):
+        assert claim.folder.exists() == is_kept
+
+
 def test_a_second_process_with_the_same_training_waits_for_the_first(
     view: SftView, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,21 +428,22 @@ def finish(stage: str, folder: Path) -> dict[str, Any]:
     return written(stage, folder) | {"metrics and curves": untimed}
 
 
-def terminate_after(folder: Path, process: subprocess.Popen[bytes], before: str) -> None:
-    """Send SIGTERM after a newer snapshot than `before`."""
-    while newest(folder) == before:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.terminate()
-    assert process.wait(60) == 143
+def newest(folder: Path) -> str:
+    return max((path.name for path in (folder / "state").glob("*/*/*/step-*")), default="")
 
 
-def await_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
+def await_snapshot(folder: Path, process: subprocess.Popen[bytes], before: str = "") -> None:
+    """Wait for a newer snapshot than `before`."""
     deadline = time.monotonic() + 120
-    while not list((folder / "state").glob("*/*/*/step-*")):
+    while newest(folder) == before:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def terminate(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    assert process.wait(60) == 143
 
 
 @pytest.mark.e2e
@@ -435,15 +454,12 @@ def test_sft_killed_or_terminated_ends_with_the_same_bytes(trained: Path, tmp_pa
     await_snapshot(folder, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    process = start("sft", folder)
-    terminate_after(folder, process, newest(folder))
+    before, process = newest(folder), start("sft", folder)
+    await_snapshot(folder, process, before)
+    terminate(process)
     assert not (folder / "metrics/sft.json").exists()
     assert finish("sft", folder) == expected
     assert finish("sft", folder) == expected, "DVC was killed before it had stored the outs"
-
-
-def newest(folder: Path) -> str:
-    return max(path.name for path in (folder / "state").glob("*/*/*/step-*"))
 
 
 @pytest.mark.slow
@@ -491,5 +507,6 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     with FileLock(lock, timeout=60):
         before = newest(folder)
     process = start(stage, folder)
-    terminate_after(folder, process, before)
+    await_snapshot(folder, process, before)
+    terminate(process)
     assert finish(stage, folder) == expected

@@ -80,7 +80,7 @@ def test_the_weights_of_a_sharded_model_are_those_of_the_whole_one_under_the_sam
 
 
 def test_the_whole_copy_samples_what_the_model_would_and_is_empty_afterwards(mesh: DeviceMesh) -> None:
-    how: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.9, "stop": EOS, "pad": PAD}
+    how: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.9, "ends": (EOS,), "pad": PAD}
 
     def responses(model: PreTrainedModel) -> list[list[int]]:
         return sample(model, [[5, 6], [7]], generator=torch.Generator().manual_seed(1), **how).responses
@@ -119,6 +119,21 @@ def test_in_bf16_a_sharded_model_computes_what_a_bf16_copy_does_and_stays_float3
             assert torch.equal(mine, theirs)
     after = sharding.weights_of(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", ["reward model", "shared critic"])
+@torch.no_grad()
+def test_in_bf16_a_sharded_score_head_computes_in_float32(kind: str, mesh: DeviceMesh) -> None:
+    hidden = torch.randn(4, 3, small.HIDDEN).bfloat16()
+    model: Any = small.scores() if kind == "reward model" else ActorCritic(small.causal(), ValueHead(16))
+    head = model.model.score if kind == "reward model" else model.critic
+    nn.init.normal_(head.weight)
+    expected = head(hidden.float())
+    sharding.shard(model, mesh, offload=False, computes_in=torch.bfloat16)
+    assert torch.equal(head(hidden.float()), expected)
+    if kind == "reward model":
+        assert model(BATCH).dtype == torch.float32
+        assert torch.equal(model.scored(hidden), expected.squeeze(-1))
 
 
 def test_written_weights_are_read_again_and_the_frozen_ones_stay(mesh: DeviceMesh) -> None:

@@ -6,11 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import psutil
@@ -51,19 +49,24 @@ def loop_with_signals(*at: int) -> list[str]:
     return seen
 
 
-def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(project: Path) -> None:
-    assert loop_with_signals(2) == ["step 1", "step 2", "save 2", "Stopped"]
-    assert checkpoint.point(Paths(), "sft") == "step 2 of loop"
-
-
-def test_the_second_signal_does_not_wait(project: Path) -> None:
-    assert loop_with_signals(2, 2) == ["step 1", "Stopped"]
-    assert checkpoint.point(Paths(), "sft") is None
-
-
-def test_a_worker_ignores_the_second_copy_of_a_signal(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "is_worker", lambda: True)
-    assert loop_with_signals(2, 2) == ["step 1", "step 2", "save 2", "Stopped"]
+@pytest.mark.parametrize(
+    ("signals", "is_worker", "expected"),
+    [
+        ([2], False, ["step 1", "step 2", "save 2", "Stopped"]),
+        ([2, 2], False, ["step 1", "Stopped"]),  # the second one does not wait
+        ([2, 2], True, ["step 1", "step 2", "save 2", "Stopped"]),  # to a worker it is a copy
+    ],
+)
+def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(
+    signals: list[int],
+    is_worker: bool,
+    expected: list[str],
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(context, "is_worker", lambda: is_worker)
+    assert loop_with_signals(*signals) == expected
+    assert checkpoint.point(Paths(), "sft") == ("step 2 of loop" if "save 2" in expected else None)
 
 
 def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
@@ -103,40 +106,31 @@ PROGRAM = Path(__file__).with_name("slow_stage.py")
 
 
 class Stage:
-    """A stage whose phase takes minutes, and what it has printed."""
+    """A stage whose phase takes minutes; what it prints is in `log`."""
 
-    def __init__(self, *words: str, command: list[str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            command or [sys.executable, str(PROGRAM), *words],
-            env=os.environ | {"PYTHONPATH": str(toy.ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self._unread: list[str] = []
-        self._queue: Queue[str | None] = Queue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self._queue.put(line.rstrip())
-        self._queue.put(None)
+    def __init__(self, log: Path, *words: str, command: list[str] | None = None) -> None:
+        self.log, self._returned = log, set[int]()
+        with log.open("w", encoding="utf-8") as file:
+            self.process = subprocess.Popen(
+                command or [sys.executable, str(PROGRAM), *words],
+                env=os.environ | {"PYTHONPATH": str(toy.ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait_for(self, words: str, seconds: float) -> str:
         """The first line not yet returned that has these words: processes print in any order."""
         deadline = time.monotonic() + seconds
-        while not (found := [line for line in self._unread if words in line]):
-            line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
-            assert line is not None, "\n".join([f"it ended without {words!r}", *self.lines])
-            self.lines.append(line)
-            self._unread.append(line)
-        self._unread.remove(found[0])
-        return found[0]
+        while True:
+            is_last = self.process.poll() is not None or time.monotonic() > deadline
+            lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True)
+            for number, line in enumerate(lines):
+                if words in line and line.endswith("\n") and number not in self._returned:
+                    self._returned.add(number)
+                    return line.rstrip()
+            assert not is_last, "".join([f"it did not print {words!r}\n", *lines])
+            time.sleep(0.02)
 
     def end(self, seconds: float) -> int:
         """The exit status. Nothing that the stage has started lives longer than a moment."""
@@ -164,11 +158,11 @@ def write_params(**changes: Any) -> None:
 @pytest.fixture
 def begin(project: Path) -> Iterator[Callable[..., Stage]]:
     """Starts a stage and waits until it is in its phase."""
-    started = []
+    started: list[Stage] = []
     write_params()
 
     def start(*words: str, command: list[str] | None = None) -> Stage:
-        stage = Stage(*words, command=command)
+        stage = Stage(project / f"{len(started)}.log", *words, command=command)
         started.append(stage)
         stage.wait_for("reached", 120)
         return stage
@@ -180,14 +174,13 @@ def begin(project: Path) -> Iterator[Callable[..., Stage]]:
                 process.kill()
             stage.process.kill()
         stage.process.wait()
-        stage.reader.join(10)
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_outside_a_loop_a_signal_ends_the_stage_at_once(
-    begin: Callable[..., Stage], number: signal.Signals, name: str
+    begin: Callable[..., Stage], number: signal.Signals
 ) -> None:
-    stage = begin("load")
+    stage, name = begin("load"), stopping.NAMES[number]
     stage.process.send_signal(number)
     said = stage.wait_for("ending", HEARD_SECONDS)
     assert said == f"rlhf: {name}: ending stage sft now; the next run starts it from the beginning"
@@ -218,7 +211,7 @@ def test_in_a_loop_a_signal_waits_for_the_step_and_the_next_run_resumes(begin: C
     assert stage.end(PYTHON_SECONDS) == 130
     step = saved.partition("step ")[2].partition(";")[0]
     again = begin("loop")
-    assert any(f"resumed from the snapshot after step {step}" in line for line in again.lines)
+    again.wait_for(f"resumed from the snapshot after step {step}", 0)
     again.process.send_signal(signal.SIGTERM)
     assert again.end(PYTHON_SECONDS) == 143
 

@@ -15,8 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config.judge import LISTED, LocalJudge, LocalModel, PairRmJudge
-from rlhf_tasks.data.batches import Batch, Ids, collate, load_tokenizer, micro_batches
+from rlhf_tasks.data.batches import Batch, collate, load_tokenizer, micro_batches
 from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges import prompt_templates
 from rlhf_tasks.evaluation.judges.pairwise import Question, Reply

@@ -1,8 +1,11 @@
-"""Which judges an evaluation needs, and which of them PPO has optimised. No torch, and no judge is built."""
+"""Which judges an evaluation needs, and which of them PPO has optimised or chosen checkpoints by.
+
+No torch, and no judge is built.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from rlhf_tasks.config import Judging
@@ -25,8 +28,24 @@ def optimised_judges(
     Only judges that `names` need are considered. Their folders are below `root`. Weights identify a reward
     model, whatever its folder is called. Empty for a policy whose rlhf.json names no reward model.
     """
+    return _with_weights(settings, contracts.optimized_rewards(policy), root, names)
+
+
+def selecting_judges(
+    settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
+) -> dict[str, str]:
+    """Judges that are the reward model by which PPO chose the checkpoint `policy`: as `optimised_judges`."""
+    chosen_by = contracts.read_identity(policy).get("chosen_by")
+    return _with_weights(settings, {chosen_by} if chosen_by else set(), root, names)
+
+
+def has_reward(policy: Path) -> bool:
+    """False for a policy that says of itself that only dummy scorers have trained it."""
+    return bool(contracts.read_identity(policy).get("reward") != "none")
+
+
+def _with_weights(settings: Judging, rewards: Set[str], root: Path, names: Sequence[str]) -> dict[str, str]:
     required = required_judges(settings, names)
-    rewards = contracts.optimized_rewards(policy)
     return {
         judge.name: judge.path
         for judge in settings.judges
