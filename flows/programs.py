@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -20,6 +21,10 @@ from rlhf_tasks.tracking.context import STAGE_RUN
 
 DRAIN_SECONDS = 5.0  # for the last lines: a process that outlives the program may hold its output open
 POLL_SECONDS = 0.1
+# DVC's advice for people at a terminal, after every stage
+HINT = re.compile(
+    r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`"
+)
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]
 
@@ -31,7 +36,7 @@ def run(
     grace_seconds: float,
     logger: Logger | None = None,
 ) -> tuple[int, list[str]]:
-    """Run a program and log its lines as they come. Returns its exit status and its lines that are not empty.
+    """Run a program and log its lines as they come. Returns its exit status and its lines.
 
     An interrupt of the task (a cancellation, a timeout) ends the program and everything that it has started:
     the group gets SIGINT, upon which dvc waits for its stage, and what outlives the grace is killed.
@@ -57,9 +62,10 @@ def run(
     def read() -> None:
         assert process.stdout is not None
         with process.stdout as output:
-            for line in filter(None, map(str.rstrip, output)):
-                lines.append(line)
-                logger.info("%s", line)
+            for line in map(str.rstrip, output):
+                if line and not HINT.match(line):
+                    lines.append(line)
+                    logger.info("%s", line)
 
     # In a thread: an interrupt that arrives during a logging call is swallowed there, and would be lost.
     reader = threading.Thread(target=read, daemon=True)

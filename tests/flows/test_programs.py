@@ -45,6 +45,15 @@ def test_unchanged_restorable_and_changed_stages_differ(root: Path, dvc: Dvc) ->
     assert dvc.plans(stages) == ["run"], "DVC then says what is wrong"
 
 
+def test_the_output_of_a_stage_is_logged_without_hints_for_a_terminal(
+    dvc: Dvc, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        dvc.reproduce("first")
+    assert any("Running stage 'first'" in line for line in caplog.messages)
+    assert not any(word in line for line in caplog.messages for word in ("git add", "autostage", "push"))
+
+
 def test_a_failed_stage_says_why_and_the_next_try_starts_afresh(root: Path, dvc: Dvc) -> None:
     dvc.reproduce("first")
     for lines, error, message in (

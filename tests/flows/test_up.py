@@ -107,20 +107,6 @@ def test_status_says_that_nothing_runs(root: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "nothing runs; `rlhf up` starts the service\n"
 
 
-def test_our_own_server_is_healthy_while_it_answers(root: Path) -> None:
-    here = Service.here()
-    port = processes.free_port(20000 + os.getpid() % 10000)
-    (root / "health").touch()
-    words = [sys.executable, "-m", "http.server", "--bind", processes.HOST, str(port)]
-    here.daemon("mlflow").start(words, dict(os.environ), root, port=port)
-    try:
-        here.daemon("mlflow").wait_until_ready(lambda: here.is_healthy("mlflow"), 60)
-        (root / "health").unlink()
-        assert not here.is_healthy("mlflow")
-    finally:
-        here.daemon("mlflow").stop(0.5)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -249,13 +235,6 @@ def busy_worker(root: Path) -> Iterator[processes.Daemon]:
     worker.stop(0.5)
 
 
-def test_runs_end_before_their_worker_and_save_their_state(root: Path, busy_worker: processes.Daemon) -> None:
-    Service.here().end_runs()
-    assert (root / "kept").exists()
-    assert busy_worker.is_running()
-    assert [process.pid for process in busy_worker.processes()] == [busy_worker.record()["pid"]]
-
-
 def test_down_lets_runs_save_their_state(
     root: Path, busy_worker: processes.Daemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,11 +254,3 @@ def test_ctrl_c_in_up_is_one_message(
     monkeypatch.setattr(Service, "up", interrupted)
     assert cli.main(["up"]) == 130
     assert "`rlhf down` stops what was started" in capsys.readouterr().err
-
-
-def test_up_says_what_it_waits_for(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(processes.Daemon, "start", lambda daemon, *words, **record: None)
-    Service.here()._start_server("mlflow", 4321)
-    assert capsys.readouterr().out == "mlflow: starts on port 4321, which takes up to a minute\n"
