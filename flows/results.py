@@ -1,4 +1,4 @@
-"""What a finished run shows in Prefect: metrics, win rates, responses, verdict and links. No torch."""
+"""What a finished run shows in Prefect: metrics, verdict, stages and links. No torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from prefect.artifacts import Artifact, create_markdown_artifact, create_table_a
 from flows.outcome import Outcome
 from rlhf_tasks import config
 from rlhf_tasks.config import STAGES
-from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
-from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue
 
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
-NUM_RESPONSES, RESPONSE_LENGTH = 5, 300  # rows, characters
 
 
 def metrics(folder: Path) -> dict[str, float]:
@@ -28,32 +25,6 @@ def metrics(folder: Path) -> dict[str, float]:
     files = [folder / out for out in outs if out.startswith("metrics/") and (folder / out).exists()]
     trees = {file.stem: config.flatten(json.loads(file.read_text(encoding="utf-8"))) for file in files}
     return {f"{stage}/{name}": value for stage, tree in trees.items() for name, value in tree.items()}
-
-
-def win_rates(folder: Path) -> list[dict[str, str]]:
-    """A row per judge and pair, with its 95% interval; none before stage judge."""
-    file = Paths(folder).evaluation_results
-    return [
-        {
-            "judge": one.judge,
-            "pair": f"{one.a} vs {one.b}",
-            "win rate": f"{one.win_rate.value:.1%}",
-            "95% interval": f"{one.win_rate.low:.1%} – {one.win_rate.high:.1%}",
-        }
-        for one in (EvaluationResults.read(file).comparisons if file.exists() else ())
-    ]
-
-
-def responses(folder: Path) -> list[dict[str, str]]:
-    """The first test prompts, and the response of each contender."""
-    file = Paths(folder).judged_responses
-    if not file.exists():
-        return []
-    from pyarrow import parquet
-
-    names = ["prompt", "reference", "sft", "policy"]
-    table = parquet.read_table(file, columns=names).slice(0, NUM_RESPONSES)
-    return [{name: str(row[name])[:RESPONSE_LENGTH] for name in names} for row in table.to_pylist()]
 
 
 def run_keys(folder: Path, stages: Sequence[str]) -> dict[str, str]:
@@ -123,14 +94,11 @@ def page(
         for stage, node in dvc_files.graph(folder).items()
         if stage != dvc_files.INPUTS
     ]
-    rates = table(win_rates(folder))
     sections = {
         "Promotion": [outcome.promotion, table(outcome.criteria)] if outcome.verdict else [],
-        "Win rates": ["Ties count half.", rates] if rates else [],
         "Metrics": [table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
         "Changes": ["\n".join(f"- {_code(change)}" for change in outcome.changes)],
         "Stages": [table(stages)],
-        "Responses": [table(responses(folder))],
     }
     for title, content in sections.items():
         if any(content):
