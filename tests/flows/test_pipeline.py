@@ -202,9 +202,10 @@ def test_a_retry_says_what_it_resumes_from(root: Path, log: Log, monkeypatch: py
     flows_pipeline.pipeline(name="tried")
     messages = [record.getMessage() for record in log.records]
     assert [message for message in messages if "resumes" in message or "attempt" in message] == [
-        "resumes from rollout 12 of an earlier run", "attempt 2 resumes from rollout 12",
+        "resumes from rollout 12 of an earlier run",
+        "attempt 2 resumes from rollout 12",
         "Finished in state Completed('ran; attempt 2 resumes from rollout 12')",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_progress_says_what_each_stage_did(root: Path) -> None:

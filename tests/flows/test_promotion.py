@@ -27,8 +27,17 @@ from tests.flows import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect and its server
 REFUSED = "rlhf-policy version 2 (models/policy): KL 11.2 > 10"
-CRITERION = {"key": "kl", "title": "KL", "value": 11.2, "relation": "<=", "bound": 10.0, "lacking": "",
-             "standard_error": None, "margin": -1.2, "passed": False}  # fmt: skip
+CRITERION = {
+    "key": "kl",
+    "title": "KL",
+    "value": 11.2,
+    "relation": "<=",
+    "bound": 10.0,
+    "lacking": "",
+    "standard_error": None,
+    "margin": -1.2,
+    "passed": False,
+}
 LOGGER = logging.getLogger("test of promotion")
 
 
