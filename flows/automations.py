@@ -13,7 +13,7 @@ from uuid import UUID
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import StateType
-from prefect.events.actions import ActionTypes, ChangeFlowRunState, SendNotification
+from prefect.events.actions import ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
@@ -41,10 +41,7 @@ def apply(client: SyncPrefectClient) -> None:
     action = ChangeFlowRunState(
         name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
     )
-    ends = {HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)}
-    trigger = EventTrigger(
-        after={HEARTBEAT}, expect=ends, posture=Posture.Proactive, threshold=1, within=SILENCE, **_of_runs()
-    )
+    trigger = _trigger(ENDS, after={HEARTBEAT}, posture=Posture.Proactive, within=SILENCE)
     _apply(client, AutomationCore(name=LOST, trigger=trigger, actions=[action]))
 
 
@@ -54,36 +51,44 @@ def notify(webhook: str | None) -> None:
     Args:
         webhook: The address that gets each notification; None: unchanged, at first none; empty: none.
     """
+    # An artifact of the server itself needs no account and no other program.
+    artifact = {
+        "key": LOG_KEY,
+        "type": "markdown",
+        "description": "{{subject}}",
+        "data": "{{subject}}\n\n{{body}}",
+    }
     with get_client(sync_client=True) as client:
-        blocks = [_save(LOG, f"{str(client.api_url).rstrip('/')}/artifacts/", _artifact())]
+        blocks = [_save(LOG, f"{str(client.api_url).rstrip('/')}/artifacts/", artifact)]
+        try:
+            existing = client.read_block_document_by_name(WEBHOOK, "custom-webhook").id
+        except ObjectNotFound:
+            existing = None
         if webhook:
             blocks.append(_save(WEBHOOK, webhook, {"text": "{{subject}}\n{{body}}"}))
-        elif (found := _find(client, WEBHOOK)) is not None:
-            if webhook is None:
-                blocks.append(found)
-            else:
-                client.delete_block_document(found)
-        actions: list[ActionTypes] = [
-            SendNotification(block_document_id=block, subject=SUBJECT, body=BODY) for block in blocks
-        ]
-        expect = {f"prefect.flow-run.{end}" for end in NOTIFIED}
-        trigger = EventTrigger(
-            expect=expect, posture=Posture.Reactive, threshold=1, within=timedelta(0), **_of_runs()
-        )
-        _apply(client, AutomationCore(name=NOTIFY, trigger=trigger, actions=actions))
+        elif existing is not None and webhook is None:
+            blocks.append(existing)
+        elif existing is not None:
+            client.delete_block_document(existing)
+        actions = [SendNotification(block_document_id=block, subject=SUBJECT, body=BODY) for block in blocks]
+        trigger = _trigger(NOTIFIED, posture=Posture.Reactive, within=timedelta(0))
+        _apply(client, AutomationCore(name=NOTIFY, trigger=trigger, actions=[*actions]))
 
 
-def _of_runs() -> dict[str, Any]:
-    """Limits a trigger to the flows of this package, whose name is in heartbeats and in states."""
+def _trigger(ends: tuple[str, ...], **values: Any) -> EventTrigger:
+    """A trigger upon the ends of runs of this package's flows, whose name is in heartbeats and in states."""
     flows: dict[str, str | list[str]] = {
         "prefect.resource.role": ["flow"],
         "prefect.resource.name": list(settings.FLOWS),
     }
-    return {
-        "match": ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
-        "match_related": ResourceSpecification(flows),
-        "for_each": {"prefect.resource.id"},
-    }
+    return EventTrigger(
+        expect={*values.get("after", ()), *(f"prefect.flow-run.{end}" for end in ends)},
+        threshold=1,
+        match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+        match_related=ResourceSpecification(flows),
+        for_each={"prefect.resource.id"},
+        **values,
+    )
 
 
 def _apply(client: SyncPrefectClient, automation: AutomationCore) -> None:
@@ -97,16 +102,6 @@ def _apply(client: SyncPrefectClient, automation: AutomationCore) -> None:
             client.update_automation(existing.id, AutomationCore(**updated))
 
 
-def _artifact() -> dict[str, Any]:
-    """A notification as an artifact of the server itself, which needs no account and no other program."""
-    return {
-        "key": LOG_KEY,
-        "type": "markdown",
-        "description": "{{subject}}",
-        "data": "{{subject}}\n\n{{body}}",
-    }
-
-
 def _save(name: str, address: str, content: dict[str, Any]) -> UUID:
     """Make or update a block that posts this content. Prefect's pages hide the address, often a secret."""
     block: Any = CustomWebhookNotificationBlock(
@@ -118,10 +113,3 @@ def _save(name: str, address: str, content: dict[str, Any]) -> UUID:
         secrets=SecretDict({"address": address}),
     )
     return UUID(str(block.save(name, overwrite=True)))
-
-
-def _find(client: SyncPrefectClient, name: str) -> UUID | None:
-    try:
-        return client.read_block_document_by_name(name, "custom-webhook").id
-    except ObjectNotFound:
-        return None

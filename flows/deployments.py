@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,30 +17,24 @@ from typing import Any
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, GlobalConcurrencyLimitCreate, WorkPoolCreate
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+from prefect.client.schemas.objects import State
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
-from prefect.schedules import Cron, Interval, Schedule
+from prefect.schedules import Cron, Interval
 from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import automations, devices, hooks, settings
+from flows import automations, devices, settings, workplace
 from flows.pipeline import pipeline
-from flows.slots import limit_of
+from flows.slots import find_limit, limit_of
 from flows.sweep import sweep
 from flows.watch import data_watch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
 OWNER = "project:"  # begins the tag with the owner of a deployment, in a work pool of any type
-OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+OPEN = FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}})
 
 
 def apply(
@@ -65,153 +57,116 @@ def apply(
     Raises:
         UserError: if the pool does not exist, or another project has deployments of these names.
     """
-    with get_client(sync_client=True) as client:
-        if makes_pool:
-            _pool(client, pool)
-        place = _place(client, root, pool)
-        with suppress(ObjectAlreadyExists):  # priority 1 moves the pool's default queue to 2
-            client.create_work_queue(settings.URGENT, work_pool_name=pool, priority=1)
-        if is_shared:
-            _check_owner(client, place, root)
-        _limit(client, gpu_slots, is_shared=is_shared)
-        automations.apply(client)
-        _deploy_all(client, place)
-
-
-def _deploy_all(client: SyncPrefectClient, place: Place) -> None:
     nightly = Cron("0 2 * * *", slug="nightly", active=False)
     hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
-    for flow, name, description, schedules in (
-        (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
-        (pipeline, settings.URGENT, "Run the pipeline before the runs of the other deployments.", []),
-        (pipeline, "nightly", "An example of a schedule: every night, with the newest data.", [nightly]),
-        (data_watch, "on-data-change", "Check every hour whether the data changed.", [hourly]),
-        (sweep, "sweep", "Compare settings over seeds.", []),
-    ):
-        _deploy(client, place, flow, name, description, schedules)
+    with get_client(sync_client=True) as client:
+        if makes_pool:
+            template = ProcessWorker.get_default_base_job_template()
+            with suppress(ObjectAlreadyExists):
+                client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
+        try:
+            kind = client.read_work_pool(pool).type
+        except ObjectNotFound:
+            raise UserError(
+                f"work pool {pool!r} does not exist; `prefect work-pool create` makes one"
+            ) from None
+        own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
+        variables = own if kind == "process" else {}
+        if is_shared:
+            _check_owner(client, root, pool, variables)
+        _make_limits(client, gpu_slots, is_shared=is_shared)
+        automations.apply(client)
+        for flow, name, description, schedules in (
+            (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
+            (pipeline, "nightly", "An example of a schedule: every night, with the newest data.", [nightly]),
+            (data_watch, "on-data-change", "Check every hour whether the data changed.", [hourly]),
+            (sweep, "sweep", "Compare settings over seeds.", []),
+        ):
+            runs = f"{settings.PIPELINE}/{name_in(pool, 'pipeline')}"
+            made: Any = flow.to_deployment(
+                name=name_in(pool, name),
+                description=description,
+                parameters={} if flow is pipeline else {"deployment": runs},
+                tags=["rlhf", f"{OWNER}{git.address(root)}"],
+                schedules=schedules,
+                work_pool_name=pool,
+                job_variables=variables,
+                entrypoint_type=EntrypointType.MODULE_PATH,
+            )
+            _register(client, flow, made)
 
 
-def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:
+def name_in(pool: str, name: str) -> str:
+    """The name of a deployment for a work pool."""
+    return name if pool == settings.POOL else f"{name}-{pool}"
+
+
+def _check_owner(client: SyncPrefectClient, root: Path, pool: str, variables: dict[str, str]) -> None:
     """Raises UserError if another project, or this one in another folder, has deployments of these names.
 
     The deployments of a process pool have the folder; others have a tag, which may be older than the git
     remote of this project.
     """
-    name = f"{settings.PIPELINE}/pipeline{place.suffix}"
+    name = f"{settings.PIPELINE}/{name_in(pool, 'pipeline')}"
     try:
         existing = client.read_deployment_by_name(name)
     except ObjectNotFound:
         return
-    owners = [tag.removeprefix(OWNER) for tag in existing.tags if tag.startswith(OWNER)]
-    folder = existing.job_variables.get("working_dir")
-    if folder is not None and "working_dir" in place.variables:
-        owner, is_ours = folder, folder == place.variables["working_dir"]
-    else:
-        owner = owners[0] if owners else ""
-        is_ours = not owners or bool({place.owner, str(root.resolve())} & set(owners))
-    if is_ours:
-        return
-    raise UserError(
-        f"the deployment {name} of this server belongs to the project {owner}: give `--pool NAME`, so that "
-        f"this project, {place.owner} in {root}, has its own work pool and names. If the project has moved, "
-        f"run `prefect deployment delete {name}` first"
-    )
+    owners = {tag.removeprefix(OWNER) for tag in existing.tags if tag.startswith(OWNER)}
+    ours = {git.address(root), str(root.resolve())}
+    if variables and (folder := existing.job_variables.get("working_dir")) is not None:
+        owners, ours = {folder}, {variables["working_dir"]}
+    if owners and not owners & ours:
+        raise UserError(
+            f"the deployment {name} of this server belongs to the project {', '.join(owners)}: give "
+            f"`--pool NAME`, so that this project, {git.address(root)} in {root}, has its own work pool and "
+            f"names. If the project has moved, run `prefect deployment delete {name}` first"
+        )
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the runs of a set of deployments go."""
-
-    pool: str
-    suffix: str
-    owner: str
-    """The address of the project, which the deployments have as a tag."""
-    variables: dict[str, Any]
-    """Variables of the job that replace those of the pool."""
-
-
-def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
-    try:
-        kind = client.read_work_pool(pool).type
-    except ObjectNotFound:
-        raise UserError(f"work pool {pool!r} does not exist; `prefect work-pool create` makes one") from None
-    own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
-    suffix = "" if pool == settings.POOL else f"-{pool}"
-    return Place(pool, suffix, git.address(root), own if kind == "process" else {})
-
-
-def _pool(client: SyncPrefectClient, name: str) -> None:
-    template = ProcessWorker.get_default_base_job_template()
-    with suppress(ObjectAlreadyExists):
-        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
-
-
-def _limit(client: SyncPrefectClient, slots: int | None, *, is_shared: bool) -> None:
+def _make_limits(client: SyncPrefectClient, slots: int | None, *, is_shared: bool) -> None:
     """The limit `gpu`, at first one slot for each GPU of this machine, or one. Users may change it.
 
     Where this machine is the only one, more slots than GPUs let runs share a GPU.
     """
+
+    def size(name: str, first: int, given: int | None) -> int:
+        """Make the limit with its first size, or give an existing one the given size; returns its size."""
+        found = find_limit(client, name)
+        if found is None:
+            made = GlobalConcurrencyLimitCreate(name=name, limit=given or first)
+            client.create_global_concurrency_limit(made)
+        elif given is not None:
+            client.upsert_global_concurrency_limit_by_name(name, given)
+        return given or (found.limit if found is not None else first)
+
     gpus = devices.visible()
-    size = _size(client, settings.SLOTS, len(gpus) or 1, slots)
+    total = size(settings.SLOTS, len(gpus) or 1, slots)
     for gpu in [] if is_shared else gpus:
-        share = math.ceil(size / len(gpus))
-        _size(client, limit_of(gpu), share, None if slots is None else share)
+        share = math.ceil(total / len(gpus))
+        size(limit_of(gpu), share, None if slots is None else share)
 
 
-def _size(client: SyncPrefectClient, name: str, first: int, given: int | None) -> int:
-    """Make the limit with its first size, or give an existing one the given size; returns its size."""
-    try:
-        found = client.read_global_concurrency_limit_by_name(name).limit
-    except ObjectNotFound:
-        size = given or first
-        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=size))
-        return size
-    if given is not None:
-        client.upsert_global_concurrency_limit_by_name(name, given)
-    return given or found
-
-
-def _deploy(
-    client: SyncPrefectClient,
-    place: Place,
-    flow: Flow[..., Any],
-    name: str,
-    description: str,
-    schedules: Sequence[Schedule],
-) -> None:
+def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any) -> None:
     """Make a deployment, or update only those fields of an existing one that users do not change."""
-    runs = f"{settings.PIPELINE}/pipeline{place.suffix}"
-    made: Any = flow.to_deployment(
-        name=f"{name}{place.suffix}",
-        description=description,
-        parameters={} if flow is pipeline else {"deployment": runs},
-        tags=["rlhf", f"{OWNER}{place.owner}"],
-        schedules=list(schedules),
-        work_pool_name=place.pool,
-        work_queue_name=settings.URGENT if name == settings.URGENT else None,
-        job_variables=place.variables,
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
     try:
-        existing = client.read_deployment_by_name(f"{flow.name}/{name}{place.suffix}")
+        existing = client.read_deployment_by_name(f"{flow.name}/{made.name}")
     except ObjectNotFound:
-        own = DeploymentUpdate(parameter_openapi_schema=form(flow))
-        client.update_deployment(made.apply(), own)
+        client.update_deployment(made.apply(), DeploymentUpdate(parameter_openapi_schema=form(flow)))
         return
-    is_there = existing.work_pool_name == place.pool  # without its name, an update would change the queue
+    is_there = existing.work_pool_name == made.work_pool_name
     theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
-    own = DeploymentUpdate(
-        description=description,
-        # A null is of an earlier form, where it stood for the default.
-        parameters=made.parameters | {k: v for k, v in existing.parameters.items() if v is not None},
+    update = DeploymentUpdate(
+        description=made.description,
+        parameters=made.parameters | existing.parameters,
         tags=[*made.tags, *theirs],
         entrypoint=made.entrypoint,
-        work_pool_name=place.pool,
-        work_queue_name=(existing if is_there else made).work_queue_name,
-        job_variables=existing.job_variables | place.variables,
+        work_pool_name=made.work_pool_name,
+        work_queue_name=existing.work_queue_name if is_there else None,  # without it, an update changes it
+        job_variables=existing.job_variables | made.job_variables,
         parameter_openapi_schema=form(flow),
     )
-    client.update_deployment(existing.id, own)
+    client.update_deployment(existing.id, update)
 
 
 def form(flow: Flow[..., Any]) -> dict[str, Any]:
@@ -235,10 +190,9 @@ def crash_lost_runs() -> None:
 
     Call it while there is no worker. It also cleans up after such a run, as a worker would have done.
     """
-    where = WorkPoolFilter(name=WorkPoolFilterName(any_=[settings.POOL]))
-    states = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
+    where = WorkPoolFilter.model_validate({"name": {"any_": [settings.POOL]}})
     with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=states, work_pool_filter=where):
+        for run in client.read_flow_runs(flow_run_filter=OPEN, work_pool_filter=where):
             lost: State[Any] = Crashed(message="its worker is gone; retry the run to resume it")
-            hooks.clean_run(run.id, lost)
+            workplace.clean_run(run.id, lost)
             client.set_flow_run_state(run.id, lost, force=True)

@@ -10,15 +10,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rlhf_tasks.errors import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE_HERE = (6, 9)  # exit statuses of nvidia-smi: no device is found, no driver is loaded
 ANSWER_SECONDS = 120.0  # without a process on it, a GPU takes a while to wake up
-GPU = re.compile(r"GPU \d+: .*\(UUID: (\S+)\)")
-INSTANCE = re.compile(r"\s+MIG .*\(UUID: (\S+)\)")
+LINE = re.compile(r"(GPU \d+:|\s+MIG ).*\(UUID: (\S+)\)")
 
 
 def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -30,17 +29,18 @@ def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
         UserError: if `nvidia-smi` does not answer.
     """
     chosen = environment.get(VISIBLE)
-    if chosen == "":
-        return []
-    gpus = _listed()
+    gpus = [] if chosen == "" else _listed()
     if chosen is None:
         return [device for gpu in gpus for device in gpu[1:] or gpu]
+    # An entry is an index, or the beginning of a UUID. For a GPU in MIG mode CUDA takes its first instance.
+    names = [(str(index), gpu[0], gpu[1] if gpu[1:] else gpu[0]) for index, gpu in enumerate(gpus)]
+    names += [("", instance, instance) for gpu in gpus for instance in gpu[1:]]
     found = list[str]()
-    for entry in chosen.split(","):
-        device = _named(entry.strip(), gpus)
-        if device is None:
+    for entry in filter(None, map(str.strip, chosen.split(","))):
+        matching = [device for index, uuid, device in names if entry == index or uuid.startswith(entry)]
+        if not matching:
             break  # CUDA, too, ignores an unknown entry and all that follow
-        found.append(device)
+        found.append(matching[0])
     return list(dict.fromkeys(found))
 
 
@@ -50,37 +50,20 @@ def _listed() -> list[list[str]]:
     if program is None:
         return []
     try:
-        words = [program, "-L"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+        words, seconds = [program, "-L"], ANSWER_SECONDS
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
+        problem = f"fails with status {done.returncode}: {(done.stdout + done.stderr).strip()[:200]}"
     except subprocess.TimeoutExpired:
+        done, problem = None, f"does not answer within {ANSWER_SECONDS:.0f} s"
+    if done is None or done.returncode not in (0, *NONE_HERE):
         raise UserError(
-            f"`nvidia-smi -L` does not answer within {ANSWER_SECONDS:.0f} s, so that no GPU can be chosen; "
-            "repair the driver, or set CUDA_VISIBLE_DEVICES to an empty text to work without GPUs"
-        ) from None
-    if done.returncode not in (0, *NONE_HERE):
-        raise UserError(
-            f"`nvidia-smi -L` fails with status {done.returncode}, so that no GPU can be chosen: "
-            f"{(done.stdout + done.stderr).strip()[:200]}; repair the driver, or set CUDA_VISIBLE_DEVICES "
-            "to an empty text to work without GPUs"
+            f"`nvidia-smi -L` {problem}, so that no GPU can be chosen; repair the driver, or set "
+            "CUDA_VISIBLE_DEVICES to an empty text to work without GPUs"
         )
     gpus = list[list[str]]()
-    for line in done.stdout.splitlines() if done.returncode == 0 else []:
-        if gpu := GPU.match(line):
-            gpus.append([gpu[1]])
-        elif instance := INSTANCE.match(line):
-            gpus[-1].append(instance[1])
+    for found in filter(None, map(LINE.match, done.stdout.splitlines() if done.returncode == 0 else [])):
+        if found[1].startswith("GPU"):
+            gpus.append([found[2]])
+        else:
+            gpus[-1].append(found[2])
     return gpus
-
-
-def _named(entry: str, gpus: Sequence[Sequence[str]]) -> str | None:
-    """The device of an entry of CUDA_VISIBLE_DEVICES: an index, or the beginning of a UUID.
-
-    For a GPU in MIG mode it is the first instance, which is the one that CUDA takes.
-    """
-    for index, (gpu, *instances) in enumerate(gpus):
-        if entry == str(index) or (entry and gpu.startswith(entry)):
-            return instances[0] if instances else gpu
-        for device in instances:
-            if entry and device.startswith(entry):
-                return device
-    return None

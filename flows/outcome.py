@@ -61,24 +61,21 @@ class Outcome:
 
     def tags(self, folder: Path) -> dict[str, str]:
         """The tags by which the run in MLflow, DVC and git refer to each other."""
-        locked = dvc_files.locked(folder)
-        stages = dvc_files.graph(folder).items()
-        outs = [
-            out for stage, node in stages if stage != dvc_files.INPUTS for out in node.outs if out in locked
-        ]
+        locked, stages = dvc_files.locked(folder), dvc_files.graph(folder).items()
+        outs = [out for stage, node in stages if stage != dvc_files.INPUTS for out in node.outs]
         return {
             "git.rev": self.revision,
             **({"dvc.exp": self.name, "dvc.exp_rev": self.experiment} if self.experiment else {}),
             **{f"dvc.how.{stage}": result for stage, result in self.how.items()},
-            **{f"dvc.out.{out}": locked[out] for out in outs},
+            **{f"dvc.out.{out}": locked[out] for out in outs if out in locked},
         }
 
     def state(self) -> State[Any]:
         """The final state of the flow run."""
-        ran = [stage for stage, result in self.how.items() if result == "ran"]
-        what = f"ran {', '.join(ran)}" if ran else "nothing had to run"
-        kept = f"; experiment {self.name}" if self.experiment else ""
-        gate = f"{self.promotion}; " if self.verdict else ""
-        missing = f"; not pushed: {self.unpushed}" if self.unpushed else ""
+        ran = ", ".join(stage for stage, result in self.how.items() if result == "ran")
+        parts = [self.promotion] if self.verdict else []
+        parts += [f"ran {ran}" if ran else "nothing had to run"]
+        parts += [f"experiment {self.name}"] if self.experiment else []
+        parts += [f"not pushed: {self.unpushed}"] if self.unpushed else []
         name = "Unpushed" if self.unpushed and self.verdict in (None, "Promoted") else self.verdict
-        return ended(name or "Completed", f"{gate}{what}{kept}{missing}")
+        return ended(name or "Completed", "; ".join(parts))

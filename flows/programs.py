@@ -1,16 +1,15 @@
-"""Programs that a flow starts: each in a process group of its own, its lines as log lines. No torch here.
-
-An interrupt of the task (a cancellation, a timeout) ends the program and everything that it has started.
-"""
+"""Programs that a flow runs: each in a process group of its own, its lines as log lines. No torch here."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,12 @@ from prefect import get_run_logger
 from rlhf_tasks.project import processes
 from rlhf_tasks.tracking.context import STAGE_RUN
 
-DRAIN_SECONDS = 5.0
+DRAIN_SECONDS = 5.0  # for the last lines: a process that outlives the program may hold its output open
 POLL_SECONDS = 0.1
+# DVC's advice for people at a terminal, after every stage
+HINT = re.compile(
+    r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`"
+)
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]
 
@@ -33,89 +36,57 @@ def run(
     grace_seconds: float,
     logger: Logger | None = None,
 ) -> tuple[int, list[str]]:
-    """Run a program and log its lines as they come. Returns its exit status and its lines."""
-    program = Program(command, folder, environment, grace_seconds, logger or get_run_logger())
-    return program.wait(), program.lines
+    """Run a program and log its lines as they come. Returns its exit status and its lines.
 
+    An interrupt of the task (a cancellation, a timeout) ends the program and everything that it has started:
+    the group gets SIGINT, upon which dvc waits for its stage, and what outlives the grace is killed.
 
-class Program:
-    """A running program, and what it has printed."""
+    Args:
+        logger: The logger of the lines; by default that of the present Prefect run.
+    """
+    logger, lines = logger or get_run_logger(), list[str]()
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_restore_interrupts,
+    )
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        folder: Path,
-        environment: Mapping[str, str],
-        grace_seconds: float,
-        logger: Logger | None = None,
-        stdin: int = subprocess.DEVNULL,
-    ) -> None:
-        self.lines: list[str] = []
-        self._logger, self._token, self._grace = logger, environment[STAGE_RUN], grace_seconds
-        self._news = threading.Event()
-        self._process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_restore_interrupts,
-        )
-        # In a thread: an interrupt that arrives during a logging call is swallowed there, and would be lost.
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as output:
+            for line in map(str.rstrip, output):
+                if line and not HINT.match(line):
+                    lines.append(line)
+                    logger.info("%s", line)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def wait(self) -> int:
-        """Wait for the exit status. An interrupt ends the program and everything that it has started."""
-        try:
-            self._wait_until(lambda: False)
-        except BaseException:
-            self.interrupt()
-            raise
-        self._reader.join(DRAIN_SECONDS)  # a process that outlives the program may hold its output open
-        return self._process.wait()
-
-    def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds or the program has ended."""
+    # In a thread: an interrupt that arrives during a logging call is swallowed there, and would be lost.
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
         # Not one long wait: a signal that the kernel hands to another thread would not end it.
-        while self.is_alive and not condition():
-            self._news.wait(POLL_SECONDS)
-            self._news.clear()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in map(str.rstrip, lines):
-                self._handle(line)
-
-    def _handle(self, line: str) -> None:
-        self.lines.append(line)
-        if self._logger is not None and line:
-            self._logger.info("%s", line)
-
-    def interrupt(self) -> None:
-        """Send SIGINT to the whole group: dvc then waits for its stage, and leaves no orphan.
-
-        A launcher ends its own ranks, which are in other groups. What outlives the grace is killed.
-        """
+        while process.poll() is None:
+            time.sleep(POLL_SECONDS)
+    except BaseException:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)
         try:
-            self._process.wait(self._grace)
+            process.wait(grace_seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        processes.end(STAGE_RUN, self._token, signal.SIGTERM, 1.0)
-        self._process.wait()
-        self._reader.join(DRAIN_SECONDS)
+            os.killpg(process.pid, signal.SIGKILL)
+        processes.end(STAGE_RUN, environment[STAGE_RUN], signal.SIGTERM, 1.0)  # those in other groups
+        process.wait()
+        raise
+    finally:
+        reader.join(DRAIN_SECONDS)
+    return process.returncode, lines
 
 
 def _restore_interrupts() -> None:

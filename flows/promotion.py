@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -26,32 +26,21 @@ from rlhf_tasks.promotion.record import verdict_file
 NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Refused", DEFERRED: "Deferred"}
 
 
-class Verdict(TypedDict):
-    """The fields of an Outcome that the gate decides."""
+def verdict(folder: Path, values: Config, environment: dict[str, str]) -> dict[str, Any]:
+    """Promote the policy in the folder if there is one, a gate and a registry.
 
-    verdict: str | None
-    reason: str
-    criteria: list[dict[str, str]]
-
-
-def verdict(folder: Path, values: Config, environment: dict[str, str]) -> Verdict:
-    """Promote the policy in the folder if there is one, a gate and a registry."""
-    if not is_due(values, folder):
-        return Verdict(verdict=None, reason="", criteria=[])
+    Returns the fields of an Outcome that the gate decides; none if nothing is to be promoted.
+    """
+    outs = {out for node in dvc_files.graph(folder).values() for out in node.outs}
+    if values.promotion is None or not values.tracking.enabled or POLICY not in outs:
+        return {}
     bound: Any = promote.with_options(timeout_seconds=values.service.timeout_seconds)
     state: State[Any] = bound(folder, environment, values, return_state=True)
     if not outcome.has_results(state):
         error = state.result(raise_on_failure=False)
-        return Verdict(verdict="Deferred", reason=f"the gate did not run ({error})", criteria=[])
-    name = str(state.name)
-    rows = criteria(folder) if name != "Deferred" else []
-    return Verdict(verdict=name, reason=str(state.message), criteria=rows)
-
-
-def is_due(values: Config, folder: Path) -> bool:
-    """Whether there is a gate, a registry, and a policy."""
-    outs = {out for node in dvc_files.graph(folder).values() for out in node.outs}
-    return values.promotion is not None and values.tracking.enabled and POLICY in outs
+        return {"verdict": "Deferred", "reason": f"the gate did not run ({error})"}
+    rows = criteria(folder) if state.name != "Deferred" else []
+    return {"verdict": str(state.name), "reason": str(state.message), "criteria": rows}
 
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
@@ -60,8 +49,8 @@ def promote(
 ) -> State[Any]:
     """Promoted, Refused or Deferred, which it is also if the gate cannot run.
 
-    The message names no command that decides later: the
-    notes of the run do, since they know the experiment. The task waits for a slot only if it has to judge.
+    The message names no command that decides later: the notes of the run do, since they know the experiment.
+    The task waits for a slot only if it has to judge.
     """
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
     run = partial(programs.run, folder=folder, grace_seconds=service.grace_seconds, logger=logger)
@@ -72,7 +61,7 @@ def promote(
                 slots.hold(service.gpu_slots, lambda line: None)
             gpus = {devices.VISIBLE: ",".join(slots.held)} if slots.held else {}
             status, lines = run(command, environment=environment | gpus)
-    message = next((line for line in reversed(lines) if line), "it printed nothing")
+    message = lines[-1] if lines else "it printed nothing"
     name = NAMES.get(status, NAMES[DEFERRED])
     if status not in NAMES:
         message = f"the gate did not run ({message.removeprefix('rlhf: ')})"
@@ -81,8 +70,7 @@ def promote(
 
 def criteria(folder: Path) -> list[dict[str, str]]:
     """The last verdict on the policy in the folder, a row per criterion; empty without a verdict."""
-    md5 = dvc_files.locked(folder).get(POLICY)
-    file = verdict_file(Paths(folder).home, md5 or "none")
+    file = verdict_file(Paths(folder).home, dvc_files.locked(folder).get(POLICY, "none"))
     if not file.exists():
         return []
     return gate.Verdict.of_tree(json.loads(file.read_text(encoding="utf-8"))).rows()

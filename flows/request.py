@@ -9,12 +9,9 @@ import logging
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from uuid import UUID
 
 from prefect import get_run_logger
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.runtime import flow_run
 from prefect.states import Failed
 from pydantic import Field
 
@@ -55,15 +52,14 @@ def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Conf
     if commit is not None:
         text, values, changes = request.resolve(git.committed(root, "params.yaml", commit))
         stages = dvc_files.graph_in(git.committed(root, "dvc.yaml", commit), text)
+    elif not request.is_empty:
+        raise UserError(
+            "preset, seed and overrides change params.yaml; a run in the checkout does not change it: set "
+            "`where` to workspace, or edit params.yaml"
+        )
     else:
-        if not request.is_empty:
-            raise UserError(
-                "preset, seed and overrides change params.yaml; a run in the checkout does not change it: "
-                "set `where` to workspace, or edit params.yaml"
-            )
-        file = root / "params.yaml"
-        values, changes = config.load(file), []
-        text = file.read_text(encoding="utf-8")  # after `load`, which checks that it is readable
+        values, changes = config.load(root / "params.yaml"), []
+        text = (root / "params.yaml").read_text(encoding="utf-8")  # `load` has checked that it is readable
         stages = dvc_files.graph(root)
     unknown = [name for name in values.service.stages if name not in (*stages, *config.STAGES)]
     if unknown:
@@ -82,18 +78,6 @@ def default_name(given: str, run: str) -> str:
     return slug if slug.endswith(f"-{run[-4:]}") else f"{slug}-{run[-4:]}"
 
 
-def name_run(run: str, name: str) -> str:
-    """The name of a flow run in Prefect and MLflow: that of its experiment, which it gets here.
-
-    A run of a sweep keeps the name that the sweep gave it.
-    """
-    if flow_run.get_parent_flow_run_id():
-        return str(flow_run.get_name())
-    with get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(run), name=name)
-    return name
-
-
 def commit_of(root: Path, where: Where, revision: str | None, name: str | None) -> str | None:
     """The hash of the commit that the run works on; None for a run in the checkout.
 
@@ -103,8 +87,7 @@ def commit_of(root: Path, where: Where, revision: str | None, name: str | None) 
     check_name(name)
     if where == "workspace":
         return git.resolve(root, revision)
-    given = [what for what, value in (("revision", revision), ("name", name)) if value is not None]
-    if given:
+    if given := [what for what, value in (("revision", revision), ("name", name)) if value is not None]:
         raise UserError(
             f"{' and '.join(given)} cannot be given for a run in the checkout, which uses the working tree "
             "and makes no experiment: set `where` to workspace, or leave the field empty"

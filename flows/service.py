@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,20 @@ import httpx
 import psutil
 from filelock import FileLock
 
-from flows import pages, ports, settings, worker
+from flows import settings, worker
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files, processes, workspaces
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.project.processes import HOST, Daemon, is_free
-from rlhf_tasks.tracking import context, dashboard, links
+from rlhf_tasks.project.processes import HOST, Daemon, free_port, is_free
+from rlhf_tasks.tracking import context, dashboard, links, local_pages
 from rlhf_tasks.tracking.outbox import Outbox
 from rlhf_tasks.tracking.uploader import sync
 
 READY_SECONDS = 180.0  # a busy machine needs minutes where a resting one needs seconds
 END_SECONDS = {"worker": 35.0, "mlflow": 5.0, "prefect": 10.0}  # the worker's runs save their state first
-HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
-WORKER = "service"  # its name in the pool
+HEALTH = {"prefect": "/api/health", "mlflow": "/health", "worker": "/health"}
+PORTS: Mapping[str, int] = {"prefect": 4200, "mlflow": 5000}  # of the first start
 IN_PROGRESS = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)  # or not from our server
 
@@ -64,16 +64,16 @@ class Service:
         return cls(root, home)
 
     def daemon(self, name: str) -> Daemon:
+        """One of the programs: prefect, mlflow or worker."""
         return Daemon(name, self.home / "service")
 
     def url(self, name: str) -> str:
+        """The address of a program."""
         return f"http://{HOST}:{self.daemon(name).record()['port']}"
 
-    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The environment of every program that talks to the servers."""
-        own = settings.prefect(self.home, self.url("prefect"))
-        own[links.MLFLOW_URL] = self.url("mlflow")
-        return {**settings.QUIET, **base, **own, "PATH": processes.environment_path(base)}
+    def _lock(self) -> FileLock:
+        (self.home / "service").mkdir(parents=True, exist_ok=True)
+        return FileLock(self.home / "service/lock")
 
     # -------------------------------------------------------------------------------------- up
 
@@ -91,64 +91,95 @@ class Service:
             UserError: for a requested port that a server cannot have, and if a program does not start.
         """
         with self._lock():
-            servers = {name: self.daemon(name) for name in HEALTH}
-            for name, port in ports.choose(servers, requested).items():
+            for name, port in self.choose_ports(requested).items():
                 self._start_server(name, port)
-            self.warn_of_another_server()
-            os.environ.update(self.environment(os.environ))
+            if os.environ.get("PREFECT_API_URL", "") not in ("", f"{self.url('prefect')}/api"):
+                console.say(
+                    f"PREFECT_API_URL={os.environ['PREFECT_API_URL']} is another server than the one that "
+                    "starts here; `rlhf work` registers the project there and works for it"
+                )
+            own = settings.prefect(self.home, self.url("prefect")) | {links.MLFLOW_URL: self.url("mlflow")}
+            path = {"PATH": processes.environment_path(os.environ)}
+            os.environ.update({**settings.QUIET, **os.environ, **own, **path})
             from flows import automations, deployments  # only now: Prefect reads the environment
 
-            for name in HEALTH:
+            for name in PORTS:
                 self.wait_for(name)
                 console.say(f"{name}: ready")
-            pages.keep_local(self.home / "prefect" / "ui")
+            keep_pages_local(self.home / "prefect" / "ui")
             console.say("deployments: are brought up to date")
             deployments.apply(self.root, gpu_slots)
             automations.notify(webhook)
             if Outbox.of(self.home).pending():
                 sync(self.home)  # runs whose delivery ended with the service
-            addresses = {name: self.url(name) for name in HEALTH}
+            addresses = {name: self.url(name) for name in PORTS}
             if not self.daemon("worker").runs_with(**addresses):
                 # What an earlier worker left running ends first; or it uses former addresses of the servers.
                 self.end_runs()
                 self.daemon("worker").stop(END_SECONDS["worker"])
                 deployments.crash_lost_runs()
                 console.say("worker: starts")
-                command = [*worker.command(settings.POOL), "--name", WORKER]
-                facts = {**addresses, "earlier_heartbeat": self._last_heartbeat()}
-                self.daemon("worker").start(command, self.environment(os.environ), self.root, **facts)
+                with socket.create_server((HOST, 0)) as free:
+                    port = free.getsockname()[1]
+                health = {"PREFECT_WORKER_WEBSERVER_HOST": HOST, "PREFECT_WORKER_WEBSERVER_PORT": str(port)}
+                environment = {**os.environ, **health}
+                command = worker.command(settings.POOL, environment)
+                self.daemon("worker").start(command, environment, self.root, port=port, **addresses)
             workspaces.remove_left(self.root)
             self.wait_for("worker")
             console.say("worker: ready")
-        self._show_addresses()
-        console.say(f"logs: {self.home / 'service'}; `rlhf status` shows what runs, `rlhf down` stops it")
-
-    def _show_addresses(self) -> None:
         console.say(f"Prefect: {self.url('prefect')}")
-        own = self._experiment()
-        for name, page in dashboard.runs_pages(self.home, self.url("mlflow"), own).items():
-            console.say(f"MLflow, runs of {name}: {page}")
-        if (report := Paths(self.root).reports / "index.html").exists():
-            console.say(f"report: {report.as_uri()}")
-
-    def _experiment(self) -> str | None:
-        """The experiment of params.yaml, if its runs go to the service's own MLflow."""
+        experiment = None
         with suppress(UserError):
             tracking = config.load(self.root / "params.yaml").tracking
             is_ours = tracking.enabled and context.uri(tracking) is None
-            return tracking.experiment if is_ours else None
-        return None
+            experiment = tracking.experiment if is_ours else None
+        for name, page in dashboard.runs_pages(self.home, self.url("mlflow"), experiment).items():
+            console.say(f"MLflow, runs of {name}: {page}")
+        if (report := Paths(self.root).reports / "index.html").exists():
+            console.say(f"report: {report.as_uri()}")
+        console.say(f"logs: {self.home / 'service'}; `rlhf status` shows what runs, `rlhf down` stops it")
 
-    def _lock(self) -> FileLock:
-        folder = self.home / "service"
-        folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / "lock")
+    def choose_ports(
+        self, requested: Mapping[str, int | None], first: Mapping[str, int] = PORTS
+    ) -> dict[str, int]:
+        """The port of each server: the requested one, or the last one, so that bookmarks stay valid.
+
+        If another program has the last one, it is the next free one. What an earlier start left is stopped.
+
+        Raises:
+            UserError: for a requested port that the server cannot have.
+        """
+        running = {name for name in first if self.daemon(name).is_running()}
+        ports = {name: self.daemon(name).record().get("port") or first[name] for name in first}
+        chosen = {name: ports[name] for name in running}
+        for name in sorted(first, key=lambda name: requested.get(name) is None):  # the requested ones first
+            port = requested.get(name)
+            if name in running:
+                if port not in (None, chosen[name]):
+                    raise UserError(
+                        f"{name} runs on port {chosen[name]}; `rlhf down` first, to start it on "
+                        f"--{name}-port {port}"
+                    )
+                continue
+            self.daemon(name).stop(END_SECONDS[name])
+            wanted = port or ports[name]
+            holder = next((other for other in chosen if chosen[other] == wanted), "another program")
+            is_taken = wanted in chosen.values() or not is_free(wanted)
+            problem = (
+                f"port {wanted} is in use by {holder}, so {name} cannot have it; --{name}-port sets another"
+            )
+            if is_taken and port is not None:
+                raise UserError(problem)
+            chosen[name] = free_port(wanted, besides=chosen.values())
+            if is_taken:
+                console.say(f"{problem}: it gets {chosen[name]}")
+        return {name: chosen[name] for name in first}
 
     def _start_server(self, name: str, port: int) -> None:
         daemon = self.daemon(name)
         if daemon.is_running():
             return
-        daemon.stop(END_SECONDS[name])  # what is left of it
         console.say(f"{name}: starts on port {port}, which takes up to a minute")
         if name == "mlflow":
             command = dashboard.server_command(self.home, port)
@@ -160,88 +191,55 @@ class Service:
             environment = {**settings.QUIET, **os.environ, **own}
         daemon.start(command, environment, self.root, port=port)
 
-    def warn_of_another_server(self) -> None:
-        """If the shell names another server, this one is still the project's own."""
-        address = os.environ.get("PREFECT_API_URL")
-        if address not in (None, "", f"{self.url('prefect')}/api"):
-            console.say(
-                f"PREFECT_API_URL={address} is another server than the one that starts here; `rlhf work` "
-                "registers the project there and works for it"
-            )
-
     def wait_for(self, name: str) -> None:
-        """Wait until a program does its work.
-
-        Raises:
-            UserError: if the program ends, takes too long, or another program has its port.
-        """
-        daemon = self.daemon(name)
-        port = daemon.record().get("port")
-        try:
-            daemon.wait_until_ready(partial(self.is_healthy, name), self.ready_seconds)
-        except UserError:
-            if port is not None and not is_free(port) and not daemon.listens(port):
-                raise UserError(ports.taken(name, port)) from None
-            raise
+        """Wait until a program does its work. Raises UserError if it ends, or takes too long."""
+        self.daemon(name).wait_until_ready(partial(self.is_healthy, name), self.ready_seconds)
 
     # ---------------------------------------------------------------------------------- status
 
+    def is_healthy(self, name: str) -> bool:
+        """Whether our own program does its work: it is alive, and it is the one that answers on its port."""
+        daemon = self.daemon(name)
+        try:
+            answers = (
+                daemon.is_running() and httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
+            )
+            return answers and daemon.listens(daemon.record()["port"])
+        except NO_ANSWER:
+            return False
+
     def status(self) -> int:
         """Show the programs and the flow runs in progress. Returns 0 if all programs do their work."""
-        if not any(self.daemon(name).is_running() for name in END_SECONDS):
+        if not any(self.daemon(name).is_running() for name in HEALTH):
             console.say("nothing runs; `rlhf up` starts the service")
             return 1
-        healthy = {name: self.is_healthy(name) for name in ("prefect", "mlflow", "worker")}
+        healthy = {name: self.is_healthy(name) for name in HEALTH}
         for name, is_well in healthy.items():
             daemon = self.daemon(name)
-            address = f", {self.url(name)}" if name in HEALTH and daemon.is_running() else ""
             if is_well:
-                console.say(f"{name}: healthy{address}")
+                console.say(f"{name}: healthy, {self.url(name)}")
             elif daemon.is_running():
-                console.say(f"{name}: runs, but does not answer{address}; see {daemon.log}")
+                console.say(f"{name}: runs, but does not answer, {self.url(name)}; see {daemon.log}")
             else:
                 console.say(f"{name}: does not run; `rlhf up` starts it")
         if healthy["prefect"]:
-            self._show_runs()
+            try:
+                page = f"{self.url('prefect')}{settings.UI}/runs/flow-run"
+                runs = [
+                    f"{r['name']}: {r['state_name']}, {page}/{r['id']}" for r in self._runs_in_progress({})
+                ]
+                lines = [f"run {run}" for run in runs] or ["no flow run is in progress"]
+            except NO_ANSWER:
+                lines = ["the Prefect server does not list its flow runs"]
+            for line in lines:
+                console.say(line)
         return 0 if all(healthy.values()) else 1
 
-    def _show_runs(self) -> None:
+    def _runs_in_progress(self, others: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The flow runs in progress that match the other filters. Raises one of NO_ANSWER."""
         states = {"flow_runs": {"state": {"type": {"any_": list(IN_PROGRESS)}}}, "sort": "START_TIME_ASC"}
-        try:
-            runs, page = self._post("flow_runs/filter", states), f"{self.url('prefect')}{settings.UI}/runs"
-            lines = [f"run {run['name']}: {run['state_name']}, {page}/flow-run/{run['id']}" for run in runs]
-        except NO_ANSWER:
-            lines = ["the Prefect server does not list its flow runs"]
-        for line in lines or ["no flow run is in progress"]:
-            console.say(line)
-
-    def is_healthy(self, name: str) -> bool:
-        """Whether our own program does its work: it is alive, and it is the one that answers on its port.
-
-        The worker has no port: the server knows its heartbeat.
-        """
-        daemon = self.daemon(name)
-        server = self.daemon("prefect") if name == "worker" else daemon
-        if not daemon.is_running():
-            return False
-        try:
-            if name == "worker":
-                answers = self._last_heartbeat() not in (0.0, daemon.record().get("earlier_heartbeat"))
-            else:
-                answers = httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
-            return answers and server.listens(server.record()["port"])
-        except NO_ANSWER:
-            return False
-
-    def _last_heartbeat(self) -> float:
-        """When the worker was last online, by the server's clock; 0 without an answer that knows it."""
-        online = {"workers": {"status": {"any_": ["ONLINE"]}}}
-        try:
-            workers = self._post(f"work_pools/{settings.POOL}/workers/filter", online)
-            times = [one["last_heartbeat_time"] for one in workers if one["name"] == WORKER]
-            return max((datetime.fromisoformat(time).timestamp() for time in times), default=0.0)
-        except NO_ANSWER:
-            return 0.0
+        runs: list[dict[str, Any]] = self._post("flow_runs/filter", {**states, **others})
+        return runs
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         """What Prefect's API answers. Raises one of NO_ANSWER."""
@@ -257,43 +255,48 @@ class Service:
         """
         with self._lock():
             if self.is_healthy("worker"):
-                self.cancel_runs()
+                with suppress(*NO_ANSWER):  # `end_runs` sends signals to those that are left
+                    self._cancel_runs()
             self.end_runs()
             ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
         console.say(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
 
-    def cancel_runs(self) -> None:
-        """Let the worker cancel the runs in progress, and call them Stopped: nobody cancelled them."""
-        with suppress(*NO_ANSWER):  # `end_runs` sends signals to those that are left
-            for run in self._runs_in_progress():
-                self._set_state(run, type="CANCELLING", name="Cancelling")
-            deadline, left = time.monotonic() + END_SECONDS["worker"], self._runs_in_progress()
-            stopped = list(left)
-            while left and time.monotonic() < deadline:
-                time.sleep(processes.POLL_SECONDS)
-                left = self._runs_in_progress()
-            for run in stopped:
-                if run not in left:
-                    message = "the service was stopped; Retry resumes the run"
-                    self._set_state(run, type="CANCELLED", name=settings.STOPPED, message=message)
+    def _cancel_runs(self) -> None:
+        """Let the worker cancel its runs in progress, and call them Stopped: nobody cancelled them."""
 
-    def _runs_in_progress(self) -> list[str]:
-        """The ids of the flow runs of this worker."""
-        states = {"flow_runs": {"state": {"type": {"any_": list(IN_PROGRESS)}}}}
-        pool = {"work_pools": {"name": {"any_": [settings.POOL]}}}
-        return [str(run["id"]) for run in self._post("flow_runs/filter", states | pool)]
+        def in_progress() -> set[str]:
+            of_pool = {"work_pools": {"name": {"any_": [settings.POOL]}}}
+            return {str(run["id"]) for run in self._runs_in_progress(of_pool)}
 
-    def _set_state(self, run: str, **state: str) -> None:
-        self._post(f"flow_runs/{run}/set_state", {"state": state})
+        def set_state(run: str, **state: str) -> None:
+            self._post(f"flow_runs/{run}/set_state", {"state": state})
+
+        deadline, runs = time.monotonic() + END_SECONDS["worker"], in_progress()
+        for run in runs:
+            set_state(run, type="CANCELLING", name="Cancelling")
+        while (left := in_progress()) and time.monotonic() < deadline:
+            time.sleep(processes.POLL_SECONDS)
+        for run in runs - left:
+            message = "the service was stopped; Retry resumes the run"
+            set_state(run, type="CANCELLED", name=settings.STOPPED, message=message)
 
     def end_runs(self) -> None:
         """End the flow runs before their worker, which would kill them before they have saved their state."""
-        runs = [process for process in self.daemon("worker").processes() if _is_flow_run(process)]
+        runs = list[psutil.Process]()
+        for process in self.daemon("worker").processes():
+            with suppress(psutil.Error):
+                runs += [process] if "prefect.engine" in process.cmdline() else []
         processes.send(runs, signal.SIGTERM)
         psutil.wait_procs(runs, END_SECONDS["worker"])
 
 
-def _is_flow_run(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return "prefect.engine" in process.cmdline()
-    return False
+def keep_pages_local(folder: Path) -> None:
+    """Give Prefect's pages a policy by which browsers refuse requests to other machines.
+
+    They ask an analytics host at every load, and no setting stops that. `folder`: the server's copy of them.
+    """
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{local_pages.POLICY}">'
+    for page in folder.glob("*/index.html"):
+        text = page.read_text(encoding="utf-8")
+        if meta not in text:
+            page.write_text(text.replace("<head>", f"<head>\n    {meta}", 1), encoding="utf-8")

@@ -8,7 +8,6 @@ PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
 FLOWS = (PIPELINE, SWEEP, WATCH)
 POOL = "rlhf"
 SLOTS = "gpu"  # the global concurrency limit
-URGENT = "urgent"  # the work queue whose runs get slots first
 STOPPED = "Stopped"  # the state of a run that ended because the service was stopped
 UI = "/v2"  # the path of Prefect's pages that open by default
 

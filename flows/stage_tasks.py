@@ -1,11 +1,14 @@
-"""One stage of dvc.yaml as a Prefect task: DVC runs it. No torch here."""
+"""One stage of dvc.yaml as a Prefect task: it runs `dvc repro` for the stage. No torch here."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -13,11 +16,11 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import task_run
 from prefect.states import Completed
 
-from flows import settings
-from flows.dvc_client import Dvc
+from flows import devices, programs, settings, stage_plan
 from rlhf_tasks.config import TaskPolicy
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training import checkpoint
+from rlhf_tasks.training import checkpoint, failures
 
 SHOWN_LINES = 2  # of a stage that wrote no reason: its last words, and DVC's error
 
@@ -32,8 +35,68 @@ class StageRefused(StageFailed):
     """A mistake that the user can fix; another try would end in the same way."""
 
 
+@dataclass(frozen=True)
+class Dvc:
+    """DVC's command line in the folder where a run works."""
+
+    folder: Path
+    environment: Mapping[str, str]
+    grace_seconds: float
+    """Time that an interrupted stage has to save its state."""
+    logger: programs.Logger | None = None
+    """By default that of the Prefect run which reproduces a stage."""
+
+    def plans(self, stages: Sequence[str]) -> list[Plan]:
+        """What `dvc repro` will do with the first of these stages: all that are unchanged, and one more."""
+        # By its path: the commit in `folder` may not have this file. -P: no module of that folder.
+        done = subprocess.run(
+            [sys.executable, "-P", stage_plan.__file__, *stages],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=False,
+            start_new_session=True,
+        )
+        return cast(list[Plan], done.stdout.split()) if done.returncode == 0 else ["run"]
+
+    def reproduce(self, stage: str, gpus: Sequence[str] = ()) -> None:
+        """Run or restore one stage if it has changed; its output becomes log lines.
+
+        Args:
+            gpus: Those that the stage sees; empty: those that this process sees.
+
+        Raises:
+            StageRefused: if the stage has written that the user can fix its failure, or lacks a dep.
+            StageFailed: for any other failure.
+        """
+        command = [sys.executable, "-P", "-m", "dvc", "--wait-for-lock", "repro", "--single-item", stage]
+        seen = {devices.VISIBLE: ",".join(gpus)} if gpus else {}
+        with tempfile.TemporaryDirectory(prefix="rlhf-flow-") as scratch:
+            report = Path(scratch) / "failure.json"
+            environment = {**self.environment, **seen, failures.FAILURE: str(report)}
+            status, lines = programs.run(command, self.folder, environment, self.grace_seconds, self.logger)
+            failure = failures.reported(report)
+        if status == 0:
+            return
+        deps = dvc_files.graph(self.folder)[stage].deps if failure is None else ()
+        if missing := [dep for dep in deps if not (self.folder / dep).exists()]:
+            raise StageRefused(f"stage {stage} refused: {', '.join(missing)} must exist; restore it")
+        if failure is None:  # a stage that is not ours, or one that was killed; or DVC itself failed
+            message = "; ".join(lines[-SHOWN_LINES:]) or "it printed nothing"
+            raise StageFailed(f"stage {stage} failed: {message}")
+        if failure["kind"] == "user":
+            raise StageRefused(f"stage {stage} refused: {failure['message']}")
+        raise StageFailed(f"stage {stage} failed: {failure['message']}; its output is in the log")
+
+
 def stage_task(name: str, policy: TaskPolicy) -> Task[Any, Any]:
     """The task of one stage, with its retries, timeout and names."""
+
+    def is_fault(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> bool:
+        return not isinstance(state.result(raise_on_failure=False), StageRefused)
+
     delays = [policy.retry_delay_seconds * 2**i for i in range(policy.retries)]
     bound: Task[Any, Any] = stage.with_options(
         name=name,
@@ -41,22 +104,15 @@ def stage_task(name: str, policy: TaskPolicy) -> Task[Any, Any]:
         tags=["rlhf", *([settings.SLOTS] if policy.gpu_slots else [])],
         retries=policy.retries,
         retry_delay_seconds=delays or 0,
-        retry_condition_fn=_is_fault,
+        retry_condition_fn=is_fault,
         timeout_seconds=policy.timeout_seconds,
     )
     return bound
 
 
-def _is_fault(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> bool:
-    error = state.result(raise_on_failure=False)
-    return not isinstance(error, StageRefused)
-
-
 @task(cache_policy=NO_CACHE, persist_result=False, log_prints=False)
 def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[Any]:
-    """Run or restore one stage; its output becomes log lines. The state is `Cached` if nothing had to run.
-
-    `gpus`: those that the stage sees; empty: those that this process sees.
+    """Run or restore one stage. The state is `Cached` if nothing had to run.
 
     Raises:
         StageFailed: if the stage fails.
@@ -64,11 +120,10 @@ def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[An
     if plan == "unchanged":
         return Completed(name="Cached", message="nothing it depends on has changed")
     begin = beginning(name, dvc.folder, int(task_run.get_run_count())) if plan == "run" else ""
-    if begin:
-        get_run_logger().info("%s", begin)
-    if gpus:
-        get_run_logger().info("uses %s", ", ".join(gpus))
-    reproduce(name, dvc, gpus)
+    for line in (begin, f"uses {', '.join(gpus)}" if gpus else ""):
+        if line:
+            get_run_logger().info("%s", line)
+    dvc.reproduce(name, gpus)
     if plan == "restore":
         return Completed(name="Cached", message="DVC restored its outs from an earlier run")
     return Completed(message=f"ran; {begin}" if begin else "ran")
@@ -80,38 +135,3 @@ def beginning(name: str, folder: Path, attempt: int) -> str:
     if attempt > 1:
         return f"attempt {attempt} " + (f"resumes from {point}" if point else "starts from the beginning")
     return f"resumes from {point} of an earlier run" if point else ""
-
-
-def make_plan(name: str, dvc: Dvc) -> Plan:
-    """What `dvc repro` will do with a stage."""
-    changed = dvc.changed(name)
-    if changed is not None and name not in changed:
-        return "unchanged"
-    return "restore" if dvc.is_restorable(name) else "run"
-
-
-def unchanged(names: Sequence[str], dvc: Dvc) -> list[str]:
-    """The first stages, in dvc.yaml's order, that need not run. DVC answers once for all of them."""
-    changed = dvc.changed()
-    return [] if changed is None else list(itertools.takewhile(lambda name: name not in changed, names))
-
-
-def reproduce(name: str, dvc: Dvc, gpus: Sequence[str] = ()) -> None:
-    """Run `dvc repro` for one stage.
-
-    Raises:
-        StageRefused: if the stage has written that the user can fix its failure, or lacks a dep.
-        StageFailed: for any other failure.
-    """
-    status, lines = dvc.reproduce(name, gpus)
-    if not status:
-        return
-    failure = dvc.failure()
-    if failure is None and (missing := dvc.missing(name)):
-        raise StageRefused(f"stage {name} refused: {', '.join(missing)} must exist; restore it")
-    if failure is None:  # a stage that is not ours, or one that was killed; or DVC itself failed
-        message = "; ".join(lines[-SHOWN_LINES:]) or "it printed nothing"
-        raise StageFailed(f"stage {name} failed: {message}")
-    if failure["kind"] == "user":
-        raise StageRefused(f"stage {name} refused: {failure['message']}")
-    raise StageFailed(f"stage {name} failed: {failure['message']}; its output is in the log")

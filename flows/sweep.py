@@ -1,55 +1,63 @@
-"""`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one comparison at the end.
+"""`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one table at the end.
 
 Each run ends as a DVC experiment whose name is a digest of everything that decides its result: commit,
 resolved parameters, data. A run that has its experiment is done, so that an interrupted sweep continues where
-it stopped. Another gate makes another experiment; DVC then has everything but the verdict. All runs work on
-the commit with which the sweep began; later commits belong to the next sweep. The runs go to the work pool of
-a deployment and respect its limits: another `deployment` puts them on other machines.
+it stopped. Another gate makes another experiment; DVC then has everything but the verdict. Prefect shows a
+task per run, and cancels the runs with the sweep. They go to the work pool of a deployment and respect its
+limits: another `deployment` puts them on other machines.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from prefect import flow, get_run_logger
-from prefect.artifacts import (
-    create_image_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect import flow, get_run_logger, task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.runtime import flow_run
-from prefect.states import Completed
-from prefect.variables import Variable
+from prefect.deployments import run_deployment
+from prefect.states import Completed, Failed
+from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import request, results, settings, slots, sweep_runs, watch
-from flows.sweep_runs import Cell, Data, Lost, Runs, SweepFailed
-from rlhf_tasks.config import Config
+from flows import request, results, settings, watch
+from flows.outcome import has_results
+from flows.slots import Slots, find_limit
+from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import experiments, git, hashing
-from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison
-from rlhf_tasks.tracking import catalogue, links
-from rlhf_tasks.tracking import pipeline as tracking
 
-CURVES = [metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve]
-TABLE_KEY, FIGURE_KEY = "rlhf-sweep", "rlhf-sweep-curves"
+TABLE_KEY = "rlhf-sweep"
 
 Grid = Annotated[dict[str, list[Any]], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
 Seeds = Annotated[list[int], Field(min_length=1)]
 
 
-class SweepIncomplete(SweepFailed):
-    """Some runs of the sweep failed; the others are compared."""
+class SweepFailed(Exception):
+    """Some runs of the sweep failed; the message says why, and what to do. The others are compared."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the sweep: a setting with a seed."""
+
+    setting: str
+    seed: int
+    overrides: Mapping[str, Any] = field(hash=False)
+    experiment: str
+    name: str
+    """Such as `kl_coef=0.01 seed=2`."""
+    data: str
+    """The fingerprint of its data at the start of the sweep."""
+    values: Config = field(hash=False)
 
 
 @flow(
@@ -65,7 +73,6 @@ def sweep(
     name: request.ExperimentName = "sweep",
     revision: request.Revision | None = None,
     metrics: list[str] = [],  # noqa: B006
-    curves: list[str] = list(CURVES),  # noqa: B006
     parallel: Annotated[int, Field(ge=0)] = 0,
     promote: bool = False,
     deployment: str = f"{settings.PIPELINE}/pipeline",
@@ -78,106 +85,80 @@ def sweep(
         seeds: Every setting is run with each of these seeds.
         preset: Changes of params.yaml for all runs. default: no preset.
         name: The name of the sweep; its experiments have this name and a digest.
-        revision: The commit of all runs, by hash, branch or tag. The default is the commit of an unfinished
-            sweep of this name, or the last commit.
+        revision: The commit of all runs, by hash, branch or tag. The default is the last commit.
         metrics: The columns of the table, such as ppo/objective/kl. The default is the headline metrics.
-        curves: The panels of the figure: columns of plots/ppo.csv.
         parallel: The number of runs at once; the limit `gpu` applies as well. 0: one run more than its slots
             suffice for.
         promote: Let the gate decide at the end of each run whether its policy becomes the champion.
         deployment: The deployment that runs them; one of another work pool uses other machines.
     """
     try:
+        # 1. Everything is checked before any run starts.
         request.check_name(name)
-        shown = Shown(name, metrics, curves)
-        name_of_preset, listed = request.preset_of(preset), combinations(grid, settings_list)
-        return _run(listed, seeds, name_of_preset, revision, parallel, promote, deployment, shown)
+        watch.parameters_of(deployment)  # refuses a deployment that does not exist
+        root, listed = Path.cwd(), combinations(grid, settings_list)
+        commit = git.resolve(root, revision)
+        found = cells(root, name, request.preset_of(preset), listed, seeds, commit)
+
+        # 2. The runs, a few at once.
+        todo = [cell for cell in found if not experiments.find(root, cell.experiment)]
+        get_run_logger().info("%d of %d runs are already done", len(found) - len(todo), len(found))
+        given = {"preset": preset, "revision": commit, "promote": promote}
+        inputs = [{"cell": cell, "deployment": deployment, "given": given} for cell in todo]
+        lost = dict[Cell, str]()
+        pool: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(parallel or num_runs(found[0].values) + 1)
+        with pool:
+            futures = [pool.submit(run_cell, parameters) for parameters in inputs]
+            for cell, future in zip(todo, futures, strict=True):
+                future.wait()
+                if not has_results(future.state):
+                    lost[cell] = f"{future.state.name}: {future.state.message}"
+
+        # 3. One table.
+        completed = [cell for cell in found if cell not in lost]
+        read = [comparison.read(root, cell.setting, cell.seed, cell.experiment) for cell in completed]
+        logged = list(dict.fromkeys(key for result in read for key in result.metrics))
+        rows = with_lost(comparison.table(read, metrics or results.headlines(logged) or logged), lost)
+        compare = " ".join(["rlhf compare", *(cell.experiment for cell in completed)])
+        caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
+        create_table_artifact(rows, key=TABLE_KEY, description=caption)
+        if lost:
+            reasons = "; ".join(f"{cell.name}: {why}" for cell, why in lost.items())
+            raise SweepFailed(
+                f"{len(lost)} of {len(found)} runs failed ({reasons}). Start the sweep again with "
+                f"`revision: {commit}` to run only these"
+            )
+        done = f"{len(found) - len(todo)} of them done before"
+        return Completed(message=f"{len(rows)} setting(s), {len(found)} runs, {done}")
     except (UserError, SweepFailed) as error:
         return request.refused(error)
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The comparison: its title, the columns of its table (empty: the default) and its curves."""
+def num_runs(values: Config) -> int:
+    """The number of runs with these parameters that the slots of the limit `gpu` suffice for, at least 1."""
+    with get_client(sync_client=True) as client:
+        limit = find_limit(client, settings.SLOTS)
+    most = max(Slots().needed(stage, values) for stage in STAGES)
+    return max(1, (limit.limit if limit is not None else 1) // max(1, most))
 
-    name: str
-    metrics: Sequence[str]
-    curves: Sequence[str]
 
+@task(name="run", task_run_name="{cell.name}", cache_policy=NO_CACHE, persist_result=False)
+def run_cell(cell: Cell, deployment: str, given: Mapping[str, Any]) -> State[Any]:
+    """Run one cell of the sweep, which gives the run its name; ends as the run does.
 
-def _run(
-    settings_: Sequence[Mapping[str, Any]],
-    seeds: Sequence[int],
-    preset: str | None,
-    revision: str | None,
-    parallel: int,
-    promote: bool,
-    deployment: str,
-    shown: Shown,
-) -> State[Any]:
-    """The final state of a sweep in which every run completes.
-
-    Raises:
-        UserError: for a mistake that the user can fix, before any run starts.
-        SweepFailed: if some of it cannot be done.
+    It fails if the data differs from that at the sweep's start, because the runs could not be compared.
     """
-    watch.parameters_of(deployment)  # refuses a deployment that does not exist
-    root, run, data = Path.cwd(), str(flow_run.get_id()), Data(Path.cwd())
-    last = git.resolve(root, None)
-    project = request.resolve(root, Request(preset), last)[1].tracking.experiment
-    key = variable(project, shown.name, preset, settings_)
-    commit = first_commit(root, shown.name, key) if revision is None else git.resolve(root, revision)
-    cells, values = sweep_runs.cells(root, shown.name, preset, settings_, seeds, commit, data)
-    Variable.set(key, commit, overwrite=True)
-    if commit != last:
-        get_run_logger().warning("all runs use commit %s; `revision: HEAD` uses the last one", commit)
-    done = [cell for cell in cells if experiments.find(root, cell.experiment)]
-    get_run_logger().info("%d of %d runs are already done", len(done), len(cells))
-    tags = {tracking.NAME: shown.name, "rlhf.sweep": shown.name}
-    try:
-        with tracking.open_run(Paths(root), run, values.tracking, tags) as tracked:
-            todo = [cell for cell in cells if cell not in done]
-            runs, show = Runs(deployment, preset, commit, promote), progress(cells, done)
-            lost = sweep_runs.run_cells(todo, runs, parallel or slots.num_runs(values) + 1, data, show)
-            rows = compare(_completed(root, cells, lost), lost, shown, tracked)
-            if lost:
-                raise SweepIncomplete(
-                    f"{len(lost)} of {len(cells)} runs failed ({'; '.join(map(str, lost))}). Start the sweep "
-                    "again to run only these, on the same commit (`revision: HEAD`: all, on the last commit)"
-                )
-    except SweepIncomplete:  # the sweep's run in MLflow has ended as FAILED, and has the figure
-        show_figure(run, values)
-        raise
-    show_figure(run, values)
-    Variable.unset(key)
-    return Completed(message=f"{len(rows)} setting(s), {len(cells)} runs, {len(done)} of them done before")
-
-
-def progress(cells: Sequence[Cell], done: Sequence[Cell]) -> sweep_runs.Show:
-    """Makes the sweep's progress artifact, a line per cell; returns what updates it and logs the changes."""
-    lines = {cell.name: "done before" if cell in done else "not started" for cell in cells}
-
-    def values(ended: int) -> tuple[float, str]:
-        text = "\n".join(f"- `{name}`: {doing}" for name, doing in lines.items())
-        return 100.0 * (len(done) + ended) / len(cells), text
-
-    percent, text = values(0)
-    artifact: Any = create_progress_artifact(percent, key=results.PROGRESS_KEY, description=text)
-
-    def show(doing: Mapping[str, str], ended: int) -> None:
-        changed = [name for name in doing if lines[name] != doing[name]]
-        lines.update(doing)
-        for name in changed:
-            get_run_logger().info("%s: %s", name, doing[name])
-        if changed:
-            update_progress_artifact(artifact, *values(ended))
-
-    return show
-
-
-def _completed(root: Path, cells: Sequence[Cell], lost: Sequence[Lost]) -> list[comparison.Result]:
-    failed = [each.cell for each in lost]
-    return [comparison.read(root, c.setting, c.seed, c.experiment) for c in cells if c not in failed]
+    changed = f"the data at {cell.values.data.path} changed since the sweep began"
+    if watch.fingerprint(Path.cwd(), cell.values) != cell.data:
+        return Failed(message=changed)
+    own = {"seed": cell.seed, "overrides": dict(cell.overrides), "name": cell.experiment}
+    run: Any = run_deployment(
+        deployment, flow_run_name=cell.name, parameters={**given, **own}, poll_interval=1
+    )
+    if watch.fingerprint(Path.cwd(), cell.values) != cell.data:
+        return Failed(message=f"{changed}; remove its result: `dvc exp remove {cell.experiment}`")
+    message = (run.state.message or "").partition("\n")[0]
+    return State(type=run.state.type, name=run.state.name, message=message)
 
 
 def combinations(
@@ -195,74 +176,54 @@ def combinations(
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def variable(project: str, name: str, preset: str | None, listed: Sequence[Mapping[str, Any]]) -> str:
-    """The Prefect variable that holds the commit of an unfinished sweep.
-
-    Sweeps of one name but of another project or with other settings have other variables; more seeds make
-    the same sweep larger. `project`: the experiment in MLflow.
-    """
-    return f"rlhf_sweep_{hashing.json_sha256([project, name, preset, list(map(dict, listed))])[:12]}"
-
-
-def first_commit(root: Path, name: str, key: str) -> str:
-    """The commit of this sweep if it is unfinished, or the last commit.
+def cells(
+    root: Path,
+    name: str,
+    preset: str | None,
+    listed: Sequence[Mapping[str, Any]],
+    seeds: Sequence[int],
+    commit: str,
+) -> list[Cell]:
+    """All runs of the sweep, checked before any starts.
 
     Raises:
-        UserError: if git no longer has the commit of the sweep.
+        UserError: with the problems of every invalid setting.
     """
-    commit: Any = Variable.get(key, None)
-    if commit is not None and git.commit(root, commit) is None:
-        raise UserError(
-            f"the unfinished sweep {name} used commit {commit}, which git in {root} no longer has; "
-            "`revision: HEAD` runs all of it on the last commit"
-        )
-    return git.resolve(root, commit)
+    valid, problems, data = list[Cell](), list[str](), dict[str, str]()
+    # A key is shown as its last word, or whole where another one ends in the same word.
+    last = {key: key.rpartition(".")[2] for overrides in listed for key in overrides}
+    times = Counter(last.values())
+    words = {key: word if times[word] == 1 else key for key, word in last.items()}
+    for overrides, seed in itertools.product(listed, seeds):
+        setting = ", ".join(f"{key}={value}" for key, value in overrides.items()) or "unchanged"
+        try:
+            _, values, _ = request.resolve(root, Request(preset, seed, dict(overrides)), commit)
+        except UserError as error:
+            problems.append(f"{setting}: {error}")
+            continue
+        read = f"{values.data.source} {values.data.path} {values.data.hub}"
+        data[read] = data.get(read) or watch.fingerprint(root, values)
+        params = values.model_dump(mode="json", exclude=comparison.HOW_NOT_WHAT)
+        tree = {"commit": commit, "data": data[read], "params": params}
+        experiment = f"{name}-{hashing.json_sha256(tree)[:12]}"
+        if experiment in [cell.experiment for cell in valid]:
+            problems.append(f"{setting}, seed {seed}: the sweep has this run twice; give each once")
+        shown = " ".join([*(f"{words[key]}={value}" for key, value in overrides.items()), f"seed={seed}"])
+        valid.append(Cell(setting, seed, overrides, experiment, shown, data[read], values))
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return valid
 
 
-def compare(
-    completed: Sequence[comparison.Result], lost: Sequence[Lost], shown: Shown, tracked: tracking.Pipeline
-) -> list[dict[str, Any]]:
-    """One table and one figure, kept with the sweep's run in MLflow and shown in Prefect.
-
-    The row of a setting names its missing runs, and why they are missing.
-    """
-    logged = list(dict.fromkeys(key for result in completed for key in result.metrics))
-    default = results.headlines(logged) or logged
-    rows = comparison.table(completed, shown.metrics or default)
-    rows = with_lost(rows, lost)
-    columns = {name for r in completed for row in r.curves.get("ppo", ()) for name in row}
-    drawn = [curve for curve in shown.curves if curve in columns]
-    with tempfile.TemporaryDirectory() as folder:
-        file, figure = Path(folder) / "comparison.json", Path(folder) / "comparison.png"
-        file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        tracked.artifact(file)
-        if drawn:
-            comparison.draw(completed, drawn, shown.name, figure)
-            tracked.artifact(figure)
-    caption = f"{shown.name}: mean ± standard deviation over seeds"
-    create_table_artifact(rows, key=TABLE_KEY, description=caption)
-    return rows
-
-
-def with_lost(rows: Sequence[Mapping[str, Any]], lost: Sequence[Lost]) -> list[dict[str, Any]]:
+def with_lost(rows: Sequence[Mapping[str, Any]], lost: Mapping[Cell, str]) -> list[dict[str, Any]]:
     """The rows with a column for missing runs, if there are any; a setting without a run has a row too."""
     if not lost:
         return [dict(row) for row in rows]
     empty = dict.fromkeys((key for row in rows for key in row), "–")
     by_setting = {row["setting"]: dict(row) for row in rows}
-    for each in lost:
-        by_setting.setdefault(each.cell.setting, {**empty, "setting": each.cell.setting, "seeds": 0})
+    for cell in lost:
+        by_setting.setdefault(cell.setting, {**empty, "setting": cell.setting, "seeds": 0})
     for setting, row in by_setting.items():
-        own = [f"seed {each.cell.seed}: {each.why}" for each in lost if each.cell.setting == setting]
+        own = [f"seed {cell.seed}: {why}" for cell, why in lost.items() if cell.setting == setting]
         row["missing"] = "; ".join(own) or "–"
     return list(by_setting.values())
-
-
-def show_figure(run: str, values: Config) -> None:
-    """Show the figure of MLflow in Prefect too; nothing happens if MLflow does not answer."""
-    pages = links.run_links(values.tracking, {}, tracking.key(run))
-    if "pipeline" in pages:
-        server, _, identity = pages["pipeline"].partition("/#/experiments/")
-        identity = identity.partition("?")[0].rpartition("/")[2]
-        address = f"{server}/get-artifact?path=comparison.png&run_uuid={identity}"
-        create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({pages['pipeline']})")

@@ -35,15 +35,11 @@ def fingerprint(root: Path, values: Config) -> str:
     """A hash of the content that `prepare` would read; it changes exactly when that content does."""
     path = root / values.data.path
     hub = values.data.hub.model_dump(mode="json") if values.data.hub is not None else None
-    return hashing.json_sha256({"path": _content(path), "hub": hub})
-
-
-def _content(path: Path) -> Any:
-    """The md5 of a file, the md5 of each file of a folder, or None if there is neither."""
-    if not path.is_dir():
-        return hashing.dvc_md5(path) if path.exists() else None
-    files = (file for file in workspace_inputs.files(path) if file.is_file())
-    return sorted((file.relative_to(path).as_posix(), hashing.dvc_md5(file)) for file in files)
+    content: Any = hashing.dvc_md5(path) if path.is_file() else None
+    if path.is_dir():
+        files = [file for file in workspace_inputs.files(path) if file.is_file()]
+        content = sorted((file.relative_to(path).as_posix(), hashing.dvc_md5(file)) for file in files)
+    return hashing.json_sha256({"path": content, "hub": hub})
 
 
 def variable(request_: Request, values: Config) -> str:
@@ -77,22 +73,15 @@ def data_watch(
         preset: Changes of params.yaml, for the check and the run. default: the preset of the deployment.
         deployment: The deployment that a change runs, with its own parameters.
     """
+    parameters = {} if preset == request.DEFAULT else {"preset": preset}
     try:
-        return _check({} if preset == request.DEFAULT else {"preset": preset}, deployment)
+        given = {"where": "workspace", **parameters_of(deployment), **parameters}
+        asked = Request(request.preset_of(given.get("preset")), given.get("seed"), given.get("overrides"))
+        commit = request.commit_of(Path.cwd(), given["where"], given.get("revision"), given.get("name"))
+        _, values, _ = request.resolve(Path.cwd(), asked, commit)
     except UserError as error:
         return request.refused(error)
-
-
-def _check(parameters: dict[str, Any], deployment: str) -> State[Any]:
-    """Raises UserError if the parameters of the deployment are invalid."""
-    root = Path.cwd()
-    given = parameters_of(deployment) | parameters
-    request_ = Request(request.preset_of(given.get("preset")), given.get("seed"), given.get("overrides"))
-    commit = request.commit_of(
-        root, given.get("where", "workspace"), given.get("revision"), given.get("name")
-    )
-    _, values, _ = request.resolve(root, request_, commit)
-    now, key = fingerprint(root, values), variable(request_, values)
+    now, key = fingerprint(Path.cwd(), values), variable(asked, values)
     last: Any = Variable.get(key, {})
     before = last.get("data")
     get_run_logger().info("data (%s): %s; at the last completed run: %s", values.data.in_words, now, before)
@@ -107,25 +96,15 @@ def parameters_of(deployment: str) -> dict[str, Any]:
     Raises:
         UserError: if the name is malformed, or no deployment has it.
     """
-    if not re.fullmatch(r"[^/]+/[^/]+", deployment):
-        raise UserError(
-            f"deployment={deployment!r}: give FLOW/DEPLOYMENT, such as {settings.PIPELINE}/pipeline; "
-            "`prefect deployment ls` lists them"
-        )
-    with get_client(sync_client=True) as client:
-        try:
-            return dict(client.read_deployment_by_name(deployment).parameters)
-        except ObjectNotFound:
-            raise UserError(
-                f"deployment={deployment!r} does not exist; `prefect deployment ls` lists the deployments"
-            ) from None
-
-
-def _name(run: Any) -> str:
-    """The name of a run, which it gives itself when it starts."""
-    if run.state is not None and run.state.is_final():
-        return str(run.name)
-    return str((run.parameters or {}).get("name") or request.default_name(run.name, str(run.id)))
+    problem = f"give FLOW/DEPLOYMENT, such as {settings.PIPELINE}/pipeline"
+    if re.fullmatch(r"[^/]+/[^/]+", deployment):
+        problem = "no deployment has this name"
+        with get_client(sync_client=True) as client:
+            try:
+                return dict(client.read_deployment_by_name(deployment).parameters)
+            except ObjectNotFound:
+                pass
+    raise UserError(f"deployment={deployment!r}: {problem}; `prefect deployment ls` lists the deployments")
 
 
 def start_run(
@@ -136,32 +115,30 @@ def start_run(
 ) -> State[Any]:
     """One run per change, however often the data is checked; another one only after a failed one.
 
-    A run that was cancelled is not repeated; each check reports it as failed.
-
-    Prefect makes one run per idempotency key, and later returns the same run: no other record is needed.
+    A run that was cancelled is not repeated; each check reports it as failed. Prefect makes one run per
+    idempotency key, and later returns the same run: no other record is needed.
     """
     failed: list[str] = []
+    again = "checks succeed again after it completes, or after the next change of the data"
     for number in range(1, TRIES + 1):
+        key = f"{change}-try-{number}"
         run: Any = run_deployment(
-            deployment,
-            parameters=parameters,
-            timeout=0,
-            as_subflow=False,
-            idempotency_key=f"{change}-try-{number}",
+            deployment, parameters=parameters, timeout=0, as_subflow=False, idempotency_key=key
         )
-        state, name = run.state, _name(run)
-        if state is None or outcome.has_results(state) or not (state.is_final() or state.is_cancelling()):
-            again = f", after {', '.join(failed)} failed" if failed else ""
-            return Completed(message=f"the data changed: its run is {name}{again}")
+        state, name = run.state, str(run.name)
+        is_over = state is not None and (state.is_final() or state.is_cancelling())
+        if state is None or not state.is_final():  # it names itself when it starts
+            name = str((run.parameters or {}).get("name") or request.default_name(run.name, str(run.id)))
+        if not is_over or outcome.has_results(state):
+            after = f", after {', '.join(failed)} failed" if failed else ""
+            return Completed(message=f"the data changed: its run is {name}{after}")
         if (state.is_cancelling() or state.is_cancelled()) and state.name != settings.STOPPED:
             given = "".join(f" --param {key}={value}" for key, value in parameters.items())
             return Failed(
-                message=f"the data changed, but its run {name} was cancelled and is not repeated. Start "
-                f"one with `prefect deployment run {deployment}{given}`; checks succeed again after it "
-                "completes, or after the next change of the data"
+                message=f"the data changed, but its run {name} was cancelled and is not repeated. Start one "
+                f"with `prefect deployment run {deployment}{given}`; {again}"
             )
         failed.append(name)
     return Failed(
-        message=f"the data changed, and its runs {', '.join(failed)} failed. Retry one of them in Prefect; "
-        "checks succeed again after it completes, or after the next change of the data"
+        message=f"the data changed, and its runs {', '.join(failed)} failed. Retry one in Prefect; {again}"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,9 +19,9 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files
 
 
-def command(pool: str) -> list[str]:
-    """The command of a worker. It answers health checks if Prefect has a port for them, as in a container."""
-    health = ["--with-healthcheck"] if "PREFECT_WORKER_WEBSERVER_PORT" in os.environ else []
+def command(pool: str, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The command of a worker. It answers health checks if the environment has a port for them."""
+    health = ["--with-healthcheck"] if "PREFECT_WORKER_WEBSERVER_PORT" in environment else []
     return [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process", *health]
 
 
@@ -39,7 +40,17 @@ def register(pool: str, *, makes_pool: bool) -> None:
         UserError: if no server is named, it does not answer or refuses the login, the pool does not exist, or
             another project has deployments of the same names.
     """
-    address = _server()
+    address = os.environ.get("PREFECT_API_URL")
+    if not address:
+        raise UserError(
+            "PREFECT_API_URL is not set; set it to the address of the server, such as http://127.0.0.1:4200/api"
+        )
+    dvc_files.graph(Path.cwd())  # refuses a folder without a project
+    server = f"the server of PREFECT_API_URL={address}"
+    try:
+        httpx.get(f"{address}/health", timeout=10.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(f"{server} does not answer ({error}); start it, or change the address") from None
     for variable, value in {**settings.QUIET, **settings.HEARTBEAT}.items():
         os.environ.setdefault(variable, value)
     from prefect.exceptions import PrefectHTTPStatusError
@@ -52,25 +63,6 @@ def register(pool: str, *, makes_pool: bool) -> None:
         if error.response.status_code != httpx.codes.UNAUTHORIZED:
             raise
         raise UserError(
-            f"the server of PREFECT_API_URL={address} refuses the login: set PREFECT_API_AUTH_STRING to its "
-            "USER:PASSWORD"
+            f"{server} refuses the login: set PREFECT_API_AUTH_STRING to its USER:PASSWORD"
         ) from None
     console.say(f"deployments are registered at {address} for the pool {pool}")
-
-
-def _server() -> str:
-    """The address of the server, which answers."""
-    address = os.environ.get("PREFECT_API_URL")
-    if not address:
-        raise UserError(
-            "PREFECT_API_URL is not set; set it to the address of the server, such as http://127.0.0.1:4200/api"
-        )
-    dvc_files.graph(Path.cwd())  # refuses a folder without a project
-    try:
-        httpx.get(f"{address}/health", timeout=10.0)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UserError(
-            f"the server of PREFECT_API_URL={address} does not answer ({error}); start it, or change the "
-            "address"
-        ) from None
-    return address

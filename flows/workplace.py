@@ -1,59 +1,54 @@
-"""Where a run works: a workspace of its own, or the checkout. No torch here."""
+"""Where a run works: a workspace of its own, or the checkout; and what cleans up after it. No torch here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 from filelock import FileLock, Timeout
-from prefect import get_run_logger
+from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Cancelled, Crashed
 
-from flows import hooks, settings
-from flows.dvc_client import Dvc
+from flows import settings
+from flows.slots import LABEL
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import processes, workspaces
+from rlhf_tasks.project import dvc_cli, processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.workspaces import Workspace
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking.context import EXPERIMENT_NAME, STAGE_RUN
 
 PREFECT_ENGINE = "PREFECT__"  # begins the variables that Prefect sets for its engine, not for stages
-
-Place = Workspace | Path
+GRACE_SECONDS = 10.0
+ENDED = "it ended with its run"
 
 
 @contextmanager
-def opened(
-    root: Path, run: str, commit: str | None, text: str, values: Config, unseen: Sequence[str]
-) -> Iterator[Place]:
-    """A workspace of the commit, which is removed in the end, or the locked checkout.
+def opened(root: Path, run: str, commit: str | None, text: str, values: Config) -> Iterator[Workspace | None]:
+    """A workspace of the commit, which is removed in the end; None for the checkout, which is then locked.
 
-    `text` is the params.yaml of the run, and `unseen` are the uncommitted files that it does not see.
+    `text` is the params.yaml of the run.
 
     Raises:
         UserError: if another flow run works in the checkout.
     """
-    if commit is None:
-        with _checkout(root):
-            yield root
+    if commit is not None:
+        workspace = workspaces.create(root, workspace_name(run), text, values, commit)
+        try:
+            yield workspace
+        finally:
+            workspace.remove()
         return
-    logger = get_run_logger()
-    data = f", with the data at {values.data.path} as it is now" if values.data.source == "files" else ""
-    logger.info("the run works on commit %s%s", commit, data)
-    if unseen:
-        logger.warning("the run does not see the uncommitted changes of %s", ", ".join(unseen))
-    workspace = workspaces.create(root, hooks.workspace_name(run), text, values, commit)
-    try:
-        yield workspace
-    finally:
-        workspace.remove()
-
-
-@contextmanager
-def _checkout(root: Path) -> Iterator[None]:
     lock = FileLock(Paths(root).home / "checkout.lock")
     try:
         lock.acquire(timeout=0)
@@ -62,16 +57,12 @@ def _checkout(root: Path) -> Iterator[None]:
             "another flow run works in the checkout; wait for it, or set `where` to workspace"
         ) from None
     try:
-        yield
+        yield None
     finally:
         lock.release()
 
 
-def folder_of(place: Place) -> Path:
-    return place.folder if isinstance(place, Workspace) else place
-
-
-def stage_environment(place: Place, run: str, name: str) -> dict[str, str]:
+def stage_environment(workspace: Workspace | None, run: str, name: str) -> dict[str, str]:
     """The environment of the stages: `rlhf` on the path, the flow run as their parent in MLflow, its name."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(PREFECT_ENGINE)}
     return {
@@ -83,18 +74,51 @@ def stage_environment(place: Place, run: str, name: str) -> dict[str, str]:
         "PREFECT__FLOW_RUN_ID": run,
         STAGE_RUN: run,
         EXPERIMENT_NAME: name,
-        **(place.environment() if isinstance(place, Workspace) else {}),
+        **(workspace.environment() if workspace else {}),
     }
 
 
-def saved_experiment(place: Place, name: str, given: bool, dvc: Dvc) -> tuple[str, str | None]:
+def saved_experiment(workspace: Workspace | None, name: str, given: bool) -> tuple[str, str | None]:
     """The name and the commit of the run's experiment.
 
     They are those of an earlier experiment if the result is the same and the user gave no name. There is no
     commit if nothing differs from the commit below, nor for a run in the checkout.
     """
-    if not isinstance(place, Workspace):
+    if workspace is None:
         return name, None
-    if not given and place.like is not None and place.is_like():
-        return place.like[1], place.like[0]
-    return name, place.save(name, dvc.run) if given or place.differs() else None
+    if not given and workspace.like is not None and workspace.is_like():
+        return workspace.like[1], workspace.like[0]
+    dvc = partial(dvc_cli.run, workspace.folder)
+    return name, workspace.save(name, dvc) if given or workspace.differs() else None
+
+
+def workspace_name(flow_run: str) -> str:
+    """The name of a flow run's worktree. A retry of the run first removes what is left of it.
+
+    It has the end of the id, since the ids of runs that were scheduled together begin alike.
+    """
+    return f"run-{flow_run[-12:]}"
+
+
+def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Prefect's hook: clean up after a cancelled or crashed run. MLflow needs nothing: delivery closes it."""
+    cancelled = state.is_cancelling() or state.is_cancelled()
+    clean_run(flow_run.id, Cancelled(message=ENDED) if cancelled else Crashed(message=ENDED))
+
+
+def clean_run(flow_run: UUID, end: State[Any]) -> None:
+    """End the stages that the run left running, free its slots, end its tasks, and remove its workspace.
+
+    Tasks that have no end, and those that a cancellation made crash, get this end.
+    """
+    processes.end(STAGE_RUN, str(flow_run), signal.SIGINT, GRACE_SECONDS)
+    with get_client(sync_client=True) as client:
+        for lease in str(client.read_flow_run(flow_run).labels.get(LABEL, "")).split():
+            client.release_concurrency_slots_with_lease(UUID(lease))  # only now: nothing uses a GPU any more
+        ids = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+        for task in client.read_task_runs(flow_run_filter=ids):
+            state = task.state
+            if state is None or not state.is_final() or (state.is_crashed() and end.is_cancelled()):
+                client.set_task_run_state(task.id, end.fresh_copy(), force=True)
+    if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
+        workspaces.remove(Path.cwd(), workspace_name(str(flow_run)))

@@ -326,17 +326,14 @@ wait
 """
 DVC = """\
 #!/bin/bash
-case "$*" in
-  *status*data) echo '{}' ;;
-  *status*) echo '{"stage": []}' ;;
-  *) echo "dvc ${MACHINE_RANK:--} ${@: -1}" >> "$CALLS" ;;
-esac
+echo "dvc ${MACHINE_RANK:--} ${@: -1}" >> "$CALLS"
 """
 PYTHON = """\
 #!/bin/bash
 case "$*" in
-  *restorable*sft) exit 0 ;;
-  *restorable*) exit 1 ;;
+  *stage_plan*data) echo unchanged ;;
+  *stage_plan*sft) echo restore ;;
+  *stage_plan*) echo run ;;
   *) echo data sft ppo judge ;;
 esac
 """

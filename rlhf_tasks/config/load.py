@@ -198,7 +198,12 @@ def round_trip() -> YAML:
         def represent_null(self, data: None) -> ScalarNode:
             return self.represent_scalar("tag:yaml.org,2002:null", "null")  # instead of an empty value
 
+        def represent_text(self, data: str) -> ScalarNode:
+            style = '"' if ":" in data else None  # DVC's parser refuses a plain address in {braces}
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
     Representer.add_representer(type(None), Representer.represent_null)
+    Representer.add_representer(str, Representer.represent_text)
     yaml = YAML()
     yaml.Representer = Representer
     yaml.preserve_quotes = True

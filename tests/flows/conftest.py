@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import settings
+from flows import devices, settings
 from tests.flows import toy
+
+ShowGpus = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +45,20 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def show_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ShowGpus:
+    """Puts a stand-in for `nvidia-smi` on the path, with this listing, which then acts."""
+    monkeypatch.delenv(devices.VISIBLE, raising=False)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+
+    def put(listing: str, act: str = "exit 0") -> None:
+        (programs / "listing").write_text(listing, encoding="utf-8")
+        program = programs / "nvidia-smi"
+        program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && cat {programs}/listing\n{act}\n', "utf-8")
+        program.chmod(0o755)
+
+    return put

@@ -202,6 +202,7 @@ def test_a_sweep_on_postgres_and_s3_ends_in_both_and_its_runs_push(parts: Parts)
     parameters = {"grid": {"ppo.kl_coef": [0.3]}, "seeds": [1], "name": "small"}
     swept = service.start("rlhf-sweep/sweep", **parameters)
     assert service.end(swept)["type"] == "COMPLETED", service.logs(swept)
-    toy.until(lambda: service.mlflow(swept)["info"]["status"] == "FINISHED", "MLflow")
-    assert any(key.endswith("/artifacts/comparison.json") for key in parts.objects("mlflow"))
+    assert '"setting": "ppo.kl_coef=0.3"' in service.artifact("rlhf-sweep")
+    toy.until(lambda: service.mlflow(pushed)["info"]["status"] == "FINISHED", "MLflow")
+    assert any(key.endswith("/artifacts/plots/ppo.csv") for key in parts.objects("mlflow"))
     assert toy.tags(service.mlflow(pushed))["dvc.exp"] == "pushed"

@@ -27,8 +27,17 @@ from tests.flows import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect and its server
 REFUSED = "rlhf-policy version 2 (models/policy): KL 11.2 > 10"
-CRITERION = {"key": "kl", "title": "KL", "value": 11.2, "relation": "<=", "bound": 10.0, "lacking": "",
-             "standard_error": None, "margin": -1.2, "passed": False}  # fmt: skip
+CRITERION = {
+    "key": "kl",
+    "title": "KL",
+    "value": 11.2,
+    "relation": "<=",
+    "bound": 10.0,
+    "lacking": "",
+    "standard_error": None,
+    "margin": -1.2,
+    "passed": False,
+}
 LOGGER = logging.getLogger("test of promotion")
 
 
@@ -102,14 +111,13 @@ def test_only_a_promotion_that_must_judge_takes_a_slot(root: Path, monkeypatch: 
     assert (result.name, result.message, taken) == ("Promoted", "it is champion now", [1])
 
 
-def test_promotion_is_due_only_with_gate_registry_and_policy(root: Path) -> None:
+def test_nothing_is_promoted_without_gate_registry_or_policy(root: Path) -> None:
     values = config.load(root / "params.yaml")
-    assert promotion.is_due(values, root)
-    assert not promotion.is_due(values.model_copy(update={"promotion": None}), root)
     untracked = values.tracking.model_copy(update={"enabled": False})
-    assert not promotion.is_due(values.model_copy(update={"tracking": untracked}), root)
+    assert promotion.verdict(root, values.model_copy(update={"promotion": None}), {}) == {}
+    assert promotion.verdict(root, values.model_copy(update={"tracking": untracked}), {}) == {}
     (root / "dvc.yaml").write_text(toy.STAGES, encoding="utf-8")
-    assert not promotion.is_due(values, root), "no stage makes models/policy"
+    assert promotion.verdict(root, values, {}) == {}, "no stage makes models/policy"
 
 
 def test_the_page_of_results_shows_the_verdict_and_its_criteria(root: Path) -> None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from flows import results
 from flows.outcome import Outcome
-from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults, Interval
-from rlhf_tasks.project.paths import Paths
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect
 
@@ -25,25 +21,6 @@ def page(root: Path, shown: Outcome, **values: float) -> str:
     return results.page(
         shown, root, {name.replace("__", "/"): value for name, value in values.items()}, {}, {}
     )
-
-
-def test_a_win_rate_has_its_interval(root: Path) -> None:
-    rate = Interval(value=0.75, low=0.7, high=0.8)
-    one = ComparisonResult(
-        judge="gold", a="policy", b="sft", win_rate=rate, decisive=rate, length_controlled=rate,
-        p_value=0.01, ties=0, examples=8, failures=0,
-    )  # fmt: skip
-    file = Paths(root).evaluation_results
-    file.parent.mkdir(parents=True)
-    EvaluationResults(comparisons=(one,)).write(file)
-    row = {"judge": "gold", "pair": "policy vs sft", "win rate": "75.0%", "95% interval": "70.0% – 80.0%"}
-    assert results.win_rates(root) == [row]
-    assert "## Win rates\n\nTies count half.\n\n| judge | pair |" in page(root, outcome())
-
-
-def test_a_run_without_stage_judge_has_no_win_rates(root: Path) -> None:
-    assert results.win_rates(root) == []
-    assert "Win rates" not in page(root, outcome())
 
 
 def test_metrics_are_compared_with_those_of_the_last_run(root: Path) -> None:
@@ -63,14 +40,8 @@ def test_headlines_come_first_and_the_page_counts_the_others(root: Path) -> None
     assert "| ppo/policy/clipfrac_avg | 0.25 | – |\n\n2 more: artifact `rlhf-metrics`" in shown
 
 
-def test_the_first_responses_are_shortened_to_one_line_each(root: Path) -> None:
-    file = Paths(root).judged_responses
-    file.parent.mkdir(parents=True)
-    row = {"prompt": "a | b", "reference": "x\ny", "sft": "s" * 400, "policy": "p", "other": "z"}
-    parquet.write_table(pyarrow.Table.from_pylist([row] * 9), file)
-    lines = page(root, outcome()).partition("## Responses\n\n")[2].splitlines()
-    assert lines[0] == "| prompt | reference | sft | policy |"
-    assert lines[2:] == [f"| a \\| b | x<br>y | {'s' * 300} | p |"] * 5
+def test_cells_of_a_table_stay_in_their_line() -> None:
+    assert results.table([{"a": "x | y", "b": "1\n2"}]) == "| a | b |\n| --- | --- |\n| x \\| y | 1<br>2 |"
 
 
 def test_changes_come_after_the_results_and_stay_code(root: Path) -> None:
