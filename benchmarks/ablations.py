@@ -113,7 +113,7 @@ def judge(out: Path) -> None:
     from rlhf_tasks.data.batches import load_tokenizer, read_table
     from rlhf_tasks.data.synthetic import gold, gold_scores
     from rlhf_tasks.data.tokenizer import encode, response_texts
-    from rlhf_tasks.evaluation import statistics
+    from rlhf_tasks.judging import statistics
     from rlhf_tasks.models.load import load_causal
     from rlhf_tasks.models.sampling import sample_responses
     from rlhf_tasks.project.paths import Paths

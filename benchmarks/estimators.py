@@ -85,7 +85,7 @@ def judge(seconds: float, split: str) -> None:
     from rlhf_tasks.data.batches import load_tokenizer, read_table
     from rlhf_tasks.data.synthetic import gold_scores
     from rlhf_tasks.data.tokenizer import encode, response_texts
-    from rlhf_tasks.evaluation import statistics
+    from rlhf_tasks.judging import statistics
     from rlhf_tasks.models.load import load_causal, load_reward
     from rlhf_tasks.models.sampling import sample_responses
     from rlhf_tasks.project.paths import Paths

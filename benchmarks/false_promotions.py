@@ -12,7 +12,7 @@ import argparse
 
 import numpy as np
 
-from rlhf_tasks.evaluation.statistics import wilson
+from rlhf_tasks.judging.statistics import wilson
 
 NIGHTS = 100
 JUDGES_NOISE = 0.5

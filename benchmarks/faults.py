@@ -194,7 +194,7 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "A judge's server is down, or returns nonsense",
         "these comparisons are failures, which are counted and never losses",
-        "tests/evaluation/test_llm.py",
+        "tests/judging/test_llm.py",
         "test_a_malformed_reply_is_a_failure_and_not_kept",
     ),
     Fault(

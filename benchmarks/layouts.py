@@ -50,7 +50,6 @@ PPO = {
 """Steps that are large enough for the selection to keep trained weights."""
 UNEQUAL = ("time/", "eps", "val/first_ratio_error", "train/epoch", "engine/load_seconds")
 """Metrics that differ by their nature: times, the cut into micro-batches, and rounding itself."""
-NO_LABELS = "rlhf_tasks/evaluation/no_labels.jsonl"  # an input of stage judge
 PARTITIONED = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
 
 
@@ -124,8 +123,6 @@ def prepared(folder: Path) -> Path:
         toy.write_given()
         toy.copy_project()
         toy.foreign("foreign/base", "gpt_neox")
-        Path(NO_LABELS).parent.mkdir(parents=True)
-        shutil.copy(toy.ROOT / NO_LABELS, NO_LABELS)
         settings = toy.write_params()
         for stage in ("prepare", "base", "sft", "preferences"):
             toy.run(stage, settings)

@@ -21,8 +21,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests import small
-from tests.evaluation import endpoint
 from tests.flows import toy
+from tests.judging import endpoint
 from tests.scoring.server import Server as Scorer
 from tests.scoring.server import status
 from tests.training import test_killed

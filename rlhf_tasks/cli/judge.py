@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--export alpaca_eval and --to FOLDER need each other; give both")
     view = JudgeView.of(config.load())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from rlhf_tasks.evaluation import head_to_head
+    from rlhf_tasks.judging import head_to_head
 
     if options.out is not None:
         head_to_head.check_format(options.out)

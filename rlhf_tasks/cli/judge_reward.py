@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     import torch
 
-    from rlhf_tasks.evaluation import reward_accuracy
+    from rlhf_tasks.judging import reward_accuracy
 
     if options.out is not None:
         check_output_file(options.out)

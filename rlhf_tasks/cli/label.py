@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     paths = Paths()
     dvc_files.graph(paths.root)  # refuses a folder without a project
-    from rlhf_tasks.evaluation import labelling
+    from rlhf_tasks.judging import labelling
 
     try:
         labelling.run(

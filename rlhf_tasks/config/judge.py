@@ -255,8 +255,8 @@ class Judging(Section):
     num_traces: t.Count = 100
     """Number of replies per llm judge that MLflow shows as traces, beside those on human-labelled pairs; 0:
     none at all."""
-    labels: str = "rlhf_tasks/evaluation/no_labels.jsonl"
-    """File of human labels; `rlhf label` writes data/labels.jsonl, which DVC then tracks."""
+    labels: str | None = None
+    """File of human labels, null: none; `rlhf label` writes data/labels.jsonl, which DVC then tracks."""
     retention: Retention | None = Retention()
     """Perplexity and multiple-choice accuracy of base, SFT and policy; null: not measured."""
 

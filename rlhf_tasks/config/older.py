@@ -43,6 +43,8 @@ CONVERTED: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     ),
 }
 """The present value of those whose value changes too, from the old one and the section `ppo`."""
+NO_LABELS = "rlhf_tasks/evaluation/no_labels.jsonl"
+"""An empty file that stood for no human labels."""
 
 
 def new_place(location: Sequence[str | int], value: Any) -> str | None:
@@ -60,7 +62,11 @@ def upgrade(tree: CommentedMap) -> list[str]:
     """
     given = {old: _inside(tree, old) for old in MOVED}
     found = [old for old, value in given.items() if value is not MISSING and new_place(old.split("."), value)]
-    return [_move(tree, old) for old in found]
+    lines = [_move(tree, old) for old in found]
+    if str(_inside(tree, "judge.labels")) == NO_LABELS:
+        tree["judge"]["labels"] = None
+        lines.append(f"judge.labels: {NO_LABELS} → null")
+    return lines
 
 
 def _move(tree: CommentedMap, old: str) -> str:

@@ -22,9 +22,9 @@ from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import TokenBudget, collate_rows, sizes
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
-from rlhf_tasks.evaluation import statistics
-from rlhf_tasks.evaluation.judges.build import build_judge
-from rlhf_tasks.evaluation.judges.comparisons import check_failures
+from rlhf_tasks.judging import statistics
+from rlhf_tasks.judging.judges.build import build_judge
+from rlhf_tasks.judging.judges.comparisons import check_failures
 from rlhf_tasks.models.ends import closed, has_ended
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError

@@ -91,7 +91,7 @@ class Paths:
     judge_results = _Place("evaluation/judge")
     """The folder of the results of stage judge."""
     evaluation_results = _Place("evaluation/judge/results.json")
-    """The results document of stage judge: see `evaluation.results.EvaluationResults`."""
+    """The results document of stage judge: see `judging.results.EvaluationResults`."""
     judged_responses = _Place("evaluation/judge/answers.parquet")
     """The table of prompts, references and responses of stage judge, with their scores."""
     verdict = _Place("evaluation/verdict.json")

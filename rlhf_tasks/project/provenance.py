@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing
 from rlhf_tasks.project.dvc_files import INPUTS

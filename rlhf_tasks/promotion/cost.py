@@ -18,9 +18,9 @@ from rlhf_tasks.config import Config
 from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
 from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.responses import sample
-from rlhf_tasks.evaluation.results import RetentionResult, TaskChange
-from rlhf_tasks.evaluation.retention import Probes
+from rlhf_tasks.judging.responses import sample
+from rlhf_tasks.judging.results import RetentionResult, TaskChange
+from rlhf_tasks.judging.retention import Probes
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.load import load_causal, place

@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_files, hashing, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.gate import Evidence, Kl

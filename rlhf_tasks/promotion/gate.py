@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Promotion
-from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
 
 Relation = Literal[">", ">=", "<="]
 Value = float | str

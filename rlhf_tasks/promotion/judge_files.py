@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.config import Config, Judging
-from rlhf_tasks.evaluation.judges import prompt_templates
-from rlhf_tasks.evaluation.probe_texts import ENGLISH
+from rlhf_tasks.judging.judges import prompt_templates
+from rlhf_tasks.judging.probe_texts import ENGLISH
 from rlhf_tasks.project import dvc_files, hashing, inputs
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from rlhf_tasks import console
 from rlhf_tasks.config import Config, JudgeView, Promotion
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.judges.optimised import has_reward, optimised_judges, selecting_judges
-from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.judging.judges.optimised import has_reward, optimised_judges, selecting_judges
+from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence, judge_files
 from rlhf_tasks.promotion.candidate import Candidate
@@ -97,7 +97,7 @@ class Measurer:
 
     def _compare(self, against: str, opponent: Opponent) -> tuple[ComparisonResult, ...]:
         """The candidate against another model by the gate's judges, as `policy` against `opponent`."""
-        from rlhf_tasks.evaluation import head_to_head
+        from rlhf_tasks.judging import head_to_head
 
         results = head_to_head.compare_models(
             JudgeView.of(self._settings()),

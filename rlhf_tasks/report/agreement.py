@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults, Interval
+from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults, Interval
 from rlhf_tasks.report import names
 
 

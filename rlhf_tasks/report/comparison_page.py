@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_tasks import console
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import charts, comparison, measures, page

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf_tasks.evaluation.results import EvaluationResults, Interval
+from rlhf_tasks.judging.results import EvaluationResults, Interval
 from rlhf_tasks.report import numbers
 from rlhf_tasks.tracking import catalogue
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_tasks.config.scorers import OPTIMISED
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.report import charts, names, numbers
 from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.inputs import Curve, Rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
 from rlhf_tasks.report import charts, names
 
 OPTIMISED = "the reward that PPO optimised: its win rate is no evidence that the policy got better"

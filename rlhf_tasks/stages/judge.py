@@ -16,15 +16,15 @@ from rlhf_tasks.config.scorers import OPTIMISED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.evaluation import accuracy, contenders, human_labels, progress, statistics, summary, tables
-from rlhf_tasks.evaluation import results as typed
-from rlhf_tasks.evaluation import reward_diagnostics as diagnostics
-from rlhf_tasks.evaluation.contenders import BASE, SAMPLED, Contenders, sample_contenders
-from rlhf_tasks.evaluation.judges.build import build_judges
-from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
-from rlhf_tasks.evaluation.judges.optimised import has_reward, optimised_judges, selecting_judges
-from rlhf_tasks.evaluation.length_control import matched_length_gain
-from rlhf_tasks.evaluation.retention import Probes
+from rlhf_tasks.judging import accuracy, contenders, human_labels, progress, statistics, summary, tables
+from rlhf_tasks.judging import results as typed
+from rlhf_tasks.judging import reward_diagnostics as diagnostics
+from rlhf_tasks.judging.contenders import BASE, SAMPLED, Contenders, sample_contenders
+from rlhf_tasks.judging.judges.build import build_judges
+from rlhf_tasks.judging.judges.comparisons import Comparisons, Judge
+from rlhf_tasks.judging.judges.optimised import has_reward, optimised_judges, selecting_judges
+from rlhf_tasks.judging.length_control import matched_length_gain
+from rlhf_tasks.judging.retention import Probes
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
@@ -58,7 +58,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """
     dist, settings = Distributed(config.launch, config.seed), config.judge
     # 1. Whatever can fail is built and checked before anything is sampled.
-    labels = human_labels.decided(human_labels.read(paths.root / settings.labels))
+    labels = human_labels.decided(human_labels.read(paths.root / settings.labels)) if settings.labels else []
     labelled = {label.pair.prompt for label in labels}
     accuracy.check(settings, accuracy.judged_rows(paths, settings.num_examples, labelled))
     rows = read_table(paths, "prompts", "test")

@@ -27,7 +27,7 @@ from rlhf_tasks.data import batches
 from rlhf_tasks.data.batches import Batch, load_tokenizer, read_table, sizes
 from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation import statistics
+from rlhf_tasks.judging import statistics
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.classifiers import replace_trunk
 from rlhf_tasks.models.load import (

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from rlhf_tasks import config, console, tracking
 from rlhf_tasks.config import STAGES, VIEWS, Stage, Tracking
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation import harness
+from rlhf_tasks.judging import harness
 from rlhf_tasks.project import atomic, disk, dvc_files, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue, context, curves

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from rlhf_tasks.config import Model
 from rlhf_tasks.data import tokenizer
-from rlhf_tasks.evaluation.responses import ends_of_all, sample
+from rlhf_tasks.judging.responses import ends_of_all, sample
 from rlhf_tasks.models.ends import closed, ends_of, has_ended
 from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths

@@ -281,8 +281,6 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     toy.write_params(tmp_path)
     (tmp_path / "given").mkdir(exist_ok=True)
-    (tmp_path / "rlhf_tasks/evaluation").mkdir(parents=True)
-    (tmp_path / "rlhf_tasks/evaluation/no_labels.jsonl").touch()
     assert main.main(["inputs"]) == 0
     return tmp_path
 

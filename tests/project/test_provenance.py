@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks.cli import main
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_cli, git, hashing, provenance
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy

@@ -14,8 +14,8 @@ import pytest
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
-from rlhf_tasks.evaluation import head_to_head
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging import head_to_head
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import cost
 from rlhf_tasks.promotion.cost import Cost

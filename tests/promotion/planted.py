@@ -11,7 +11,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from rlhf_tasks import config
-from rlhf_tasks.evaluation.results import (
+from rlhf_tasks.judging.results import (
     ComparisonResult,
     EvaluationResults,
     Interval,

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from rlhf_tasks import config
 from rlhf_tasks.cli import main
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project import atomic, git, hashing
 from rlhf_tasks.project.paths import Paths

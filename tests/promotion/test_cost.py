@@ -12,8 +12,8 @@ from rlhf_tasks.config import Config
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.responses import sample
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging.responses import sample
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import cost

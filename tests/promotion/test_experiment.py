@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from rlhf_tasks import console
 from rlhf_tasks.cli import main
 from rlhf_tasks.config import JudgeView
-from rlhf_tasks.evaluation.judges.build import build_judges
+from rlhf_tasks.judging.judges.build import build_judges
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, git, hashing, workspaces
 from rlhf_tasks.project.paths import Paths

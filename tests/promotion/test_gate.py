@@ -12,8 +12,8 @@ from scipy.stats import binom
 from rlhf_tasks import config
 from rlhf_tasks.config import Promotion
 from rlhf_tasks.errors import ConfigError
-from rlhf_tasks.evaluation import statistics
-from rlhf_tasks.evaluation.results import EvaluationResults, TaskChange
+from rlhf_tasks.judging import statistics
+from rlhf_tasks.judging.results import EvaluationResults, TaskChange
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.gate import Evidence, Kl
 from tests.promotion import planted

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.data.batches import read_table
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 from tests import small, toy

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.results import (
+from rlhf_tasks.judging.results import (
     Cost,
     EvaluationResults,
     HumanAgreement,

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_tasks.evaluation.results import (
+from rlhf_tasks.judging.results import (
     ComparisonResult,
     EvaluationResults,
     Interval,

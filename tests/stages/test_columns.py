@@ -13,8 +13,8 @@ import pytest
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.errors import ConfigError, UserError
-from rlhf_tasks.evaluation import human_labels
-from rlhf_tasks.evaluation.human_labels import Label, Pair
+from rlhf_tasks.judging import human_labels
+from rlhf_tasks.judging.human_labels import Label, Pair
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge, ppo
 from rlhf_tasks.tracking import NullTracker

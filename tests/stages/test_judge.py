@@ -15,11 +15,11 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation import human_labels, summary
-from rlhf_tasks.evaluation.human_labels import Label, Pair
-from rlhf_tasks.evaluation.judges.build import build_judges
-from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.judging import human_labels, summary
+from rlhf_tasks.judging.human_labels import Label, Pair
+from rlhf_tasks.judging.judges.build import build_judges
+from rlhf_tasks.judging.judges.scoring import ScoringJudge
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
@@ -27,7 +27,7 @@ from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.tracking.events import Assessment
 from tests import small
-from tests.evaluation import endpoint
+from tests.judging import endpoint
 
 SETTINGS = {"judge.num_examples": 10, "judge.judges": [small.GOLD, small.HELDOUT]}
 

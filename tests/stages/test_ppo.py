@@ -17,7 +17,7 @@ from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import ConfigError, UserError
-from rlhf_tasks.evaluation.judges.build import build_judge
+from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import TokenScores, load_causal
 from rlhf_tasks.ppo.evaluate import SelectionJudge

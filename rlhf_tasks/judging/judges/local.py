@@ -1,0 +1,180 @@
+"""Judges that are models on this machine: a language model that reads a question, or a ranker.
+
+B batch · T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks.config.judge import LISTED, LocalJudge, LocalModel, PairRmJudge
+from rlhf_tasks.data.batches import Batch, collate, load_tokenizer, micro_batches
+from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging.judges import prompt_templates
+from rlhf_tasks.judging.judges.pairwise import Question, Reply
+from rlhf_tasks.judging.judges.prompt_templates import LETTERS
+from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_classifier, place
+
+
+class LocalComparer:
+    """A `Comparer`: the prompt is one message of the user, in the chat template if the tokenizer has one.
+
+    The reply is the probability that the next token is A, divided by that of A or B, each with or without a
+    space before it. Nothing is sampled. Relative paths are below `root`.
+
+    Raises:
+        UserError: if the prompt cannot be read, or the tokenizer has no tokens A and B.
+        ContractError: if the model cannot be read.
+    """
+
+    def __init__(self, settings: LocalJudge, device: torch.device, root: Path, key: str = LISTED) -> None:
+        self._max_tokens = settings.micro_batch_tokens
+        self._prompt = prompt_templates.load(settings.prompt, key, root)
+        source = _source(settings, root)
+        self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
+        self._model = place(load_causal(source, settings.revision), device).eval()
+        self._letters = [_single_tokens(self._tokenizer, letter) for letter in LETTERS]
+        if not all(self._letters) or self._letters[0] == self._letters[1]:
+            raise UserError(
+                f"judge {settings.name}: the tokenizer of {settings.path} has no tokens A and B, so it "
+                "cannot reply; use another model"
+            )
+
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
+        ids = [self._ids(prompt_templates.fill(self._prompt, question)) for question in questions]
+        longest = num_readable(self._model, self._tokenizer)
+        return _replies(ids, longest, self._model, self._max_tokens, self._batch, self._probabilities)
+
+    def _batch(self, ids: Sequence[Ids]) -> Batch:
+        """Padded on the left: the reply follows the last column."""
+        return collate(ids, [[] for _ in ids], self._tokenizer.pad_token_id)
+
+    def _ids(self, text: str) -> Ids:
+        if self._tokenizer.chat_template is None:
+            plain: Ids = self._tokenizer(text)["input_ids"]
+            return plain
+        rendered = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        templated: Ids = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return templated
+
+    def _probabilities(self, batch: Batch) -> Tensor:
+        """(B,) probability of A."""
+        out = self._model(
+            input_ids=batch.query_response, attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids, use_cache=False, logits_to_keep=1,
+        )  # fmt: skip
+        logits = out.logits[:, -1].float()
+        a, b = (logits[:, tokens].logsumexp(dim=1) for tokens in self._letters)
+        probability: Tensor = (a - b).sigmoid()
+        return probability
+
+
+class RankerComparer:
+    """A `Comparer`: a sequence classifier that reads the prompt and both responses as one text.
+
+    With one label, its logit is that of the first response being better; with two, label 0 stands for the
+    first. Rankers that need code of their own (llm-blender's PairRM) are not supported. Relative paths are
+    below `root`.
+
+    Raises:
+        UserError: if the prompt cannot be read, or the model has another number of labels.
+        ContractError: if the model cannot be read.
+    """
+
+    def __init__(self, settings: PairRmJudge, device: torch.device, root: Path, key: str = LISTED) -> None:
+        self._max_tokens = settings.micro_batch_tokens
+        self._prompt = prompt_templates.load(settings.prompt, key, root)
+        source = _source(settings, root)
+        self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
+        model = load_classifier(source, settings.revision)
+        if model.config.num_labels not in (1, 2):
+            raise UserError(
+                f"judge {settings.name}: {settings.path} has {model.config.num_labels} labels; a ranker has "
+                "one (the first response is better) or two (the first, the second); use another model"
+            )
+        # Decoders that classify find the last token of a row by its pad token.
+        model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._model = place(model, device).eval()
+
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
+        texts = [prompt_templates.fill(self._prompt, question) for question in questions]
+        ids: list[Ids] = self._tokenizer(texts)["input_ids"]
+        longest = num_readable(self._model, self._tokenizer)
+        return _replies(ids, longest, self._model, self._max_tokens, self._batch, self._probabilities)
+
+    def _batch(self, ids: Sequence[Ids]) -> Batch:
+        """Padded on the right, as encoders are trained."""
+        rows = [torch.tensor(row) for row in ids]
+        padded = pad_sequence(rows, batch_first=True, padding_value=self._tokenizer.pad_token_id)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        return Batch(padded, mask, torch.zeros(len(ids), 0, dtype=torch.bool))
+
+    def _probabilities(self, batch: Batch) -> Tensor:
+        """(B,) probability that the first response is better."""
+        logits = self._model(
+            input_ids=batch.query_response, attention_mask=batch.attention_mask
+        ).logits.float()
+        lead: Tensor = logits[:, 0] if logits.shape[1] == 1 else logits[:, 0] - logits[:, 1]
+        return lead.sigmoid()
+
+
+def _source(settings: LocalModel, root: Path) -> str:
+    """A folder below `root`, or a hub id; only a hub id has a revision."""
+    return str(root / settings.path) if settings.revision is None else settings.path
+
+
+def _single_tokens(tokenizer: PreTrainedTokenizerBase, letter: str) -> Ids:
+    """The tokens that are this letter, with or without a space before it."""
+    texts = (letter, f" {letter}")
+    encoded = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts}
+    return sorted({ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id})
+
+
+def num_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+    """The most tokens that a model can read; infinite where no limit is declared.
+
+    A table of positions with a padding index, as RoBERTa's, counts from behind that index: of 514 rows it
+    has 512 for tokens. A tokenizer may declare a lower limit; one without a limit gives a huge number.
+    """
+    declared = getattr(model.config, "max_position_embeddings", None)
+    limits = [math.inf if declared is None else declared, tokenizer.model_max_length]
+    for name, module in model.named_modules():
+        is_table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+        if is_table and module.padding_idx is not None:
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    return min(limits)
+
+
+@torch.no_grad()
+def _replies(
+    ids: Sequence[Ids],
+    longest: float,
+    model: PreTrainedModel,
+    max_tokens: int,
+    make_batch: Callable[[Sequence[Ids]], Batch],
+    probabilities: Callable[[Batch], Tensor],
+) -> list[Reply]:
+    fits = [i for i, row in enumerate(ids) if len(row) <= longest]
+    replies = [Reply.failed(f"longer than the judge's {longest} tokens") for _ in ids]
+    device = next(model.parameters()).device
+    for rows in micro_batches([len(ids[i]) for i in fits], max_tokens):
+        chosen = [fits[row] for row in rows]
+        values = probabilities(make_batch([ids[i] for i in chosen]).to(device)).tolist()
+        for i, p in zip(chosen, values, strict=True):
+            replies[i] = Reply(p, "the judge's logits are NaN" if math.isnan(p) else "", len(ids[i]))
+    return replies

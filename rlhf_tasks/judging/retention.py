@@ -1,0 +1,161 @@
+"""What a language model still knows: perplexity, and multiple-choice questions answered by likelihood.
+
+RLHF moves a model away from the text of its training. Base, SFT and policy read the same texts, so that the
+results show what RLHF costs, and how much of the cost PPO-ptx avoids.
+
+B batch · R response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks.config import judge as config
+from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
+from rlhf_tasks.data.tokenizer import Ids, encode_rows
+from rlhf_tasks.judging import harness, probe_texts, statistics
+from rlhf_tasks.judging.harness import Done, HarnessTasks
+from rlhf_tasks.judging.probe_texts import Choice
+from rlhf_tasks.judging.results import Interval, RetentionResult, TaskChange
+from rlhf_tasks.models.load import load_causal, place
+from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.project.paths import Paths
+
+NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations
+
+
+class Probes:
+    """The texts, questions and tasks of `judge.retention`, read once.
+
+    Raises:
+        UserError: if a file of them cannot be read, or has another form, or a task cannot be loaded.
+    """
+
+    def __init__(self, settings: config.Retention, paths: Paths) -> None:
+        self._settings, count = settings, settings.num_examples
+        rows = read_table(paths, "sft", "test")[:count]
+        self._demonstrations = [(row["prompt"], row["completion"]) for row in rows]
+        self._general = (
+            None if settings.general is None else probe_texts.texts(settings.general, paths.root)[:count]
+        )
+        self._questions = (
+            of_demonstrations(self._demonstrations)
+            if settings.questions is None
+            else probe_texts.questions(settings.questions, paths.root)[:count]
+        )
+        self._tasks = None if settings.tasks is None else HarnessTasks(settings.tasks, paths.root)
+
+    def measure_all(
+        self, folders: Mapping[str, Path], device: torch.device
+    ) -> tuple[dict[str, RetentionResult], dict[str, TaskChange]]:
+        """The results of checkpoints by name, and what changed on each task from `sft` to `policy`."""
+        results, done = dict[str, RetentionResult](), dict[str, Done]()
+        for name, folder in folders.items():
+            tokenizer = load_tokenizer(folder)
+            model = place(load_causal(folder), device).eval()
+            results[name] = self._measure(model, tokenizer)
+            if self._tasks is not None:
+                with torch.random.fork_rng():
+                    torch.manual_seed(harness.SEED)  # for tasks whose responses are sampled
+                    done[name] = self._tasks.do(model, tokenizer)
+                results[name] = results[name].model_copy(update={"tasks": done[name].scores})
+        return results, harness.changes(done["sft"], done["policy"]) if done else {}
+
+    def _measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RetentionResult:
+        """Perplexity on `sft_text` and `general`, and the multiple-choice accuracy, of one checkpoint."""
+        most = self._settings.micro_batch_tokens
+        perplexities: dict[str, float] = {}
+        if self._demonstrations:
+            prompts, completions = zip(*self._demonstrations, strict=True)
+            rows = encode_rows(tokenizer, prompts, completions)
+            perplexities["sft_text"] = perplexity(model, *rows, tokenizer, most)
+        if self._general is not None:
+            texts = _text_rows(model, tokenizer, self._general)
+            perplexities["general"] = perplexity(model, *texts, tokenizer, most)
+        accuracy = None
+        if self._questions:
+            right = are_right(model, tokenizer, self._questions, most)
+            accuracy = Interval.of(statistics.wilson(sum(right), len(right)))
+        return RetentionResult(perplexity=perplexities, multiple_choice=accuracy)
+
+
+def of_demonstrations(pairs: Sequence[tuple[str, str]]) -> list[Choice]:
+    """Questions which completion belongs to a prompt: its own, or one of the next prompts.
+
+    Empty where there are not enough different completions.
+    """
+    questions = []
+    for i, (prompt, completion) in enumerate(pairs):
+        others = (pairs[(i + step) % len(pairs)][1] for step in range(1, len(pairs)))
+        wrong = list(dict.fromkeys(other for other in others if other != completion))[:NUM_WRONG]
+        if len(wrong) == NUM_WRONG:
+            questions.append(Choice(prompt, (completion, *wrong)))
+    return questions
+
+
+def perplexity(
+    model: PreTrainedModel,
+    queries: Sequence[Ids],
+    responses: Sequence[Ids],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+) -> float:
+    """exp of the mean −log p of a response token, over all of them."""
+    sums = logprob_sums(model, queries, responses, tokenizer, max_tokens)
+    return math.exp(-math.fsum(sums) / sum(map(len, responses)))
+
+
+def are_right(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Choice], max_tokens: int
+) -> list[bool]:
+    """Whether the right ending is the likeliest, by log p divided by its number of characters.
+
+    The rate per character does not favour short endings; common harnesses use the rate per byte.
+    """
+    beginnings = [q.beginning for q in questions for _ in q.endings]
+    endings = [ending for q in questions for ending in q.endings]
+    rows = encode_rows(tokenizer, beginnings, endings, eos=False)
+    sums = iter(logprob_sums(model, *rows, tokenizer, max_tokens))
+    right = []
+    for question in questions:
+        rates = [next(sums) / len(ending) for ending in question.endings]
+        right.append(rates[0] > max(rates[1:]))
+    return right
+
+
+@torch.no_grad()
+def logprob_sums(
+    model: PreTrainedModel,
+    queries: Sequence[Ids],
+    responses: Sequence[Ids],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+) -> list[float]:
+    """Σ log p of each response's tokens after its query; no query may be empty."""
+    sums = [0.0] * len(queries)
+    device = next(model.parameters()).device
+    for rows in micro_batches(sizes(queries, responses), max_tokens):
+        batch = collate([queries[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
+        batch = batch.to(device)
+        values = token_stats(model, batch).logprobs.sum(1).tolist()
+        for i, value in zip(rows, values, strict=True):
+            sums[i] = value
+    return sums
+
+
+def _text_rows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> tuple[list[Ids], list[Ids]]:
+    """Texts as queries and responses: the first token is the query (BOS where the tokenizer has one).
+
+    Tokens beyond the model's longest input are cut off.
+    """
+    longest = getattr(model.config, "max_position_embeddings", None)
+    ids = [row[:longest] for row in tokenizer(list(texts))["input_ids"]]
+    ids = [row for row in ids if len(row) > 1]
+    return [row[:1] for row in ids], [row[1:] for row in ids]

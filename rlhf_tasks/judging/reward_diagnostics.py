@@ -1,0 +1,178 @@
+"""Reward diagnostics: how well the reward models order pairs, whether they are calibrated, what length buys.
+
+A reward model that is fit to be optimised orders two samples of one policy as the labels do. Its confidence
+is calibrated if it orders right 80% of the pairs of which it is 80% sure. N pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import ArrayLike
+
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.judging import statistics
+from rlhf_tasks.judging.results import Interval, RewardDiagnostic
+from rlhf_tasks.models import contracts
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring import reward_model
+from rlhf_tasks.scoring.protocol import Responses, Scorer
+
+NUM_BINS = 10
+MIN_IN_BIN = 20  # pairs, where there are enough for several bins
+NUM_LENGTHS = 8  # bins of responses by length
+
+CALIBRATION = pa.schema([
+    ("model", pa.string()), ("origin", pa.string()), ("confidence", pa.float64()), ("right", pa.float64()),
+    ("low", pa.float64()), ("high", pa.float64()), ("pairs", pa.int64()),
+])  # fmt: skip
+LENGTHS = pa.schema([
+    ("judge", pa.string()), ("who", pa.string()), ("length", pa.float64()), ("score", pa.float64()),
+    ("low", pa.float64()), ("high", pa.float64()), ("answers", pa.int64()),
+])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two responses to each of N prompts, by which is better."""
+
+    prompts: list[str]
+    better: list[str]
+    worse: list[str]
+
+
+Rewards = Mapping[str, Scorer]
+Rows = list[dict[str, Any]]
+
+
+def load_rewards(paths: Paths, device: torch.device) -> dict[str, Scorer]:
+    """The reward models that this pipeline trained, by name; empty where it trained none."""
+    folders = {"reward": paths.reward, "reward_heldout": paths.reward_heldout}
+    return {
+        name: reward_model.load(folder, device)
+        for name, folder in folders.items()
+        if contracts.has_model(folder)
+    }
+
+
+# ----------------------------------------------------------------------------------- labelled pairs
+
+
+def labelled_pairs(paths: Paths) -> dict[str, Pairs]:
+    """The test pairs of data/comparisons by origin: `given`, `sft_samples`."""
+    by_origin: dict[str, Pairs] = {}
+    for row in read_table(paths, "comparisons", "test"):
+        pairs = by_origin.setdefault(row["origin"], Pairs([], [], []))
+        pairs.prompts.append(row["prompt"])
+        pairs.better.append(row["chosen"])
+        pairs.worse.append(row["rejected"])
+    return by_origin
+
+
+def order_by(
+    score: Callable[[Sequence[str], Sequence[str]], Sequence[float]],
+    prompts: Sequence[str],
+    first: Sequence[str],
+    second: Sequence[str],
+) -> Pairs:
+    """Two samples of one policy per prompt, ordered by a score; equal scores are left out."""
+    scores = zip(score(prompts, first), score(prompts, second), strict=True)
+    pairs = Pairs([], [], [])
+    for prompt, x, y, (a, b) in zip(prompts, first, second, scores, strict=True):
+        if a != b:
+            pairs.prompts.append(prompt)
+            pairs.better.append(x if a > b else y)
+            pairs.worse.append(y if a > b else x)
+    return pairs
+
+
+def leads(model: Scorer, pairs: Pairs) -> statistics.Floats:
+    """(N,) score of the better response minus that of the worse one."""
+    better, worse = (
+        model(Responses.of_texts(pairs.prompts, texts)).tolist() for texts in (pairs.better, pairs.worse)
+    )
+    return np.subtract(better, worse)
+
+
+# ---------------------------------------------------------------------------------------- measures
+
+
+def agreement(lead: ArrayLike) -> statistics.Estimate:
+    """Share of pairs that a model orders as labelled; equal scores count half."""
+    leads = np.asarray(lead, dtype=np.float64)
+    return statistics.rate(statistics.outcomes(leads, np.zeros_like(leads)))
+
+
+def calibration(lead: ArrayLike) -> tuple[float, Rows]:
+    """Expected calibration error of σ(|lead|), and its bins, from (N,) leads of the better responses.
+
+    A pair is turned so that the model favours its first response. Of each bin, `confidence` is the mean
+    σ(|lead|), and `right` the share of pairs whose favoured response is the better one, with Wilson's
+    interval. Bins hold equal counts (± 1) by rising confidence. Pairs of equal scores are left out; if there
+    are no others, the error is 0.
+    """
+    leads = np.asarray(lead, dtype=np.float64)
+    leads = leads[leads != 0]
+    if leads.size == 0:
+        return 0.0, []
+    count = max(1, min(NUM_BINS, leads.size // MIN_IN_BIN))
+    bins: Rows = []
+    for part in np.array_split(leads[np.argsort(np.abs(leads), kind="stable")], count):
+        share = statistics.wilson(int((part > 0).sum()), part.size)
+        confidence = float((1 / (1 + np.exp(-np.abs(part)))).mean())
+        bins.append(
+            {"confidence": confidence, "right": share.value, "low": share.low, "high": share.high,
+             "pairs": part.size}
+        )  # fmt: skip
+    return statistics.calibration_error(leads, np.ones_like(leads), count), bins
+
+
+def measure(
+    rewards: Rewards, labelled: Mapping[str, Pairs], samples: Mapping[str, Pairs]
+) -> tuple[tuple[RewardDiagnostic, ...], Rows]:
+    """Each reward model's diagnostics on each origin of pairs, and the bins of calibration.
+
+    `labelled` and `samples` are pairs by origin. `samples` come from this evaluation, ordered by gold: they
+    replace labelled pairs of the same origin, and only for them agreement is measured.
+    """
+    diagnostics: list[RewardDiagnostic] = []
+    rows: Rows = []
+    for origin, pairs in {**labelled, **samples}.items():
+        if not pairs.prompts:  # a collapsed policy samples the same text twice
+            continue
+        for name, model in rewards.items():
+            lead = leads(model, pairs)
+            agreed = Interval.of(agreement(lead)) if origin in samples else None
+            error, bins = calibration(lead)
+            diagnostics.append(
+                RewardDiagnostic(model=name, origin=origin, calibration_error=error, agreement=agreed)
+            )
+            rows += [{"model": name, "origin": origin, **part} for part in bins]
+    return tuple(diagnostics), rows
+
+
+def by_length(scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[str, Sequence[str]]) -> Rows:
+    """Mean score of responses of similar length, in characters, with its 95% interval (normal).
+
+    `scores` are by judge and contender, NaN for a failure. Bins hold equal counts of responses.
+    """
+    rows = []
+    for (judge, who), column in scores.items():
+        values, lengths = np.asarray(column, dtype=np.float64), np.array([len(text) for text in texts[who]])
+        whole = ~np.isnan(values)
+        values, lengths = values[whole], lengths[whole]
+        order = np.argsort(lengths, kind="stable")
+        count = max(1, min(NUM_LENGTHS, values.size // MIN_IN_BIN))
+        for part in np.array_split(order, count) if values.size else ():
+            mean = float(values[part].mean())
+            reach = 1.96 * float(values[part].std(ddof=1)) / part.size**0.5 if part.size > 1 else 0.0
+            rows.append(
+                {"judge": judge, "who": who, "length": float(lengths[part].mean()), "score": mean,
+                 "low": mean - reach, "high": mean + reach, "answers": part.size}
+            )  # fmt: skip
+    return rows

@@ -1,0 +1,292 @@
+"""`rlhf judge MODEL`: any two contenders, and one message for each mistake of the user."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_tasks import console
+from rlhf_tasks.cli import main
+from rlhf_tasks.data import columns
+from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging.head_to_head import compare_models
+from rlhf_tasks.judging.judges.optimised import optimised_judges
+from rlhf_tasks.judging.results import EvaluationResults, Interval
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_causal, save_checkpoint
+from rlhf_tasks.project.paths import Paths
+from tests import small
+
+VIEW = {"judge.judges": [small.GOLD, small.HELDOUT], "judge.num_examples": 6}
+
+
+@pytest.fixture(autouse=True)
+def loud() -> None:
+    console.set_quiet(False)
+
+
+def run(model: str, against: str = "reference", **options: Any) -> EvaluationResults:
+    return compare_models(small.view("judge", VIEW), model, against, **{"paths": Paths(), **options})
+
+
+def win_rate(results: EvaluationResults, judge: str, a: str, b: str) -> Interval:
+    comparison = results.comparison(judge, a, b)
+    assert comparison is not None, [one.stem for one in results.comparisons]
+    return comparison.win_rate
+
+
+def write_responses(responses: dict[str, str]) -> str:
+    text = "".join(json.dumps({"prompt": p, "completion": r}) + "\n" for p, r in responses.items())
+    Path("theirs.jsonl").write_text(text, encoding="utf-8")
+    return "theirs.jsonl"
+
+
+def test_a_checkpoint_against_the_reference_by_every_judge(
+    models_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = run("models/policy")
+    for judge in ("gold", "reward_model"):
+        rate = win_rate(results, judge, "models/policy", "reference")
+        assert 0 <= rate.low <= rate.value <= rate.high <= 1
+        assert f"{judge}/models/policy_vs_reference/win_rate" in results.metrics()
+    shown = capsys.readouterr().out
+    assert "win rates on 6 test prompts" in shown
+    assert "gold | models/policy vs reference | " in shown
+
+
+def test_swapping_the_contenders_mirrors_the_win_rate(models_here: Path) -> None:
+    results, mirror = run("models/policy", "models/sft"), run("models/sft", "models/policy")
+    ours = win_rate(results, "reward_model", "models/policy", "models/sft").value
+    theirs = win_rate(mirror, "reward_model", "models/sft", "models/policy").value
+    assert theirs == pytest.approx(1 - ours)
+
+
+def test_the_project_need_not_be_the_working_folder(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = run("models/policy", "models/sft", num_examples=3)
+    monkeypatch.chdir("/")
+    elsewhere = run(
+        "models/policy", "models/sft", num_examples=3, paths=Paths(models_here), out=Path("v.jsonl")
+    )
+    assert elsewhere == here
+    assert (models_here / "v.jsonl").exists()
+
+
+def test_responses_of_a_file_are_matched_by_prompt(
+    models_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = read_table(Paths(), "prompts", "test")[:5]
+    empty = {"  " + row["prompt"].replace("\n", "\n "): "" for row in rows[::-1]}
+    results = run("reference", write_responses(empty), names=["gold"])
+    assert {one.judge for one in results.comparisons} == {"gold"}
+    points = [gold(r["prompt"], r["reference"]).score - gold(r["prompt"], "").score for r in rows]
+    expected = sum(1.0 if p > 0 else 0.5 if p == 0 else 0.0 for p in points) / 5
+    assert win_rate(results, "gold", "reference", "theirs.jsonl").value == pytest.approx(expected)
+    assert "5 of the 12 test prompts have responses" in capsys.readouterr().out
+
+
+def test_the_number_of_examples_can_be_given(models_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("models/sft", num_examples=3, names=["gold"])
+    assert "win rates on 3 test prompts" in capsys.readouterr().out
+
+
+def test_a_judge_that_ppo_optimised_for_the_policy_gives_a_warning(
+    models_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, optimised = Path("models/policy"), contracts.fingerprint(Path("models/reward_heldout"))
+    save_checkpoint(
+        load_causal(policy), load_tokenizer(policy), policy, card="a card",
+        identity=contracts.identity("policy", {"reward": optimised}),
+    )  # fmt: skip
+    results = run("models/policy", num_examples=3)
+    assert results.optimised_judges == {"reward_model": "models/reward_heldout"}
+    warning = "WARNING: judge reward_model is the reward model that PPO optimised for models/policy"
+    assert warning in capsys.readouterr().out
+    run("models/policy", num_examples=3, names=["gold"])
+    assert "WARNING" not in capsys.readouterr().out, "that judge does not take part"
+    both = {"kind": "all_of", "name": "both", "judges": ["gold", "reward_model"]}
+    settings = small.view("judge", VIEW | {"judge.judges": [small.GOLD, small.HELDOUT, both]}).judge
+    assert optimised_judges(settings, policy, Path(), ["both"]) == {"reward_model": "models/reward_heldout"}
+
+
+def test_each_row_of_a_repeated_prompt_has_its_own_reference(models_here: Path) -> None:
+    rows = read_table(Paths(), "prompts", "test")
+    twin = rows[0] | {"reference": " my stuff"}
+    small.write_rows(Path(), "prompts", "test", [rows[0], twin])
+    file = write_responses({rows[0]["prompt"]: rows[0]["reference"]})
+    results = run("reference", file, names=["gold"])
+    rate = win_rate(results, "gold", "reference", "theirs.jsonl").value
+    assert rate == pytest.approx(0.25)  # a tie and a loss
+
+
+@pytest.mark.parametrize("name", ["comparisons.jsonl", "new/comparisons.parquet"])
+def test_every_comparison_is_written_with_its_texts(models_here: Path, name: str) -> None:
+    results = run("models/policy", "models/sft", num_examples=4, out=Path(name))
+    if name.endswith(".parquet"):
+        rows = pq.read_table(name).to_pylist()
+    else:
+        rows = [json.loads(line) for line in Path(name).read_text(encoding="utf-8").splitlines()]
+    assert [(row["judge"], row["index"]) for row in rows] == [
+        (judge, i) for judge in ("gold", "reward_model") for i in range(4)
+    ]
+    golds = [row for row in rows if row["judge"] == "gold"]
+    points = [gold(row["prompt"], row["response_a"]).score - gold(row["prompt"], row["response_b"]).score
+              for row in golds]  # fmt: skip
+    assert [row["outcome"] for row in golds] == [1.0 if p > 0 else 0.5 if p == 0 else 0.0 for p in points]
+    rate = sum(row["outcome"] for row in golds) / 4
+    assert win_rate(results, "gold", "models/policy", "models/sft").value == pytest.approx(rate)
+
+
+def test_responses_are_exported_as_alpaca_eval_reads_them(models_here: Path) -> None:
+    """Its leaderboards join model and reference by the instruction; `generator` names the model."""
+    words = ["judge", "models/policy", "--judge", "gold", "--num-examples", "3"]
+    Path("params.yaml").write_bytes((small.ROOT / "params.yaml").read_bytes())
+    assert main.main([*words, "--export", "alpaca_eval", "--to", "alpaca"]) == 0
+    ours, theirs = (
+        json.loads(Path("alpaca", name).read_text(encoding="utf-8"))
+        for name in ("outputs.json", "reference_outputs.json")
+    )
+    rows = read_table(Paths(), "prompts", "test")[:3]
+    keys = ("instruction", "output", "generator")
+    assert [tuple(row) for row in ours] == [keys] * 3
+    assert [tuple(row.values()) for row in theirs] == [
+        (row["prompt"], row["reference"], "reference") for row in rows
+    ]
+    assert [row["instruction"] for row in ours] == [row["prompt"] for row in rows]
+    assert {row["generator"] for row in ours} == {"models/policy"}
+
+
+@pytest.mark.parametrize("words", [["--export", "alpaca_eval"], ["--to", "alpaca"]], ids=" ".join)
+def test_an_export_needs_its_folder_and_a_folder_its_export(
+    words: list[str], models_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["judge", "models/policy", *words]) == 2
+    assert "--export alpaca_eval and --to FOLDER need each other" in capsys.readouterr().err
+
+
+def test_the_output_file_replaces_an_older_one(models_here: Path) -> None:
+    Path("comparisons.parquet").write_text("older", encoding="utf-8")
+    Path("comparisons.parquet").chmod(0o444)
+    run("models/policy", "models/sft", num_examples=2, names=["gold"], out=Path("comparisons.parquet"))
+    assert pq.read_table("comparisons.parquet").num_rows == 2
+    assert not list(Path().glob(".comparisons*"))
+
+
+def test_the_outcome_of_a_failure_is_written_as_null(models_here: Path) -> None:
+    Path("half.py").write_text(
+        "def half(prompts, answers):\n    return [float('nan')] + [float(len(a)) for a in answers[1:]]\n",
+        encoding="utf-8",
+    )
+    settings = VIEW | {
+        "judge.judges": [{"kind": "function", "name": "half", "function": "half:half"}],
+        "judge.max_failure_share": 0.5,
+    }
+    view = small.view("judge", settings)
+    compare_models(view, "models/sft", "reference", paths=Paths(), num_examples=4, out=Path("v.jsonl"))
+    first, *others = [json.loads(line) for line in Path("v.jsonl").read_text("utf-8").splitlines()]
+    assert (first["outcome"], first["failure"]) == (None, "no finite score")
+    assert all(row["failure"] is None and row["outcome"] in (0, 0.5, 1) for row in others)
+
+
+def test_an_output_file_with_another_suffix_is_refused_before_the_run(models_here: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"--out v\.csv: give a file whose name ends with \.jsonl or \.parquet"
+    ):
+        run("models/sft", out=Path("v.csv"))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "rlhf.json"])
+def test_a_damaged_file_of_a_checkpoint_is_named(models_here: Path, file: str) -> None:
+    shutil.copytree("models/policy", "torn")
+    torn = Path("torn", file)
+    torn.write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=rf"torn/{file} cannot be read"):
+        run("torn")
+
+
+@pytest.mark.parametrize(
+    ("model", "against", "reason"),
+    [
+        ("models/none/at/all", "reference", "is not a folder, a .jsonl file of responses or a hub id"),
+        ("some/one", "reference", "does not exist; for a hub model give the commit too, as some/one@COMMIT"),
+        ("some/one@main", "reference", "full commit hash"),
+        ("models/sft", "none.jsonl", "none.jsonl cannot be read"),
+        ("models/sft", "data/prompts", "data/prompts holds no tokenizer"),
+    ],
+)
+def test_an_invalid_contender_is_named(models_here: Path, model: str, against: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        run(model, against, names=["gold"])
+
+
+def test_invalid_lines_of_a_file_of_responses_are_named(models_here: Path) -> None:
+    Path("bad.jsonl").write_text(
+        '{"prompt": "a"}\n\n{"prompt": "b", "completion": "c"}\nx\n', encoding="utf-8"
+    )
+    with pytest.raises(UserError) as caught:
+        run("bad.jsonl")
+    assert str(caught.value).count("\n") == 1
+    assert "bad.jsonl:1: " in str(caught.value)
+    assert "bad.jsonl:4: " in str(caught.value)
+    write_responses({"a": "1", "a ": "2"})
+    with pytest.raises(UserError, match=r"theirs\.jsonl:2: an earlier line has a response to this prompt"):
+        run("theirs.jsonl")
+    with pytest.raises(UserError, match="to none of the 12 prompts"):
+        run(write_responses({"another prompt": "x"}))
+
+
+def test_a_line_of_a_file_of_responses_ends_at_a_line_feed_only(models_here: Path) -> None:
+    prompt, completion = read_table(Paths(), "prompts", "test")[0]["prompt"], "one\u2028two\x85three"
+    line = json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False)
+    Path("theirs.jsonl").write_bytes(f"{line}\r\n".encode())
+    run("theirs.jsonl", names=["gold"], out=Path("out.jsonl"))
+    written = Path("out.jsonl").read_text(encoding="utf-8").split("\n")
+    assert json.loads(written[0])["response_a"] == completion
+    Path("theirs.jsonl").write_text(f"{line}\nx\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"^theirs\.jsonl:2: give an object"):
+        run("theirs.jsonl")
+
+
+def test_only_the_verifiers_that_judge_are_checked(models_here: Path) -> None:
+    check = {"kind": "number", "column": "answer", "tolerance": 0.0, "weight": 1.0}
+    right = {"kind": "verifier", "name": "right", "checks": [check], "format": None}
+    both = {"kind": "all_of", "name": "both", "judges": ["gold", "right"]}
+    rows = read_table(Paths(), "prompts", "test")
+    bad = [columns.encoded(row | {"columns": {"answer": None}}) for row in rows]
+    small.write_rows(models_here, "prompts", "test", bad)
+    kept = {"data.columns": {**small.params()["data"]["columns"], "keep": ["answer"]}}
+    view = small.view("judge", VIEW | kept | {"judge.judges": [small.GOLD, right, both]})
+    results = compare_models(view, "models/sft", "reference", paths=Paths(), names=["gold"])
+    assert {one.judge for one in results.comparisons} == {"gold"}
+    for names in (["right"], ["both"], []):
+        with pytest.raises(UserError, match=r"judge.judges: right: 6 value\(s\) cannot be used"):
+            compare_models(view, "models/sft", "reference", paths=Paths(), names=names)
+
+
+def test_without_data_the_stage_that_makes_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="run `rlhf prepare`"):
+        run("reference")
+
+
+def test_the_command_without_a_model_runs_the_stage(
+    project: Path, models_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["judge", "models/sft", "--judge", "gold", "--num-examples", "4"]) == 0
+    assert "gold | models/sft vs reference" in capsys.readouterr().out
+    assert main.main(["judge", "models/sft", "--judge", "best"]) == 2
+    assert "judge.judges has no judge best; it has gold, reward_model" in capsys.readouterr().err
+    assert main.main(["judge", "--against", "models/sft"]) == 2
+    assert "need a MODEL" in capsys.readouterr().err
+    assert main.main(["judge"]) == 2
+    assert "dvc.yaml declares no stage 'judge'" in capsys.readouterr().err

@@ -1,0 +1,472 @@
+"""The `llm` judge with a server that works or fails: replies, retries, the cache and the budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from rlhf_tasks.config.judge import LlmJudge
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging.judges import llm
+from rlhf_tasks.judging.judges.cache import Cache
+from rlhf_tasks.judging.judges.llm import LlmComparer
+from rlhf_tasks.judging.judges.pairwise import PairwiseJudge, Question, Reply
+from rlhf_tasks.judging.judges.replies import Malformed, record_of, reply_of
+from rlhf_tasks.project.paths import Paths
+from tests import small
+from tests.judging import endpoint
+from tests.judging.endpoint import KEY, MODEL, Body, Handler, Server, completion
+
+ROOT = Path(__file__).parents[2]
+ANY = 1e9  # allowed failures
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with endpoint.serving() as started:
+        yield started
+
+
+def settings(server: Server, folder: Path, **changes: Any) -> LlmJudge:
+    prompt = folder / "prompt.txt"
+    prompt.write_text(endpoint.PROMPT, encoding="utf-8")
+    values = {
+        "kind": "llm", "name": "gpt", "base_url": server.url, "model": MODEL, "key_variable": "JUDGE_KEY",
+        "prompt": prompt.name, "logprobs": False, "max_reply_tokens": 1, "concurrency": 4,
+        "timeout_seconds": 10.0, "max_retries": 2, "budget": None,
+    }  # fmt: skip
+    return LlmJudge.model_validate(values | changes)
+
+
+def comparer(server: Server, folder: Path, **changes: Any) -> LlmComparer:
+    return LlmComparer(settings(server, folder, **changes), 0.05, Paths(folder))
+
+
+def questions(count: int) -> list[Question]:
+    return [
+        Question(f"prompt {i}", f"{(i * 7) % count:03d}", f"{(i * 5 + 1) % count:03d}") for i in range(count)
+    ]
+
+
+def expected(questions: Sequence[Question]) -> list[Reply]:
+    return [Reply(float(q.first > q.second), num_tokens=10) for q in questions]
+
+
+# ------------------------------------------------------------------------------------------ replies
+
+
+def test_replies_are_in_the_order_of_the_questions(server: Server, tmp_path: Path) -> None:
+    sent = questions(20)
+    assert comparer(server, tmp_path)(sent, ANY) == expected(sent)
+    (body,) = {json.dumps({**b, "messages": None}) for b in server.bodies}
+    assert json.loads(body) == {"model": MODEL, "messages": None, "temperature": 0.0, "max_tokens": 1}
+    assert server.most_at_once <= 4
+
+
+def test_every_pair_is_compared_in_both_orders(server: Server, tmp_path: Path) -> None:
+    judge = PairwiseJudge("gpt", comparer(server, tmp_path), 0.0)
+    result = judge.compare(["p", "q"], ["2", "x"], ["1", "y"])
+    assert result.outcomes.tolist() == [1.0, 0.0]
+    assert {(b["messages"][0]["content"][0], *endpoint.shown(b)) for b in server.bodies} == {
+        ("p", "2", "1"), ("p", "1", "2"), ("q", "x", "y"), ("q", "y", "x")
+    }  # fmt: skip
+    assert (result.num_replies, result.num_tokens) == (4, 40)
+
+
+def test_a_model_that_always_prefers_the_first_gives_ties(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda body: completion("A")
+    result = PairwiseJudge("gpt", comparer(server, tmp_path), 0.0).compare(["p", "q"], ["2", "x"], ["1", "y"])
+    assert result.outcomes.tolist() == [0.5, 0.5]
+
+
+def test_the_probability_comes_from_the_log_probs_if_the_server_gives_them(
+    server: Server, tmp_path: Path
+) -> None:
+    server.reply = lambda body: completion("A", probabilities={"A": 0.6, " A": 0.2, "B": 0.1, "I": 0.1})
+    (reply,) = comparer(server, tmp_path, logprobs=True)(questions(1), ANY)
+    assert reply.probability == pytest.approx(0.8 / 0.9)
+    assert (server.bodies[0]["logprobs"], server.bodies[0]["top_logprobs"]) == (True, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "probability"),
+    [
+        ("A", 1.0), ("B", 0.0), (" B\n", 0.0), ("**A**", 1.0), ("Verdict: B.", 0.0), ("answer: A", 1.0),
+        ("Both are short, but the first is true.\n\nBetter: A", 1.0),
+    ],
+)  # fmt: skip
+def test_the_preference_is_the_letter_on_the_last_line(text: str, probability: float) -> None:
+    assert reply_of(record_of(json.dumps(completion(text)))) == Reply(probability, num_tokens=10)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "C", "AB", "A or B", "A is better", "A\nsince it is true", "Neither A"]
+)
+def test_a_reply_without_a_preference_is_a_failure_that_shows_it(text: str) -> None:
+    reply = reply_of(record_of(json.dumps(completion(text))))
+    assert reply.probability != reply.probability
+    assert repr(text) in reply.failure
+
+
+def test_the_last_letter_of_a_reply_with_reasons_counts() -> None:
+    tree = completion("A says more.\nVerdict: B")
+    tokens = [("A", 0.9, 0.1), (" says", 0, 0), (" B", 0.3, 0.7)]
+    tree["choices"][0]["logprobs"] = {
+        "content": [
+            {"token": token, "logprob": -0.1,
+             "top_logprobs": [{"token": "A", "logprob": math.log(a)},
+                              {"token": token, "logprob": math.log(b)}] if a else []}
+            for token, a, b in tokens
+        ]
+    }  # fmt: skip
+    tree["choices"][0]["logprobs"]["content"][2]["logprob"] = math.log(0.7)
+    assert reply_of(record_of(json.dumps(tree))).probability == pytest.approx(0.3)
+
+
+# ----------------------------------------------------------------------------------------- failures
+
+
+def test_a_request_to_a_busy_server_is_repeated_after_retry_after(server: Server, tmp_path: Path) -> None:
+    def busy(handler: Handler, body: Body, attempt: int) -> None:
+        if attempt <= 2:
+            handler.send(429 if attempt == 1 else 503, {"error": {"message": "later"}}, Retry_After="0.02")
+        else:
+            handler.reply(body)
+
+    server.behaviour = busy
+    sent = questions(5)
+    assert comparer(server, tmp_path)(sent, ANY) == expected(sent)
+    assert set(server.requests.values()) == {3}
+    assert set(server.paid.values()) == {1}
+    assert sorted(set(server.retries)) == ["0", "1", "2"]
+
+
+def test_a_server_that_stays_busy_gives_a_failure(server: Server, tmp_path: Path) -> None:
+    server.behaviour = lambda handler, body, attempt: handler.send(
+        429, {"error": {"message": "slow down"}}, Retry_After="0.02"
+    )
+    (reply,) = comparer(server, tmp_path, max_retries=1)(questions(1), ANY)
+    assert reply.failure.startswith("status 429")
+    assert "slow down" in reply.failure
+
+
+def test_no_more_than_concurrency_requests_are_in_flight(server: Server, tmp_path: Path) -> None:
+    def slow(handler: Handler, body: Body, attempt: int) -> None:
+        time.sleep(0.1)
+        handler.reply(body)
+
+    server.behaviour = slow
+    sent = questions(12)
+    assert comparer(server, tmp_path, concurrency=3)(sent, ANY) == expected(sent)
+    assert server.most_at_once == 3
+
+
+def test_a_reply_that_times_out_fails_alone(server: Server, tmp_path: Path) -> None:
+    def hung(handler: Handler, body: Body, attempt: int) -> None:
+        if body["messages"][0]["content"].startswith("prompt 1\n"):
+            handler.hang()
+        else:
+            handler.reply(body)
+
+    server.behaviour = hung
+    sent = questions(4)
+    result = comparer(server, tmp_path, timeout_seconds=2.0, max_retries=0)(sent, ANY)
+    assert "APITimeoutError" in result[1].failure
+    assert [r for i, r in enumerate(result) if i != 1] == [r for i, r in enumerate(expected(sent)) if i != 1]
+
+
+def test_a_reply_that_never_ends_times_out(server: Server, tmp_path: Path) -> None:
+    server.behaviour = lambda handler, body, attempt: handler.drip()
+    one = settings(server, tmp_path, timeout_seconds=0.3, max_retries=0)
+    (reply,) = LlmComparer(one, 0.05, Paths(tmp_path), longest_wait_seconds=0.2)(questions(1), ANY)
+    assert "TimeoutError" in reply.failure
+
+
+@pytest.mark.parametrize("ends", ["half", "close"])
+def test_a_broken_connection_is_tried_again(server: Server, tmp_path: Path, ends: str) -> None:
+    server.behaviour = lambda handler, body, attempt: (
+        getattr(handler, ends)() if attempt == 1 else handler.reply(body)
+    )
+    sent = questions(2)
+    assert comparer(server, tmp_path)(sent, ANY) == expected(sent)
+    assert set(server.requests.values()) == {2}
+
+
+def test_a_reply_that_times_out_is_tried_again(server: Server, tmp_path: Path) -> None:
+    server.behaviour = lambda handler, body, attempt: handler.hang() if attempt == 1 else handler.reply(body)
+    sent = questions(2)
+    assert comparer(server, tmp_path, timeout_seconds=2.0, max_retries=1)(sent, ANY) == expected(sent)
+    assert set(server.requests.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"<html>gateway</html>",
+        b'{"choices": []}',
+        b"[]",
+        b"null",
+        b'{"choices": [{"message": {"content": [1]}}]}',
+    ],
+)
+def test_a_malformed_reply_is_a_failure_and_not_kept(server: Server, tmp_path: Path, reply: bytes) -> None:
+    server.behaviour = lambda handler, body, attempt: (
+        handler.send(200, reply) if attempt == 1 else handler.reply(body)
+    )
+    judge = comparer(server, tmp_path)
+    (failed,) = judge(questions(1), ANY)
+    assert "Malformed: this is not a chat completion" in failed.failure
+    assert judge(questions(1), ANY) == expected(questions(1))
+    with pytest.raises(Malformed):
+        record_of(reply.decode())
+
+
+def test_a_refusal_is_a_failure_that_is_paid_for_once(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda body: completion(None, refusal="I will not compare these.")
+    judge = comparer(server, tmp_path)
+    for _ in range(2):
+        (reply,) = judge(questions(1), ANY)
+        assert "a refusal: I will not compare these." in reply.failure
+    assert list(server.paid.values()) == [1]
+
+
+def test_a_question_that_the_server_rejects_fails_alone(server: Server, tmp_path: Path) -> None:
+    def too_long(handler: Handler, body: Body, attempt: int) -> None:
+        if "prompt 0" in body["messages"][0]["content"]:
+            handler.send(400, {"error": {"message": "context length exceeded"}})
+        else:
+            handler.reply(body)
+
+    server.behaviour = too_long
+    sent = questions(3)
+    result = comparer(server, tmp_path)(sent, ANY)
+    assert result[0].failure.startswith("status 400")
+    assert result[1:] == expected(sent)[1:]
+
+
+def test_a_wrong_model_or_key_stops_at_once_and_hides_the_key(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"judge gpt: .* status 404 for model 'judge-2'.*no model judge-2"):
+        comparer(server, tmp_path, model="judge-2", concurrency=1)(questions(50), ANY)
+    assert sum(server.requests.values()) == 1
+    monkeypatch.setenv("JUDGE_KEY", "wrong-key")
+    with pytest.raises(UserError, match=r"returned status 401.*the key in \$JUDGE_KEY") as caught:
+        comparer(server, tmp_path)(questions(1), ANY)
+    assert "wrong-key" not in str(caught.value)
+
+
+def test_a_key_that_is_not_in_the_environment_is_an_error(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(UserError, match="the environment variable JUDGE_KEY holds no key"):
+        comparer(server, tmp_path)
+
+
+def test_a_server_that_does_not_run_gives_a_failure(server: Server, tmp_path: Path) -> None:
+    url = "http://127.0.0.1:9/v1"  # the discard port: no server listens
+    (reply,) = comparer(server, tmp_path, base_url=url, max_retries=0)(questions(1), ANY)
+    assert "APIConnectionError" in reply.failure
+
+
+def test_too_many_failures_stop_before_the_last_question(server: Server, tmp_path: Path) -> None:
+    server.behaviour = lambda handler, body, attempt: handler.send(400, {"error": {"message": "no"}})
+    with pytest.raises(UserError, match=r"judge gpt: .* of the replies so far failed.*status 400"):
+        comparer(server, tmp_path)(questions(500), 10)
+    assert sum(server.requests.values()) <= 11 + 4  # the requests in flight
+
+
+# ------------------------------------------------------------------------------ cache and budget
+
+
+def test_a_second_run_sends_no_request(server: Server, tmp_path: Path) -> None:
+    sent = questions(6)
+    first = comparer(server, tmp_path)(sent, ANY)
+    assert comparer(server, tmp_path)(sent, ANY) == first
+    assert sum(server.requests.values()) == 6
+
+
+def test_a_repeated_question_is_sent_once(server: Server, tmp_path: Path) -> None:
+    assert comparer(server, tmp_path)(questions(1) * 3, ANY) == expected(questions(1) * 3)
+    assert sum(server.requests.values()) == 1
+
+
+def test_another_model_prompt_or_limit_is_another_question(server: Server, tmp_path: Path) -> None:
+    comparer(server, tmp_path)(questions(1), ANY)
+    comparer(server, tmp_path, max_reply_tokens=2)(questions(1), ANY)
+    other = tmp_path / "other.txt"
+    other.write_text("Well:\n" + endpoint.PROMPT, encoding="utf-8")
+    comparer(server, tmp_path, prompt=str(other))(questions(1), ANY)
+    assert sum(server.requests.values()) == 3
+
+
+def test_kept_replies_are_those_of_one_model_and_endpoint(server: Server, tmp_path: Path) -> None:
+    sent = questions(2)
+    comparer(server, tmp_path)(sent, ANY)
+    with pytest.raises(UserError, match="status 404 for model 'another'"):
+        comparer(server, tmp_path, model="another")(sent, ANY)
+    with endpoint.serving() as elsewhere:
+        elsewhere.reply = lambda body: completion("A")
+        result = comparer(elsewhere, tmp_path)(sent, ANY)
+    assert [reply.probability for reply in result] == [1.0, 1.0]
+    assert sum(elsewhere.paid.values()) == 2
+
+
+def test_a_spent_budget_of_requests_keeps_the_replies_for_later(server: Server, tmp_path: Path) -> None:
+    sent = questions(10)
+    budget = {"requests": 6, "tokens": None}
+    with pytest.raises(UserError, match="its budget of 6 requests is spent, and this comparison needs 10"):
+        comparer(server, tmp_path, budget=budget)(sent, ANY)
+    assert sum(server.paid.values()) == 6
+    assert comparer(server, tmp_path, budget=budget)(sent, ANY) == expected(sent)
+    assert set(server.paid.values()) == {1}
+    assert len(server.paid) == 10
+
+
+def test_a_budget_of_tokens_is_exceeded_by_requests_in_flight_only(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="its budget of 30 tokens is spent"):
+        comparer(server, tmp_path, budget={"requests": None, "tokens": 30}, concurrency=2)(questions(20), ANY)
+    assert 3 <= sum(server.paid.values()) <= 4
+
+
+def test_a_budget_of_tokens_needs_a_server_that_reports_them(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda body: {**endpoint.preferring(body), "usage": None}
+    with pytest.raises(UserError, match="does not report the tokens"):
+        comparer(server, tmp_path, budget={"requests": None, "tokens": 30})(questions(3), ANY)
+
+
+def test_an_incomplete_line_of_the_cache_loses_that_line_only(tmp_path: Path) -> None:
+    file = tmp_path / "kept.jsonl"
+    cache = Cache(file)
+    cache.add("one", {"text": "A"})
+    with file.open("ab") as stream:
+        stream.write(b'{"key": "two", "te')
+    again = Cache(file)
+    assert "two" not in again
+    again.add("three", {"text": "B"})
+    result = Cache(file)
+    kept = [result.get(key) or {} for key in ("one", "three")]
+    assert [record.get("text") for record in kept] == ["A", "B"]
+
+
+KILLED = """
+import json, sys
+from pathlib import Path
+from rlhf_tasks.config.judge import LlmJudge
+from rlhf_tasks.judging.judges.pairwise import Question
+from rlhf_tasks.judging.judges.llm import LlmComparer
+from rlhf_tasks.project.paths import Paths
+settings, questions, root = json.load(open(sys.argv[1]))
+judge = LlmComparer(LlmJudge.model_validate(settings), 0.05, Paths(Path(root)))
+print(len(judge([Question(*q) for q in questions], 1e9)))
+"""
+
+
+KILL_AT = 15  # replies that are kept
+
+
+def kill_and_repeat(server: Server, command: Sequence[str], folder: Path) -> str:
+    """SIGKILL once KILL_AT replies are kept and others wait at the server, unanswered; then run it again."""
+    killed = threading.Event()
+
+    def behave(handler: Handler, body: Body, attempt: int) -> None:
+        if killed.is_set() or handler.number <= KILL_AT:
+            handler.reply(body)
+        else:
+            handler.hang()
+
+    server.behaviour = behave
+    environment, kept = os.environ | {"PYTHONPATH": str(ROOT)}, Paths(folder).home / llm.FILE
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 600
+        while process.poll() is None and time.monotonic() < deadline:
+            if kept.exists() and kept.read_bytes().count(b"\n") == KILL_AT and len(server.requests) > KILL_AT:
+                break
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    paid = dict(server.paid)
+    assert sum(paid.values()) == KILL_AT
+    assert not (folder / "metrics/judge.json").exists()
+    killed.set()
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    assert set(server.paid.values()) == {1}, "no reply was paid for twice"
+    assert set(paid) < set(server.paid)
+    return done.stdout
+
+
+def test_no_reply_is_paid_for_twice_after_a_kill(server: Server, tmp_path: Path) -> None:
+    arguments, sent = tmp_path / "arguments.json", questions(40)
+    arguments.write_text(json.dumps([settings(server, tmp_path).model_dump(), sent, str(tmp_path)]))
+    command = [sys.executable, "-c", KILLED, str(arguments)]
+    printed = kill_and_repeat(server, command, tmp_path)
+    assert printed.splitlines()[-1] == "40"
+    assert "25 of 40 replies were requested" in printed
+    assert len(server.paid) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_the_stage_pays_for_no_reply_twice_after_a_kill(
+    server: Server, models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(models_here.parent))
+    judge = settings(server, models_here).model_dump(mode="json")
+    changes = {"judge.judges": [small.GOLD, judge], "judge.num_examples": 12, "judge.retention": None}
+    tree = small.params({**small.WITHOUT_REWARD, **changes, "tracking.enabled": False})
+    with (models_here / "params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(tree, file)
+    shutil.copy(ROOT / "dvc.yaml", models_here)
+    shutil.copytree(
+        ROOT / "rlhf_tasks/judging", models_here / "rlhf_tasks/judging"
+    )  # the labels, and the deps
+    command = [sys.executable, "-P", "-m", "rlhf_tasks.cli", "judge"]
+    kill_and_repeat(server, command, models_here)
+    assert "gpt/policy_vs_sft/win_rate" in json.loads((models_here / "metrics/judge.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "probability"),
+    [
+        (["A", " short", " text", ".", "\n", "Verdict", ":", " (", "B)"], 0.25),
+        (["Verdict", ":", " **", "B", "**", "<|end|>"], 0.25),
+        (["A", " is", " worse", ".", "\n", "Verdict: B"], 0.0),
+    ],
+    ids=["a letter with a bracket", "an end token is not a letter", "without a token of its own: 1 or 0"],
+)
+def test_the_probability_is_that_of_the_letters_own_token(tokens: list[str], probability: float) -> None:
+    """An article is not a preference. B has the probability ¾ at its place; the article A is certain."""
+
+    def rivals(token: str) -> list[dict[str, Any]]:
+        own, other = (0.75, 0.25) if "B" in token else (1.0, 0.0)
+        named = [{"token": token, "logprob": math.log(own)}]
+        return named + ([{"token": "A", "logprob": math.log(other)}] if other else [])
+
+    listed = [{"token": t, "logprob": rivals(t)[0]["logprob"], "top_logprobs": rivals(t)} for t in tokens]
+    text = "".join(token for token in tokens if token != "<|end|>")
+    body = {"choices": [{"message": {"content": text}, "logprobs": {"content": listed}}]}
+    assert reply_of(record_of(json.dumps(body))).probability == pytest.approx(probability)
+
+
+def test_the_client_library_is_imported_for_llm_judges_only() -> None:
+    code = (
+        "import sys, rlhf_tasks.judging.head_to_head, rlhf_tasks.stages.judge, rlhf_tasks.stages.ppo\n"
+        "sys.exit('openai is loaded' if 'openai' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

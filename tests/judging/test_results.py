@@ -1,0 +1,184 @@
+"""The results document: what it holds is what metrics/judge.json holds, and it survives the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging.results import (
+    ComparisonResult,
+    Cost,
+    EvaluationResults,
+    HumanAgreement,
+    HumanLabels,
+    Interval,
+    JudgeKappa,
+    ResponseStatistics,
+    RetentionResult,
+    RewardDiagnostic,
+    RewardGaps,
+    TaskChange,
+    TaskScore,
+)
+
+
+def interval(value: float) -> Interval:
+    return Interval(value=value, low=value - 1, high=value + 1)
+
+
+def comparison(judge: str, a: str, b: str, **optional: Any) -> ComparisonResult:
+    return ComparisonResult(
+        judge=judge, a=a, b=b, win_rate=interval(10), decisive=interval(20), length_controlled=interval(30),
+        p_value=0.25, ties=3, examples=17, failures=2, **optional,
+    )  # fmt: skip
+
+
+def responses(length: float) -> ResponseStatistics:
+    return ResponseStatistics(
+        rouge_l=0.1, length=length, ended=0.2, distinct_1=0.3, distinct_2=0.4, repetition=0.5
+    )
+
+
+COMPARISON: dict[str, float] = {
+    "win_rate": 10, "low": 9, "high": 11, "ties": 3, "examples": 17, "failures": 2, "p_value": 0.25,
+    "decisive": 20, "decisive/low": 19, "decisive/high": 21,
+    "length_controlled": 30, "length_controlled/low": 29, "length_controlled/high": 31,
+}  # fmt: skip
+SCORED: dict[str, float] = {
+    "matched_length_gain": 40,
+    "matched_length_gain/low": 39,
+    "matched_length_gain/high": 41,
+}
+COMPARED: dict[str, float] = {
+    "position_bias": 0.125,
+    "first_share": 0.625,
+    "cost/replies": 8,
+    "cost/tokens": 90,
+}
+RESPONSES: dict[str, float] = {
+    "rouge_l": 0.1, "ended": 0.2, "distinct_1": 0.3, "distinct_2": 0.4, "repetition": 0.5,
+}  # fmt: skip
+WHOLE = EvaluationResults(
+    comparisons=(
+        comparison("gold", "policy", "sft", matched_length_gain=interval(40)),
+        comparison(
+            "llm", "sft", "reference", position_bias=0.125, first_share=0.625, cost=Cost(replies=8, tokens=90)
+        ),
+    ),
+    optimised_judges={"own": "models/reward"},
+    responses={"sft": responses(4), "policy": responses(6)},
+    facets={"gold": {"reference": {"score": 0.75}}},
+    retention={
+        "base": RetentionResult(perplexity={"sft_text": 5.0, "general": 7.0}, multiple_choice=interval(50)),
+        "sft": RetentionResult(
+            perplexity={},
+            multiple_choice=None,
+            tasks={
+                "arc": {
+                    "acc": TaskScore(value=0.5, standard_error=0.02, examples=9),
+                    "f1": TaskScore(value=0.25, standard_error=None, examples=9),
+                }
+            },
+        ),
+    },
+    task_changes={"arc": TaskChange(metric="acc", drop=-0.125, standard_error=0.01)},
+    reward_diagnostics=(
+        RewardDiagnostic(model="reward", origin="given", calibration_error=0.01, agreement=None),
+        RewardDiagnostic(
+            model="reward_heldout", origin="sft_samples", calibration_error=0.02, agreement=interval(60)
+        ),
+    ),
+    reward_gaps=RewardGaps(win_rate_by_reward=0.9, by_judge={"gold": 0.1}),
+    human_labels=HumanLabels(
+        labels=12,
+        judges={
+            "gold": HumanAgreement(kappa=interval(70), agreement=interval(80)),
+            "llm": HumanAgreement(kappa=interval(90), agreement=None),
+        },
+    ),
+    judge_kappas=(JudgeKappa(first="gold", second="llm", kappa=interval(100)),),
+)
+
+
+def test_metrics_have_the_keys_and_values_of_metrics_judge_json() -> None:
+    expected: dict[str, float] = {"own/is_optimised_reward": 1}
+    expected |= {f"gold/policy_vs_sft/{key}": value for key, value in (COMPARISON | SCORED).items()}
+    expected |= {f"llm/sft_vs_reference/{key}": value for key, value in (COMPARISON | COMPARED).items()}
+    for name, length in (("sft", 4), ("policy", 6)):
+        expected |= {f"{key}/{name}": value for key, value in (RESPONSES | {"length": length}).items()}
+    expected |= {"length/policy_over_sft": 1.5, "gold/reference/score": 0.75}
+    expected |= {"perplexity/sft_text/base": 5, "perplexity/general/base": 7}
+    expected |= {"choice/base": 50, "choice/base/low": 49, "choice/base/high": 51}
+    expected |= {"task/arc/acc/sft": 0.5, "task/arc/acc/sft/standard_error": 0.02, "task/arc/f1/sft": 0.25}
+    expected |= {"task_drop/arc": -0.125, "task_drop/arc/standard_error": 0.01}
+    expected |= {"calibration/reward/given": 0.01, "calibration/reward_heldout/sft_samples": 0.02}
+    agreement = "agreement/reward_heldout/sft_samples"
+    expected |= {agreement: 60, f"{agreement}/low": 59, f"{agreement}/high": 61}
+    expected |= {"reward_gap/win_rate_by_reward": 0.9, "reward_gap/gold": 0.1, "human/labels": 12}
+    expected |= {"human/gold/kappa": 70, "human/gold/kappa/low": 69, "human/gold/kappa/high": 71}
+    expected |= {"human/gold/agreement": 80, "human/gold/agreement/low": 79, "human/gold/agreement/high": 81}
+    expected |= {"human/llm/kappa": 90, "human/llm/kappa/low": 89, "human/llm/kappa/high": 91}
+    expected |= {"kappa/gold_and_llm": 100, "kappa/gold_and_llm/low": 99, "kappa/gold_and_llm/high": 101}
+    assert WHOLE.metrics() == expected
+
+
+def test_no_results_give_no_metrics() -> None:
+    assert EvaluationResults().metrics() == {}
+
+
+def test_the_document_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
+    file = tmp_path / "evaluation" / "results.json"
+    WHOLE.write(file)
+    assert EvaluationResults.read(file) == WHOLE
+    assert EvaluationResults.read(file).text() == file.read_text(encoding="utf-8")
+
+
+def test_a_comparison_is_found_by_judge_and_contenders() -> None:
+    assert WHOLE.comparison("gold", "policy", "sft") == WHOLE.comparisons[0]
+    assert WHOLE.comparison("gold", "sft", "policy") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Invalid JSON"),
+        ('{"comparisons": [{"judge": "gold"}]}', r"comparisons\.0\.a: Field required"),
+        ('{"verdicts": []}', "verdicts: Extra inputs"),
+    ],
+)
+def test_a_file_that_is_not_a_results_document_is_a_user_error(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=message) as caught:
+        EvaluationResults.read(file)
+    assert str(file) in str(caught.value)
+    assert "rlhf judge" in str(caught.value)
+
+
+def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        EvaluationResults.read(tmp_path / "results.json")
+
+
+def test_comparisons_are_the_same_after_metrics_and_back() -> None:
+    assert EvaluationResults.from_metrics(WHOLE.metrics()).comparisons == WHOLE.comparisons
+
+
+def test_an_incomplete_comparison_is_left_out() -> None:
+    metrics = {
+        key: value for key, value in WHOLE.metrics().items() if key != "gold/policy_vs_sft/decisive/low"
+    }
+    assert EvaluationResults.from_metrics(metrics).comparisons == WHOLE.comparisons[1:]
+
+
+def test_wins_and_losses_follow_from_the_win_rate_and_the_ties() -> None:
+    """(4 + ½ · 3) / 10 = 0.55."""
+    counted = comparison("gold", "policy", "sft").model_copy(
+        update={"win_rate": interval(0.55), "ties": 3, "examples": 10}
+    )
+    assert (counted.wins, counted.losses) == (4, 3)
