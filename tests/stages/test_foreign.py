@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
@@ -140,7 +140,7 @@ def test_a_hub_id_is_fetched_at_its_revision(monkeypatch: pytest.MonkeyPatch) ->
     prepared("gpt2")
     local = toy.foreign("hub/sft", "gpt2", seed=2).resolve()
     requests: list[tuple[str, str]] = []
-    load = AutoModelForCausalLM.from_pretrained
+    load, load_config = AutoModelForCausalLM.from_pretrained, AutoConfig.from_pretrained
 
     def snapshot(source: str, revision: str, **_: Any) -> str:
         requests.append((source, revision))
@@ -153,7 +153,12 @@ def test_a_hub_id_is_fetched_at_its_revision(monkeypatch: pytest.MonkeyPatch) ->
         return load(source, **options)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+
+    def loaded_config(source: Any, revision: str | None = None, **options: Any) -> Any:
+        return load_config(local if source == "someone/sft" else source, revision=revision, **options)
+
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", loaded_config)
     toy.run("sft", toy.write_params(sft={"from": "someone/sft", "revision": HASH}))
     assert requests == [("someone/sft", HASH)] * 2
     assert_same_weights("hub/sft", "models/sft")
@@ -236,7 +241,8 @@ def test_the_reward_model_is_checked_before_anything_is_trained() -> None:
     for stage in ("sft", "preferences"):
         toy.run(stage, settings)
     toy.foreign("foreign/reward", "gpt2", labels=1, words=with_purple())
-    refused("reward", with_reward(), "foreign/reward has another tokenizer than models/sft")
+    words = r"reward\.from: foreign/reward has another tokenizer than models/sft.*path: foreign/reward}"
+    refused("reward", with_reward(), words)
     toy.foreign("foreign/headless", "gpt2")
     refused("reward", with_reward("foreign/headless"), "foreign/headless lacks its trained head")
     assert not Path("models/reward").exists()
