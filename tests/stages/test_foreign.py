@@ -27,10 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.write_given()
 
 
-def prepared(family: str, words: Any = None, logits_scaling: float | None = None, **changes: Any) -> Any:
-    """data/ and models/base from a foreign base of this family; the settings."""
-    shape: dict[str, Any] = {} if logits_scaling is None else {"logits_scaling": logits_scaling}
-    toy.foreign("foreign/base", family, words=words, **shape)
+def prepared(family: str, words: Any = None, shape: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """data/ and models/base from a foreign base of this family, with a shape of its own; the settings."""
+    toy.foreign("foreign/base", family, words=words, **(shape or {}))
     settings = toy.write_params(**changes)
     toy.run("prepare", settings)
     toy.run("base", settings)
@@ -77,12 +76,27 @@ def test_other_families_take_a_step_of_sft_reward_and_ppo(family: str) -> None:
 def test_a_family_without_a_classifier_goes_through_every_stage_that_scores() -> None:
     """With an LM loss on changed logits, a critic from the reward model, and adapters."""
     lora = {"r": 2, "alpha": 4.0}
-    settings = prepared("granite", reward={"lm_coef": 0.1, "lora": lora}, logits_scaling=3.0)
+    settings = prepared("granite", reward={"lm_coef": 0.1, "lora": lora}, shape={"logits_scaling": 3.0})
     for stage in ("sft", "preferences", "reward", "ppo", "judge"):
         metrics = toy.run(stage, settings)
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
     found = load_reward("models/reward").model.config
     assert (found.architectures, found.logits_scaling) == (["GraniteForTokenScores"], 3.0)
+
+
+def test_a_vocabulary_that_is_padded_goes_through_every_stage() -> None:
+    """The base has twice the rows that its tokenizer has tokens, and the reward model a few more.
+
+    Half of what this random policy samples are ids without a token.
+    """
+    size = len(toy.tokenizer())
+    prepared("llama", shape={"vocab_size": 2 * size})
+    toy.foreign("foreign/reward", "llama", seed=3, labels=1, vocab_size=2 * size + 5)
+    settings = with_reward()
+    for stage in ("sft", "preferences", "reward", "ppo", "judge"):
+        metrics = toy.run(stage, settings)
+        assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values()), stage
+    assert load_causal("models/policy").get_input_embeddings().num_embeddings == 2 * size
 
 
 def test_ready_sft_and_reward_models_skip_training_and_their_lineage_is_unknown() -> None:
