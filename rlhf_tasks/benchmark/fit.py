@@ -38,6 +38,7 @@ LIVE = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
 LOGIT_COPIES = 2  # float32 tensors of a chunk's logits that live at once, in models/logprobs.py
 USABLE = 0.9  # share of a GPU's memory beside CUDA's own and what its allocator cannot use
 GPUS_PER_MACHINE = 8
+GB = 1e9
 
 
 class Sizes(NamedTuple):
@@ -126,6 +127,19 @@ class Run:
     offload: bool = False
     chunk: int = GPU_LOGITS  # logits that the training passes make at a time
 
+    @classmethod
+    def of_params(cls, config: Config, policy: Sizes, num_gpus: int) -> Run:
+        """PPO as params.yaml has it, of this policy."""
+        return cls(
+            policy=policy,
+            ppo=config.ppo,
+            longest=config.data.max_prompt_tokens,
+            num_gpus=num_gpus,
+            is_bf16=config.launch.precision != "fp32",
+            has_reward_model=config.reward.train,
+            offload=config.launch.offload,
+        )
+
     @property
     def width(self) -> int:
         """Bytes of a number in a pass."""
@@ -186,9 +200,8 @@ def memory(run: Run) -> dict[str, float]:
     has_two = ppo.critic is not None and ppo.critic.kind == "separate"
     passes = 2 if has_two and (n > 1 or run.layout != "ddp") else 1
     kept, recomputed = width * policy.activations, 0
-    if (
-        ppo.gradient_checkpointing
-    ):  # each layer's input, which autocast leaves in float32, and one layer's own
+    # checkpointing keeps each layer's input, which autocast leaves in float32, and one layer's own
+    if ppo.gradient_checkpointing:
         recomputed = kept // policy.layers
         kept = (FP32 if run.layout == "ddp" else width) * policy.layers * policy.hidden
     parts["activations"] = tokens * (passes * kept + recomputed)
@@ -253,4 +266,18 @@ def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
         place, needed, given = "its machine", parts["machine"], machine
     else:
         place, needed, given = "each GPU", parts["peak"], USABLE * gpu
-    return None, f"{least.layout} needs {needed / 1e9:,.0f} GB of {given / 1e9:,.0f} on {place}"
+    return None, f"{least.layout} needs {needed / GB:,.0f} GB of {given / GB:,.0f} on {place}"
+
+
+def describe(run: Run, gpu: float, machine: float) -> dict[str, Any]:
+    """The settings that fit, and GB by part; of the settings that need least where none fits."""
+    found, problem = fitting(run, gpu, machine)
+    chosen = found or min(candidates(run), key=lambda each: memory(each)["peak"])
+    return {
+        "fits": found is not None,
+        "problem": problem or None,
+        "launch.parallelism": chosen.layout,
+        "launch.offload": chosen.offload,
+        "ppo.gradient_checkpointing": chosen.ppo.gradient_checkpointing,
+        **{f"GB of {name}": round(size / GB, 2) for name, size in memory(chosen).items()},
+    }
