@@ -94,17 +94,17 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
         UserError: if the config of the model cannot be read.
     """
     sft, scratch = Paths(root).sft, config.model.scratch
-    if model is None and (sft / "config.json").exists():
-        return sizes_of_config(AutoConfig.from_pretrained(sft))
-    if model is None and config.sft.source is None and scratch is not None:
+    own = str(sft) if (sft / "config.json").exists() else None
+    source, revision = model or own or config.sft.source, None
+    if source is None and scratch is not None:
         with torch.device("meta"):
-            words = shapes.tokenizer(scratch.vocab_size)
-            return sizes_of(from_scratch(scratch, words, shapes.positions(config)))
-    source, revision = config.model.base, config.model.revision
-    if config.sft.source is not None:
-        source, revision = config.sft.source, config.sft.revision
-    if model is not None:
-        source, revision = model, None
+            return sizes_of(
+                from_scratch(scratch, shapes.tokenizer(scratch.vocab_size), shapes.positions(config))
+            )
+    if source is None:
+        source, revision = config.model.base, config.model.revision
+    elif source == config.sft.source:
+        revision = config.sft.revision
     try:
         return sizes_of_config(AutoConfig.from_pretrained(source, revision=revision))
     except (OSError, ValueError) as error:
@@ -250,22 +250,20 @@ def candidates(run: Run) -> Iterator[Run]:
 
 def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
     """The first settings that fit into a GPU and a machine of so many bytes, or None and the reason."""
-    batch, n = run.ppo.rollout_batch_size, run.num_gpus
-    for count, what in (
-        (batch // run.ppo.num_mini_batches, "rows of an optimizer step"),
-        (batch // run.ppo.samples_per_prompt, "prompts of a rollout"),
-    ):
-        if count % n:
-            return None, f"{count} {what} are not divisible by {n} GPUs"
+    rows, prompts = (
+        run.ppo.rollout_batch_size // n for n in (run.ppo.num_mini_batches, run.ppo.samples_per_prompt)
+    )
+    for count, what in ((rows, "rows of an optimizer step"), (prompts, "prompts of a rollout")):
+        if count % run.num_gpus:
+            return None, f"{count} {what} are not divisible by {run.num_gpus} GPUs"
     tried = [(each, memory(each)) for each in candidates(run)]
     for each, parts in tried:
         if parts["peak"] <= USABLE * gpu and parts["machine"] <= machine:
             return each, ""
     least, parts = min(tried, key=lambda one: one[1]["peak"])
-    if parts["peak"] <= USABLE * gpu:
+    place, needed, given = "each GPU", parts["peak"], USABLE * gpu
+    if needed <= given:
         place, needed, given = "its machine", parts["machine"], machine
-    else:
-        place, needed, given = "each GPU", parts["peak"], USABLE * gpu
     return None, f"{least.layout} needs {needed / GB:,.0f} GB of {given / GB:,.0f} on {place}"
 
 
