@@ -1,4 +1,4 @@
-"""`rlhf judge-reward MODEL FILE`: how often a reward model prefers the right response, by subset.
+"""`rlhf judge MODEL --rows FILE`: how often a reward model prefers the right response, by subset.
 
 Rows have the shape of RewardBench 2 (arXiv 2506.01937): `prompt`, `chosen`, several `rejected`, `subset`. A
 row is right if every chosen response scores higher than every rejected one; equal scores are wrong.
