@@ -33,7 +33,14 @@ from rlhf_tasks.training.stopping import Stopped
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
-    "Run the pipeline": (data.data, pipeline.preset, pipeline.flow, pipeline.check_model, pipeline.plan),
+    "Run the pipeline": (
+        data.data,
+        pipeline.preset,
+        pipeline.params,
+        pipeline.flow,
+        pipeline.check_model,
+        pipeline.plan,
+    ),
     "Review results": (
         review.mlflow,
         review.compare,
