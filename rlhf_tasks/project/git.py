@@ -54,11 +54,9 @@ def resolve(root: Path, revision: str | None) -> str:
 
 
 def commit(root: Path, revision: str) -> str | None:
-    """The hash of a commit by its name; None for an unknown name."""
-    try:
-        return output(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
-    except UserError:
-        return None
+    """The hash of a commit by its name; None for an unknown name, or without git."""
+    words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    return quiet_output(root, *words) or None
 
 
 def committed(root: Path, path: str, revision: str = "HEAD") -> str:
@@ -134,7 +132,7 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
 
 def revision(root: Path) -> str | None:
     """The hash of HEAD; None without git or before the first commit."""
-    return quiet_output(root, "rev-parse", "--verify", "--quiet", "HEAD") or None
+    return commit(root, "HEAD")
 
 
 def is_dirty(root: Path) -> bool:
