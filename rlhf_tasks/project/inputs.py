@@ -55,6 +55,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
 }
 """The parameters that name a file, or the folder of a model or of tasks; and their values that name none."""
 FUNCTIONS = (
+    "data.format",
     "ppo.loss",
     "ppo.advantages.function",
     "ppo.scorers.function",
