@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.project import dvc_files, experiments
+from rlhf_tasks.project import dvc_files, git
 from tests.flows import toy
 from tests.flows.toy import Service
 
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with toy.service(root) as service:
             up = time.monotonic() - start
             ran = [flow(service, seed=seed, name=f"glue-{seed}") for seed in seeds]
-            commits = [experiments.find(root, f"glue-{seed}") for seed in seeds]
+            commits = [git.find_experiment(root, f"glue-{seed}") for seed in seeds]
             unchanged = [flow(service, revision=commit)[0] for commit in commits]
             restored = [flow(service, seed=seed)[0] for seed in seeds]
     print(f"{options.preset}, {options.runs} seed(s), {os.cpu_count()} cores, medians in seconds", end="\n\n")

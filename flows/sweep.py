@@ -32,7 +32,7 @@ from flows.slots import Slots, find_limit
 from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import experiments, git, hashing
+from rlhf_tasks.project import git, hashing
 from rlhf_tasks.report import comparison
 
 TABLE_KEY = "rlhf-sweep"
@@ -101,7 +101,7 @@ def sweep(
         found = cells(root, name, request.preset_of(preset), listed, seeds, commit)
 
         # 2. The runs, a few at once.
-        todo = [cell for cell in found if not experiments.find(root, cell.experiment)]
+        todo = [cell for cell in found if not git.find_experiment(root, cell.experiment)]
         get_run_logger().info("%d of %d runs are already done", len(found) - len(todo), len(found))
         given = {"preset": preset, "revision": commit, "promote": promote}
         inputs = [{"cell": cell, "deployment": deployment, "given": given} for cell in todo]

@@ -38,14 +38,22 @@ SHAPES: Mapping[str, Shape] = {
     "B": Shape(vocab=50304, query_min=128, query=128, response=53, batch=32, micro=8, layers=6),
     "C": Shape(vocab=32, query_min=16, query=64, response=64, batch=64, micro=16),
     "D": Shape(
-        vocab=50304, query_min=512, query=512, response=53, batch=512, micro=16, layers=16, hidden=2048,
-        heads=8, precision="bf16",
+        vocab=50304,
+        query_min=512,
+        query=512,
+        response=53,
+        batch=512,
+        micro=16,
+        layers=16,
+        hidden=2048,
+        heads=8,
+        precision="bf16",
     ),
     "E": Shape(
         vocab=8192, query_min=32, query=128, response=64, batch=32, micro=8, layers=6, hidden=256, heads=8
     ),
     "F": Shape(vocab=256, query_min=16, query=256, response=128, batch=32, micro=8),
-}  # fmt: skip
+}
 """C: a random model over 32 tokens ends its responses at very different lengths. D: Pythia-1B, for a GPU. E
 is wider than A, and F has prompts and responses of very different lengths."""
 
@@ -68,9 +76,12 @@ def tokenizer(vocab: int) -> Any:
     words_only = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     words_only.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words_only, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        tokenizer_object=words_only,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
         padding_side="left",
-    )  # fmt: skip
+    )
 
 
 def models(shape: Shape) -> Models:
@@ -78,10 +89,16 @@ def models(shape: Shape) -> Models:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPTNeoXConfig
 
     config = GPTNeoXConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, intermediate_size=4 * shape.hidden, max_position_embeddings=2048,
-        pad_token_id=PAD, eos_token_id=EOS, bos_token_id=EOS,
-    )  # fmt: skip
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.hidden,
+        max_position_embeddings=2048,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=EOS,
+    )
     torch.manual_seed(0)
     policy, reference = (AutoModelForCausalLM.from_config(config) for _ in range(2))
     reference.load_state_dict(policy.state_dict())

@@ -147,17 +147,13 @@ def plan(
         counts = {"parameters": policy.parameters, "trained, with the critic": run.trained}
         print(json.dumps({**counts, "memory_gb": size, "plans": plans}, indent=2))
         return 0
-    words = {True: "yes", False: "no", None: "-"}
-    rows = [
-        [
-            name,
-            *(
-                words.get(one[name], one[name]) if not isinstance(one[name], float) else f"{one[name]:,}"
-                for one in plans.values()
-            ),
-        ]
-        for name in plans[number]
-    ]
+
+    def cell(value: Any) -> str:
+        return (
+            f"{value:,}" if isinstance(value, float) else {True: "yes", False: "no"}.get(value, value or "-")
+        )
+
+    rows = [[name, *(cell(one[name]) for one in plans.values())] for name in plans[number]]
     title = f"PPO of {policy.parameters:,} parameters, {run.trained:,} trained, on GPUs of {size:g} GB"
     console.table(title, ["GPUs", *map(str, plans)], rows)
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 from typer import Argument, Option
 
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 
 POOL = "rlhf"
@@ -30,6 +31,8 @@ def promote(
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.promotion import command
 
+    if rollback and (again or unless_judging or model != "models/policy"):
+        raise UserError("--rollback takes no MODEL and no other option; give it alone")
     if rollback:
         return command.rollback(Paths())
     return command.promote(Paths(), model, again=again, unless_judging=unless_judging)

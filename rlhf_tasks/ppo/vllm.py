@@ -40,10 +40,11 @@ from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.ends import Ends
 from rlhf_tasks.models.sampling import Samples
+from rlhf_tasks.project import processes
 from rlhf_tasks.project.atomic import whole, write_text
-from rlhf_tasks.project.processes import HOST, Daemon, send
+from rlhf_tasks.project.processes import HOST, Daemon
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import attached, launch
+from rlhf_tasks.training import launch
 from rlhf_tasks.training.distributed import Distributed
 
 T = TypeVar("T")
@@ -286,7 +287,9 @@ def _handle(tensor: Tensor) -> dict[str, tuple[Any, ...]]:
 
 # -------------------------------------------------------------------------------------------- the server
 
-GRACE_SECONDS = 2 * attached.GRACE_SECONDS  # for the server's own end, and for what is killed after it
+GRACE_SECONDS = (
+    2 * processes.ATTACHED_GRACE_SECONDS
+)  # for the server's own end, and for what is killed after it
 HEALTH_SECONDS = 5.0  # for one answer to whether it is healthy
 VARIABLES = dict.fromkeys(
     ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1"
@@ -492,7 +495,7 @@ class VllmServer:
             variables |= UNPICKLES
         words = [*self._settings.command, str(self._weights)]
         words += [str(word) for option in options.items() for word in option]
-        daemon.start(attached.command(words), variables, Path.cwd(), url=url)
+        daemon.start(processes.attached(words), variables, Path.cwd(), url=url)
         health = Client(url, HEALTH_SECONDS)
 
         def is_ready() -> bool:
@@ -531,7 +534,7 @@ def _stop(daemon: Daemon) -> None:
     leader = daemon.record().get("pid")
     daemon.stop(GRACE_SECONDS)
     if leader is not None:
-        send(attached.others_in_session(leader), signal.SIGKILL)
+        processes.send(processes.others_in_session(leader), signal.SIGKILL)
 
 
 def remove_abandoned(folder: Path) -> None:

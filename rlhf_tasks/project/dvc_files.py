@@ -119,8 +119,8 @@ def locked(root: Path) -> dict[str, str]:
 
 def locked_by(root: Path, stage: str) -> dict[str, str]:
     """`{path: md5}` of the deps and outs of one stage in dvc.lock; empty if it is not there."""
-    entry = _entries(_lock(root)).get(stage, {})
-    return _hashes(entry, "deps") | _hashes(entry, "outs")
+    read, written = read_and_written(_lock(root)).get(stage, ({}, {}))
+    return read | written
 
 
 def locked_in(text: str) -> dict[str, str]:
@@ -129,26 +129,20 @@ def locked_in(text: str) -> dict[str, str]:
     Another stage may have read an older version of an out.
     """
     both = read_and_written(text).values()
-    result: dict[str, str] = {}
-    for hashes in [*(read for read, _ in both), *(written for _, written in both)]:
-        result |= hashes
-    return result
+    found = {path: md5 for read, _ in both for path, md5 in read.items()}
+    return found | {path: md5 for _, written in both for path, md5 in written.items()}
 
 
 def read_and_written(text: str) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
     """For each stage in the text of a dvc.lock, `{path: md5}` of its deps and of its outs."""
-    entries = _entries(text).items()
-    return {stage: (_hashes(entry, "deps"), _hashes(entry, "outs")) for stage, entry in entries}
+
+    def hashes(entries: list[dict[str, str]]) -> dict[str, str]:
+        return {entry["path"]: entry["md5"] for entry in entries if "md5" in entry}
+
+    stages = _parsed(text, "dvc.lock").get("stages") or {}
+    return {name: (hashes(it.get("deps", [])), hashes(it.get("outs", []))) for name, it in stages.items()}
 
 
 def _lock(root: Path) -> str:
     file = root / "dvc.lock"
     return file.read_text(encoding="utf-8") if file.exists() else "{}"
-
-
-def _entries(lock: str) -> Mapping[str, Mapping[str, Any]]:
-    return _parsed(lock, "dvc.lock").get("stages") or {}
-
-
-def _hashes(entry: Mapping[str, Any], kind: str) -> dict[str, str]:
-    return {each["path"]: each["md5"] for each in entry.get(kind, []) if "md5" in each}

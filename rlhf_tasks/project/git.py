@@ -1,4 +1,4 @@
-"""The one wrapper for git: commits, the files in them, and what differs from them.
+"""The one wrapper for git: commits, the files in them, what differs from them, and DVC's experiments.
 
 `root` is the project's folder.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from rlhf_tasks.errors import UserError
 
 WRITTEN_BY_RUNS = (":!metrics", ":!plots", ":!dvc.lock")
 """Git paths that a run itself changes; they do not make a working tree dirty."""
+MAX_SEARCHED = 50  # experiments of one commit; each starts a git process
 
 
 def check_commit(root: Path) -> None:
@@ -54,11 +56,9 @@ def resolve(root: Path, revision: str | None) -> str:
 
 
 def commit(root: Path, revision: str) -> str | None:
-    """The hash of a commit by its name; None for an unknown name."""
-    try:
-        return output(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
-    except UserError:
-        return None
+    """The hash of a commit by its name; None for an unknown name, or without git."""
+    words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    return quiet_output(root, *words) or None
 
 
 def committed(root: Path, path: str, revision: str = "HEAD") -> str:
@@ -134,7 +134,7 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
 
 def revision(root: Path) -> str | None:
     """The hash of HEAD; None without git or before the first commit."""
-    return quiet_output(root, "rev-parse", "--verify", "--quiet", "HEAD") or None
+    return commit(root, "HEAD")
 
 
 def is_dirty(root: Path) -> bool:
@@ -148,3 +148,29 @@ def quiet_output(root: Path, *words: str) -> str:
         return output(root, *words)
     except UserError:
         return ""
+
+
+# ----------------------------------------------------------- DVC experiments: the commits under refs/exps
+
+
+def experiments(root: Path, base: str = "") -> list[tuple[str, str]]:
+    """All experiments as (commit, name), newest first; with `base` those of this commit."""
+    form = "--format=%(parent) %(objectname) %(refname)"
+    refs = output(root, "for-each-ref", "--sort=-committerdate", form, "refs/exps/*/*/*").splitlines()
+    return [(ref.split(" ")[1], ref.rpartition("/")[2]) for ref in refs if ref.startswith(base)]
+
+
+def find_experiment(root: Path, name: str) -> str | None:
+    """The commit of the newest experiment with this name; None if there is none, or no git."""
+    known = experiments(root) if revision(root) is not None else []
+    return next((commit for commit, own in known if own == name), None)
+
+
+def experiment_with(root: Path, revision: str, params: str) -> tuple[str, str] | None:
+    """Commit and name of the newest experiment of a commit that has this text of params.yaml."""
+    base = commit(root, revision)
+    for experiment, name in experiments(root, base)[:MAX_SEARCHED] if base is not None else ():
+        with suppress(UserError):
+            if show(root, experiment, "params.yaml") == params:
+                return experiment, name
+    return None

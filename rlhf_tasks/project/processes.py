@@ -1,10 +1,15 @@
-"""Programs that outlive the command that started them: how they are started, found and stopped. No torch.
+"""Daemon processes: how they are started, found and stopped, and how one ends with its owner. No torch.
 
     FOLDER/NAME.json    pid, start time and token of the program
     FOLDER/NAME.log     what it prints
 
 The token is in the environment of the program, and so of every process that it starts, whatever session or
 parent these have later. They are found and ended by it, and no other process is: a pid alone may be reused.
+
+A process that is killed cannot end what it has started. A program that must end with it is started by
+`attached`: it has this module beside it (`python -m rlhf_tasks.project.processes OWNER WORD …`), which checks
+that the owner lives, and leads the session of all that it starts. What outlives the program is killed: vLLM's
+own processes overwrite their environment, and do not end with their server.
 """
 
 from __future__ import annotations
@@ -35,6 +40,9 @@ POLL_SECONDS = 0.1
 LOG_LINES = 15
 KILL_SECONDS = 2.0
 STARTTIME = 19  # among the fields of /proc/PID/stat after the program's name; see proc_pid_stat(5)
+ATTACHED_GRACE_SECONDS = 5.0  # for an attached program to end its own processes
+OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables that would lead an attached program's own Python to our packages."""
 TOKEN = "RLHF_DAEMON"  # in the environment of a daemon and of its descendants
 
 
@@ -186,6 +194,39 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)  # psutil first checks that the pid is still the same process
 
 
+def attached(words: Sequence[str]) -> list[str]:
+    """The command that runs `words` for as long as this process lives; start it in a session of its own."""
+    return [sys.executable, "-m", "rlhf_tasks.project.processes", str(os.getpid()), *words]
+
+
+def run_attached(owner: int, words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a program until it ends, or its owner, our parent, does; returns its exit status, or 143."""
+    program = subprocess.Popen(words, env={k: v for k, v in environment.items() if k not in OF_THIS_PYTHON})
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        while os.getppid() == owner and not received:  # whoever loses its parent gets another one
+            with suppress(subprocess.TimeoutExpired):
+                return program.wait(0.5)
+        program.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            program.wait(ATTACHED_GRACE_SECONDS)
+    finally:
+        send(others_in_session(os.getpid()), signal.SIGKILL)
+    return 128 + signal.SIGTERM
+
+
+def others_in_session(leader: int) -> list[psutil.Process]:
+    """The living processes of the session that this process leads, or has led, but for itself."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            is_zombie = process.status() == psutil.STATUS_ZOMBIE
+            if not is_zombie and process.pid != leader and os.getsid(process.pid) == leader:
+                found.append(process)
+    return found
+
+
 def is_free(port: int) -> bool:
     """Whether no program listens on the port."""
     with socket.socket() as probe:
@@ -215,3 +256,7 @@ def free_port(first: int, besides: Collection[int] = ()) -> int:
 def environment_path(base: Mapping[str, str]) -> str:
     """PATH with the commands of this Python's environment first (`rlhf`, `dvc`), activated or not."""
     return os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
+
+
+if __name__ == "__main__":
+    sys.exit(run_attached(int(sys.argv[1]), sys.argv[2:], os.environ))

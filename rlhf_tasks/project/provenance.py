@@ -20,7 +20,7 @@ from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing
+from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing
 from rlhf_tasks.project.dvc_files import INPUTS, KEPT_BY_GIT
 from rlhf_tasks.project.paths import Paths
 
@@ -78,7 +78,7 @@ def find(root: Path, name: str) -> Chain:
 
         uri = context.uri(config.load(root / "params.yaml").tracking)
         name = _run_or_commit(root, runs.tags(uri, Paths(root).home, name)) or name
-    if (revision := experiments.find(root, name)) is not None:
+    if (revision := git.find_experiment(root, name)) is not None:
         return _of_revision(root, revision, name)
     if (key := RUN_KEY.fullmatch(name)) and key[1] in dvc_files.graph(root):
         return _of_key(root, name, key[1])
@@ -102,7 +102,7 @@ def _flow_tags(root: Path, flow: str) -> dict[str, str]:
 def _run_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
     """The run's key or experiment; else its commit, because a run that changed nothing saves none."""
     name = tags.get("dvc.exp")
-    own = name if name and experiments.find(root, name) else tags.get("git.rev")
+    own = name if name and git.find_experiment(root, name) else tags.get("git.rev")
     return tags.get("rlhf.run") or own
 
 
@@ -134,7 +134,7 @@ def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
     """The commit checked out, the experiments with their names, newest first, and None: the working tree."""
     if (head := git.commit(root, "HEAD")) is not None:
         yield head, None
-    yield from experiments.listing(root)
+    yield from git.experiments(root)
     yield None, None
 
 

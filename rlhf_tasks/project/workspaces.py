@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_tasks.config import Config, flatten
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, inputs
+from rlhf_tasks.project import dvc_cli, dvc_files, git, inputs
 from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
 from rlhf_tasks.project.paths import Paths
 
@@ -68,7 +68,7 @@ class Workspace:
         # DVC writes to refs/exps/exec meanwhile, which all worktrees share.
         with FileLock(Paths(self.root).home / "exp.lock"):
             dvc("exp", "save", "--force", "--name", name, *options)
-        return experiments.find(self.root, name) or ""
+        return git.find_experiment(self.root, name) or ""
 
     def differs(self) -> bool:
         """Whether any file differs from the commit."""
@@ -98,7 +98,7 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
     """
     git.check_commit(root)
     check_data(settings.data.path)
-    workspace = replace(_claim(root, name), like=experiments.alike(root, revision, params))
+    workspace = replace(_claim(root, name), like=git.experiment_with(root, revision, params))
     try:
         _populate(workspace, params, revision)
         _bring_data(settings.data.path, root, workspace.folder)

@@ -18,7 +18,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Promotion
 from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import experiments
+from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import candidate as candidates
 from rlhf_tasks.promotion import experiment, gate, measurement, origin, record, weights
@@ -60,7 +60,7 @@ def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bo
     settings, root = config.load(local.params), local.root
     criteria = _criteria(settings)
     is_checkpoint = (root / model / "config.json").is_file()
-    revision = None if is_checkpoint else experiments.find(root, model)
+    revision = None if is_checkpoint else git.find_experiment(root, model)
     if revision is None:
         candidates.check(root / model, model)
     try:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, experiments, git, hashing, provenance
+from rlhf_tasks.project import dvc_files, git, hashing, provenance
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.provenance import Chain
@@ -83,7 +83,7 @@ def find(paths: Paths, name: str) -> Source:
         return Source(name, root / name, hashing.dvc_md5(root / name), _chain(root, Path(name).as_posix()))
     if name == CHAMPION:
         return _champion(paths)
-    revision = experiments.find(root, name)
+    revision = git.find_experiment(root, name)
     if revision is None:
         raise UserError(
             f"{name!r} is neither `{CHAMPION}`, nor a checkpoint's folder, nor an experiment; "

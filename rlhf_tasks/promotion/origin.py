@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_tasks import console
 from rlhf_tasks.config import Tracking
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project import dvc_files, experiments, git, hashing
+from rlhf_tasks.project import dvc_files, git, hashing
 from rlhf_tasks.promotion import weights
 from rlhf_tasks.promotion.candidate import Candidate
 from rlhf_tasks.promotion.registry import Registry
@@ -61,7 +61,7 @@ def _revision(root: Path, model: str, md5: str) -> tuple[str | None, str | None]
     head = git.commit(root, "HEAD")
     if head is None:
         return None, None
-    known = experiments.listing(root)
+    known = git.experiments(root)
     for revision, name in [(head, dict(known).get(head)), *known]:
         if not git.files(root, revision, "dvc.lock"):
             continue

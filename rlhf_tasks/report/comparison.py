@@ -21,7 +21,7 @@ from typing import Any
 from rlhf_tasks import config
 from rlhf_tasks.config import ReportView
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import experiments, git
+from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report.identity import Origin, facts
 
@@ -59,7 +59,7 @@ def read(root: Path, setting: str, seed: int, name: str) -> Result:
     Raises:
         UserError: if it does not exist.
     """
-    revision = experiments.find(root, name)
+    revision = git.find_experiment(root, name)
     if revision is None:
         raise UserError(f"there is no experiment {name!r}; `dvc exp list` shows those that exist")
     return replace(_of_commit(root, revision, name), setting=setting, seed=seed)
@@ -82,7 +82,7 @@ def find(paths: Paths, name: str, drawn: Sequence[str]) -> Result:
     folder = paths.root / name
     if (folder / "metrics").is_dir():
         return _of_folder(folder, name)
-    commit = experiments.find(paths.root, name)
+    commit = git.find_experiment(paths.root, name)
     if commit is not None:
         return _of_commit(paths.root, commit, name)
     from rlhf_tasks.tracking import context, runs
@@ -95,7 +95,7 @@ def find(paths: Paths, name: str, drawn: Sequence[str]) -> Result:
             f"{name} {reason}; give an MLflow run's id or name, a key (`rlhf.run` or `rlhf.pipeline` among "
             "its tags), an experiment (`dvc exp list`), or a folder that holds metrics/"
         )
-    commit = experiments.find(paths.root, record.experiment) if record.experiment else None
+    commit = git.find_experiment(paths.root, record.experiment) if record.experiment else None
     if commit is not None:
         return _of_commit(paths.root, commit, name)
     metrics = {f"{stage}/{key}": value for stage, own in record.metrics.items() for key, value in own.items()}

@@ -25,9 +25,16 @@ from tests.ppo.toy import ENGINE, without_critic
 
 GB = 1e9
 TOY = Sizes(
-    trunk=600_000, head=100_000, layer=50_000, vocab=1000, hidden=100, layers=10, widest=100,
-    activations=10_000, cache=1000,
-)  # fmt: skip
+    trunk=600_000,
+    head=100_000,
+    layer=50_000,
+    vocab=1000,
+    hidden=100,
+    layers=10,
+    widest=100,
+    activations=10_000,
+    cache=1000,
+)
 
 
 def run(policy: Sizes = TOY, **changes: Any) -> Run:
@@ -52,9 +59,15 @@ def published(name: str) -> Sizes:
     }[name]
     given: dict[str, Any] = {"num_key_value_heads": 8} if family == "llama" else {}
     config = AutoConfig.for_model(
-        family, vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        intermediate_size=mlp, tie_word_embeddings=False, **given,
-    )  # fmt: skip
+        family,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=mlp,
+        tie_word_embeddings=False,
+        **given,
+    )
     return fit.sizes_of_config(config)
 
 
@@ -81,9 +94,15 @@ def test_counts_of_a_config_are_those_of_the_model_that_is_made(family: small.Fa
 
 def test_a_tied_head_is_counted_once_and_grouped_heads_shrink_the_cache() -> None:
     shape = {
-        "vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     own, tied = (
         fit.sizes_of_config(AutoConfig.for_model("llama", **shape, tie_word_embeddings=tie))
         for tie in (False, True)
@@ -152,9 +171,14 @@ def test_the_peak_is_that_of_a_measured_update_within_15_percent(
     measured = before + measured_peak(lambda: list(work.updates()))
     policy = fit.sizes_of(actor_critic.policy)
     planned = Run(
-        policy=policy, ppo=work.settings, longest=shape.query, num_gpus=1, is_bf16=False,
-        has_reward_model=True, chunk=chunk,
-    )  # fmt: skip
+        policy=policy,
+        ppo=work.settings,
+        longest=shape.query,
+        num_gpus=1,
+        is_bf16=False,
+        has_reward_model=True,
+        chunk=chunk,
+    )
     no_heldout = 4 * (policy.trunk + policy.hidden)
     assert memory(planned)["peak"] - no_heldout == pytest.approx(measured, rel=0.15)
 

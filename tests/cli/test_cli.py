@@ -418,6 +418,24 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
     assert lines[2:] == ["  'POST: my boat is here\\nTL;DR:'", "HELLO", "A", "B"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "preset small --show",
+        "preset --show --upgrade",
+        "promote models/other --rollback",
+        "judge models/reward --rows x.jsonl --against models/sft",
+        "judge --rows x.jsonl",
+        "plan --gpus 8,",
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    project: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(command.split()) == 2
+    assert capsys.readouterr().err.startswith("rlhf: --")
+
+
 @pytest.mark.parametrize("words", [["--temperature", "0"], ["--temperature", "nan"], ["--num-samples", "0"]])
 def test_a_number_out_of_range_is_one_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["generate", ".", *words]) == 2

@@ -39,7 +39,7 @@ from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import dvc_files, experiments, git
+from rlhf_tasks.project import dvc_files, git
 from rlhf_tasks.training import checkpoint
 from tests.flows import toy
 
@@ -228,7 +228,7 @@ def test_a_run_of_a_commit_shows_which_changes_it_did_not_see(root: Path) -> Non
     page = str(artifact.data)
     assert "> this run saw the commit, not the uncommitted changes of second.sh" in page
     assert f"commit `{commit}`, experiment `early`" in page
-    assert toy.git(root, "rev-parse", f"{experiments.find(root, 'early')}^").strip() == commit
+    assert toy.git(root, "rev-parse", f"{git.find_experiment(root, 'early')}^").strip() == commit
 
 
 def test_the_checkout_has_one_run_at_a_time(root: Path) -> None:
@@ -310,7 +310,7 @@ def test_another_gate_changes_the_verdict_of_a_run_and_trains_nothing(root: Path
     made = []
     for cell in sweep.cells(root, "s", None, listed, [1], "HEAD"):
         flows_pipeline.pipeline(seed=cell.seed, overrides=dict(cell.overrides), name=cell.experiment)
-        revision = experiments.find(root, cell.experiment)
+        revision = git.find_experiment(root, cell.experiment)
         assert revision is not None
         made.append(dvc_files.locked_in(git.show(root, revision, "dvc.lock")))
     assert made[0]["second.txt"] == made[1]["second.txt"]

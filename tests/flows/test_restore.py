@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import StateType
 
 from flows import pipeline as flows_pipeline
 from rlhf_tasks.config import STAGES
-from rlhf_tasks.project import dvc_cli, experiments, git, processes
+from rlhf_tasks.project import dvc_cli, git, processes
 from tests.flows import toy
 from tests.flows.chain import Chain, times
 
@@ -84,7 +84,7 @@ def test_runs_and_repro_restore_what_a_failed_run_and_each_other_have_done(chain
     dvc_cli.run(chain.root, "repro")
     made = keys(chain.root)
     assert run(seed=6, name="third").message.startswith("nothing had to run"), "a flow after `dvc repro`"
-    revision = experiments.find(chain.root, "third")
+    revision = git.find_experiment(chain.root, "third")
     assert revision is not None
     dvc_cli.run(chain.root, "exp", "apply", "third")
     assert keys(chain.root) == made

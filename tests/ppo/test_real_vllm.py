@@ -110,7 +110,7 @@ def killed_soon(home: Path) -> Iterator[Callable[[], bool]]:
     def kill() -> None:
         for process in of_servers(home):
             words = " ".join(process.cmdline())
-            if "--logprobs-mode" in words and "rlhf_tasks.training.attached" not in words:
+            if "--logprobs-mode" in words and "rlhf_tasks.project.processes" not in words:
                 process.kill()
 
     killer = threading.Timer(0.3, kill)

@@ -22,7 +22,6 @@ from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo import vllm
 from rlhf_tasks.ppo.vllm import Sampling, VllmError, VllmGone, VllmServer
 from rlhf_tasks.project import processes
-from rlhf_tasks.training import attached
 from tests import small
 from tests.ppo import standin
 from tests.small import EOS
@@ -277,7 +276,7 @@ def of_servers(home: Path) -> list[psutil.Process]:
     """The living processes of every server whose record is below `home`, and of all that it started."""
     daemons = [processes.Daemon(file.stem, file.parent) for file in home.rglob("vllm-*.json")]
     leaders = [daemon.record()["pid"] for daemon in daemons]
-    others = [process for leader in leaders for process in attached.others_in_session(leader)]
+    others = [process for leader in leaders for process in processes.others_in_session(leader)]
     return [*others, *(psutil.Process(leader) for leader in leaders if psutil.pid_exists(leader))]
 
 
@@ -297,7 +296,9 @@ def test_the_server_is_ended_with_all_its_processes_even_if_some_were_killed(
     for process in running:
         words = " ".join(process.cmdline())
         # the words of the attached process name the server too
-        if ("attached" if "attached" in words else "standin" if "standin" in words else "") in victims:
+        if (
+            "attached" if "project.processes" in words else "standin" if "standin" in words else ""
+        ) in victims:
             process.kill()
     one.close()
     until(lambda: not alive(running))

@@ -15,7 +15,7 @@ import pytest
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import dvc_cli, experiments, git, workspaces
+from rlhf_tasks.project import dvc_cli, git, workspaces
 from rlhf_tasks.project.workspaces import Workspace
 from tests.flows import toy
 
@@ -55,13 +55,16 @@ def test_a_run_becomes_an_experiment_and_does_not_change_the_working_tree(root: 
     assert toy.git(root, "worktree", "list").count("\n") == 1
     assert toy.git(root, "status", "--porcelain") == ""
     assert not (root / "second.txt").exists()
-    assert experiments.find(root, "mine") == revision
-    assert (revision, "mine") in experiments.listing(root)
+    assert git.find_experiment(root, "mine") == revision
+    assert (revision, "mine") in git.experiments(root)
     assert git.files(root, revision, "metrics/") == ["metrics/first.json"]
     dvc_cli.run(root, "exp", "apply", "mine")
     assert (root / "second.txt").read_text(encoding="utf-8").split() == [
-        "rows", "kl_coef:", "0.25", *second_comment(root),
-    ]  # fmt: skip
+        "rows",
+        "kl_coef:",
+        "0.25",
+        *second_comment(root),
+    ]
 
 
 def second_comment(root: Path) -> list[str]:
@@ -245,7 +248,7 @@ def test_an_experiment_with_other_parameters_or_another_commit_is_not_used(root:
     repro(first.folder)
     save(first, "before")
     text = (first.folder / "params.yaml").read_text(encoding="utf-8")
-    assert experiments.alike(root, "HEAD", text) is not None
-    assert experiments.alike(root, "HEAD", text + "\n") is None
+    assert git.experiment_with(root, "HEAD", text) is not None
+    assert git.experiment_with(root, "HEAD", text + "\n") is None
     toy.write_script(root, ["exit 1"])
-    assert experiments.alike(root, "HEAD", text) is None
+    assert git.experiment_with(root, "HEAD", text) is None

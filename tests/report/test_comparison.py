@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import experiments
+from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison
 from rlhf_tasks.report.comparison import Result
@@ -84,6 +84,6 @@ def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
     run = comparison.read(root, "a", 1, "mine")
     assert run.metrics == {"first/x.y": 2}
     assert run.curves == {"ppo": [{"episode": 64.0, "objective/kl": 0.5}]}
-    assert experiments.find(root, "ine") is None, "whole names only"
+    assert git.find_experiment(root, "ine") is None, "whole names only"
     with pytest.raises(UserError, match="no experiment 'other'"):
         comparison.read(root, "a", 1, "other")
