@@ -28,10 +28,10 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     import torch
 
-    from rlhf_tasks.judging import reward_accuracy
+    from rlhf_tasks.judging import reward_models
 
     if options.out is not None:
         check_output_file(options.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reward_accuracy.measure(options.model, options.file, options.out, device)
+    reward_models.measure_accuracy(options.model, options.file, options.out, device)
     return 0

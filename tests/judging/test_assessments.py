@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_tasks.config.judge import LlmJudge
 from rlhf_tasks.judging.human_labels import Label, Pair
+from rlhf_tasks.judging.judges.comparisons import Question
 from rlhf_tasks.judging.judges.llm import LlmComparer
-from rlhf_tasks.judging.judges.pairwise import Question
 from rlhf_tasks.project.paths import Paths
 from tests.judging import endpoint
 from tests.judging.endpoint import Server

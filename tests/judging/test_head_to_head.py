@@ -17,7 +17,7 @@ from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.head_to_head import compare_models
-from rlhf_tasks.judging.judges.optimised import optimised_judges
+from rlhf_tasks.judging.judges.comparisons import optimised_judges
 from rlhf_tasks.judging.results import EvaluationResults, Interval
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, save_checkpoint

@@ -25,8 +25,7 @@ from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 
-from rlhf_tasks.judging.length_control import length_controlled
-from rlhf_tasks.judging.statistics import Floats, rate
+from rlhf_tasks.judging.statistics import Floats, length_controlled, rate
 
 Rows = NDArray[np.int64]
 NUM_INSTRUCTIONS = 805

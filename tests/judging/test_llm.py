@@ -21,10 +21,8 @@ from ruamel.yaml import YAML
 from rlhf_tasks.config.judge import LlmJudge
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges import llm
-from rlhf_tasks.judging.judges.cache import Cache
-from rlhf_tasks.judging.judges.llm import LlmComparer
-from rlhf_tasks.judging.judges.pairwise import PairwiseJudge, Question, Reply
-from rlhf_tasks.judging.judges.replies import Malformed, record_of, reply_of
+from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question, Reply
+from rlhf_tasks.judging.judges.llm import Cache, LlmComparer, Malformed, record_of, reply_of
 from rlhf_tasks.project.paths import Paths
 from tests import small
 from tests.judging import endpoint
@@ -368,7 +366,7 @@ KILLED = """
 import json, sys
 from pathlib import Path
 from rlhf_tasks.config.judge import LlmJudge
-from rlhf_tasks.judging.judges.pairwise import Question
+from rlhf_tasks.judging.judges.comparisons import Question
 from rlhf_tasks.judging.judges.llm import LlmComparer
 from rlhf_tasks.project.paths import Paths
 settings, questions, root = json.load(open(sys.argv[1]))

@@ -27,9 +27,9 @@ from transformers import (
 
 from rlhf_tasks.config.judge import LlmJudge, LocalJudge, PairRmJudge
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question
 from rlhf_tasks.judging.judges.llm import LlmComparer
 from rlhf_tasks.judging.judges.local import LocalComparer, RankerComparer
-from rlhf_tasks.judging.judges.pairwise import PairwiseJudge, Question
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.project.paths import Paths
 from tests import toy

@@ -17,8 +17,8 @@ from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import reward_accuracy
-from rlhf_tasks.judging.reward_accuracy import Row, accuracies, is_right, read, score
+from rlhf_tasks.judging import reward_models
+from rlhf_tasks.judging.reward_models import Row, accuracies, is_right, read, score
 from rlhf_tasks.models.load import load_reward, score_head
 from tests.conftest import CHAT
 
@@ -135,6 +135,6 @@ def test_the_command_shows_and_writes_the_accuracies(
 def test_a_model_without_a_head_and_rows_that_are_too_long_are_refused(models_here: Path) -> None:
     rows = [Row("my " * 200, ("a",), ("the",), "s")]
     with pytest.raises(UserError, match="models/sft lacks its trained head"):
-        reward_accuracy.score(Path("models/sft"), rows, CPU)
+        reward_models.score(Path("models/sft"), rows, CPU)
     with pytest.raises(UserError, match=r"can read 128 tokens, and 2 of 2 responses are longer"):
-        reward_accuracy.score(Path("models/reward"), rows, CPU)
+        reward_models.score(Path("models/reward"), rows, CPU)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_tasks.judging import statistics
-from rlhf_tasks.judging.length_control import length_controlled, matched_length_gain
+from rlhf_tasks.judging.statistics import length_controlled, matched_length_gain
 
 WIN, TIE, LOSS, FAILED = 1.0, 0.5, 0.0, math.nan
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_tasks.judging import statistics
-from rlhf_tasks.judging.length_control import length_controlled, matched_length_gain
-from rlhf_tasks.judging.statistics import Floats
+from rlhf_tasks.judging.statistics import Floats, length_controlled, matched_length_gain
 
 Z = 1.959963984540054
 OUTCOMES = (1.0, 0.5, 0.0)
