@@ -83,9 +83,14 @@ def compare_models(
     summary.check_verifiers(config.judge, rows, names)
     kept = columns.of_rows(rows)
     judges = build_judges(
-        config.judge, config.data_source, device, paths, names=names, functions_root=functions_root,
+        config.judge,
+        config.data_source,
+        device,
+        paths,
+        names=names,
+        functions_root=functions_root,
         columns=kept,
-    )  # fmt: skip
+    )
     optimised = _warn(config, paths, [x for x in (a, b) if isinstance(x, Checkpoint)], names)
     prompts = [row["prompt"] for row in rows]
     ends = ends_of_all((x.source, x.revision) for x in (a, b) if isinstance(x, Checkpoint))

@@ -123,16 +123,18 @@ def _key(
     files = sorted(
         file for kind in DECISIVE_FILES for file in folder.glob(kind) if file.name != contracts.IDENTITY
     )
-    return hashing.json_sha256({
-        "weights": revision or contracts.fingerprint(folder),
-        "files": {file.name: hashing.file_hash(file) for file in files},
-        "prompts": list(prompts),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "versions": [module.__version__ for module in (torch, transformers, tokenizers)],
-        "code": [hashing.file_hash(Path(file)) for file in (__file__, *CODE)],
-        **settings,
-    })  # fmt: skip
+    return hashing.json_sha256(
+        {
+            "weights": revision or contracts.fingerprint(folder),
+            "files": {file.name: hashing.file_hash(file) for file in files},
+            "prompts": list(prompts),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "threads": torch.get_num_threads(),
+            "versions": [module.__version__ for module in (torch, transformers, tokenizers)],
+            "code": [hashing.file_hash(Path(file)) for file in (__file__, *CODE)],
+            **settings,
+        }
+    )
 
 
 SAMPLED = ("sft", "policy")

@@ -42,14 +42,28 @@ NUM_BINS = 10
 MIN_IN_BIN = 20  # pairs, where there are enough for several bins
 NUM_LENGTHS = 8  # bins of responses by length
 
-CALIBRATION = pa.schema([
-    ("model", pa.string()), ("origin", pa.string()), ("confidence", pa.float64()), ("right", pa.float64()),
-    ("low", pa.float64()), ("high", pa.float64()), ("pairs", pa.int64()),
-])  # fmt: skip
-LENGTHS = pa.schema([
-    ("judge", pa.string()), ("who", pa.string()), ("length", pa.float64()), ("score", pa.float64()),
-    ("low", pa.float64()), ("high", pa.float64()), ("answers", pa.int64()),
-])  # fmt: skip
+CALIBRATION = pa.schema(
+    [
+        ("model", pa.string()),
+        ("origin", pa.string()),
+        ("confidence", pa.float64()),
+        ("right", pa.float64()),
+        ("low", pa.float64()),
+        ("high", pa.float64()),
+        ("pairs", pa.int64()),
+    ]
+)
+LENGTHS = pa.schema(
+    [
+        ("judge", pa.string()),
+        ("who", pa.string()),
+        ("length", pa.float64()),
+        ("score", pa.float64()),
+        ("low", pa.float64()),
+        ("high", pa.float64()),
+        ("answers", pa.int64()),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -141,9 +155,14 @@ def calibration(lead: ArrayLike) -> tuple[float, Rows]:
         share = statistics.wilson(int((part > 0).sum()), part.size)
         confidence = float((1 / (1 + np.exp(-np.abs(part)))).mean())
         bins.append(
-            {"confidence": confidence, "right": share.value, "low": share.low, "high": share.high,
-             "pairs": part.size}
-        )  # fmt: skip
+            {
+                "confidence": confidence,
+                "right": share.value,
+                "low": share.low,
+                "high": share.high,
+                "pairs": part.size,
+            }
+        )
     return statistics.calibration_error(leads, np.ones_like(leads), count), bins
 
 
@@ -187,9 +206,16 @@ def by_length(scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[
             mean = float(values[part].mean())
             reach = 1.96 * float(values[part].std(ddof=1)) / part.size**0.5 if part.size > 1 else 0.0
             rows.append(
-                {"judge": judge, "who": who, "length": float(lengths[part].mean()), "score": mean,
-                 "low": mean - reach, "high": mean + reach, "answers": part.size}
-            )  # fmt: skip
+                {
+                    "judge": judge,
+                    "who": who,
+                    "length": float(lengths[part].mean()),
+                    "score": mean,
+                    "low": mean - reach,
+                    "high": mean + reach,
+                    "answers": part.size,
+                }
+            )
     return rows
 
 

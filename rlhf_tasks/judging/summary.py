@@ -104,18 +104,35 @@ def kappas(compared: ByKey) -> tuple[JudgeKappa, ...]:
     return tuple(result)
 
 
-COMPARISONS = pa.schema([
-    ("judge", pa.string()), ("a", pa.string()), ("b", pa.string()), ("index", pa.int64()),
-    ("outcome", pa.float64()), ("score_a", pa.float64()), ("score_b", pa.float64()),
-    ("a_shown_first", pa.float64()), ("a_shown_second", pa.float64()), ("failure", pa.string()),
-])  # fmt: skip
+COMPARISONS = pa.schema(
+    [
+        ("judge", pa.string()),
+        ("a", pa.string()),
+        ("b", pa.string()),
+        ("index", pa.int64()),
+        ("outcome", pa.float64()),
+        ("score_a", pa.float64()),
+        ("score_b", pa.float64()),
+        ("a_shown_first", pa.float64()),
+        ("a_shown_second", pa.float64()),
+        ("failure", pa.string()),
+    ]
+)
 WITH_TEXTS = pa.schema(
     [*COMPARISONS, *(pa.field(name, pa.string()) for name in ("prompt", "response_a", "response_b"))]
 )
-SOURCES = pa.schema([
-    ("judge", pa.string()), ("a", pa.string()), ("b", pa.string()), ("source", pa.string()),
-    ("win_rate", pa.float64()), ("low", pa.float64()), ("high", pa.float64()), ("prompts", pa.int64()),
-])  # fmt: skip
+SOURCES = pa.schema(
+    [
+        ("judge", pa.string()),
+        ("a", pa.string()),
+        ("b", pa.string()),
+        ("source", pa.string()),
+        ("win_rate", pa.float64()),
+        ("low", pa.float64()),
+        ("high", pa.float64()),
+        ("prompts", pa.int64()),
+    ]
+)
 MIN_SOURCE_SIZE = 5  # prompts that a source needs for a win rate of its own
 
 
@@ -179,9 +196,17 @@ def source_table(compared: ByKey, sources: Sequence[str]) -> pa.Table:
             if (~np.isnan(outcomes)).sum() >= MIN_SOURCE_SIZE:
                 rate = statistics.rate(outcomes)
                 rows.append(
-                    {"judge": judge, "a": a, "b": b, "source": source, "win_rate": rate.value,
-                     "low": rate.low, "high": rate.high, "prompts": rate.count}
-                )  # fmt: skip
+                    {
+                        "judge": judge,
+                        "a": a,
+                        "b": b,
+                        "source": source,
+                        "win_rate": rate.value,
+                        "low": rate.low,
+                        "high": rate.high,
+                        "prompts": rate.count,
+                    }
+                )
     return pa.Table.from_pylist(rows, SOURCES)
 
 

@@ -17,7 +17,7 @@ from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.judging import statistics, summary
 from rlhf_tasks.judging.judges import comparisons
-from rlhf_tasks.judging.judges.build import MemoizedJudge, ScoringJudge, build_judges
+from rlhf_tasks.judging.judges.build import ScoringJudge, build_judges
 from rlhf_tasks.judging.judges.comparisons import (
     Comparisons,
     Judge,
@@ -163,7 +163,7 @@ def test_combined_outcomes_by_hand(single: tuple[float, ...], together: float, m
 
 def test_a_combined_judge_repeats_no_question() -> None:
     planted = [Planted(lambda first, second: float(first > second)) for _ in range(2)]
-    parts: list[Judge] = [MemoizedJudge(PairwiseJudge(f"j{i}", one, 1.0)) for i, one in enumerate(planted)]
+    parts: list[Judge] = [PairwiseJudge(f"j{i}", one, 1.0) for i, one in enumerate(planted)]
     both = comparisons.CombinedJudge("both", comparisons.all_of, parts)
     alone = parts[0].compare(PROMPTS, OURS, THEIRS)
     np.testing.assert_array_equal(both.compare(PROMPTS, OURS, THEIRS).outcomes, alone.outcomes)
@@ -291,9 +291,12 @@ def test_a_judge_that_ppo_optimised_is_identified_by_its_weights(models_here: Pa
     assert optimised_judges(judging, policy, Path()) == {}, "the policy does not name its reward model"
     parents = {"reward": contracts.fingerprint(models_here / "models/elsewhere")}
     save_checkpoint(
-        load_causal(policy), load_tokenizer(policy), policy,
-        identity=contracts.identity("policy", parents), card="a card",
-    )  # fmt: skip
+        load_causal(policy),
+        load_tokenizer(policy),
+        policy,
+        identity=contracts.identity("policy", parents),
+        card="a card",
+    )
     assert optimised_judges(judging, policy, Path()) == {"optimised": "models/elsewhere"}
 
 

@@ -26,8 +26,12 @@ POLICY = Path("models/policy")
 
 def measure(folder: Path, **changes: object) -> RetentionResult:
     settings = {
-        "num_examples": 6, "micro_batch_tokens": 256, "general": None, "questions": None, "tasks": None,
-    }  # fmt: skip
+        "num_examples": 6,
+        "micro_batch_tokens": 256,
+        "general": None,
+        "questions": None,
+        "tasks": None,
+    }
     results, _ = Probes(Retention.model_validate(settings | changes), Paths()).measure_all({"x": folder}, CPU)
     return results["x"]
 

@@ -45,8 +45,10 @@ def test_every_chosen_response_must_score_higher_than_every_rejected_one() -> No
 def test_accuracy_is_by_subset_with_wilsons_interval() -> None:
     found = accuracies(["b", "a", "b", "b"], [True, False, True, False])
     assert {name: (one.value, one.count) for name, one in found.items()} == {
-        "b": (2 / 3, 3), "a": (0.0, 1), "all": (0.5, 4),
-    }  # fmt: skip
+        "b": (2 / 3, 3),
+        "a": (0.0, 1),
+        "all": (0.5, 4),
+    }
     expected = binomtest(2, 3).proportion_ci(0.95, method="wilson")
     assert (found["b"].low, found["b"].high) == pytest.approx((expected.low, expected.high))
 

@@ -59,8 +59,9 @@ def test_diagnostics_are_by_model_and_origin() -> None:
     assert of_samples.agreement is not None
     assert of_samples.agreement.value == 1.0
     assert {(row["model"], row["origin"], row["right"]) for row in rows} == {
-        ("reward", "given", 0.5), ("reward", "sft_samples", 1.0),
-    }  # fmt: skip
+        ("reward", "given", 0.5),
+        ("reward", "sft_samples", 1.0),
+    }
     assert of_samples.calibration_error == pytest.approx(1 - 1 / (1 + math.exp(-2)))
     assert reward_models.diagnose({}, labelled, samples) == ((), [])
 

@@ -20,6 +20,7 @@ from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.comparisons import (
     RULES,
     CombinedJudge,
+    Comparer,
     Comparisons,
     Judge,
     PairwiseJudge,
@@ -115,28 +116,6 @@ class FunctionComparer:
         return [Reply.failed("the function cannot tell") if math.isnan(x) else Reply(x) for x in found]
 
 
-class MemoizedJudge:
-    """A judge that remembers its comparisons, so that a combined judge does not repeat them."""
-
-    def __init__(self, judge: Judge) -> None:
-        self.name = judge.name
-        self._judge = judge
-        self._known: dict[tuple[tuple[str, ...] | str, ...], Comparisons] = {}
-
-    def compare(
-        self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], columns: Columns = NONE
-    ) -> Comparisons:
-        key = (tuple(prompts), tuple(a), tuple(b), repr(columns))
-        if key not in self._known:
-            self._known[key] = self._judge.compare(prompts, a, b, columns)
-        return self._known[key]
-
-    def facets(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-    ) -> dict[str, float]:
-        return self._judge.facets(prompts, responses, columns)
-
-
 def build_judges(
     settings: Judging,
     source: str,
@@ -169,16 +148,20 @@ def build_judges(
         raise UserError(
             f"judge.judges: gold knows the synthetic task only, data.source is {source!r}; use reward_model"
         )
-    judges: dict[str, Judge] = {
-        one.name: MemoizedJudge(
-            build_judge(
-                one, device, settings.max_failure_share, paths, trace=trace, num_traces=settings.num_traces,
-                labels=labels, functions_root=functions_root, columns=columns,
+    judges: dict[str, Judge] = {}
+    for one in settings.judges:
+        if not isinstance(one, config.CombinedJudge) and one.name in required:
+            judges[one.name] = build_judge(
+                one,
+                device,
+                settings.max_failure_share,
+                paths,
+                trace=trace,
+                num_traces=settings.num_traces,
+                labels=labels,
+                functions_root=functions_root,
+                columns=columns,
             )
-        )
-        for one in settings.judges
-        if not isinstance(one, config.CombinedJudge) and one.name in required
-    }  # fmt: skip
     for one in settings.judges:
         if isinstance(one, config.CombinedJudge) and one.name in selected:
             judges[one.name] = CombinedJudge(one.name, RULES[one.kind], [judges[name] for name in one.judges])
@@ -203,27 +186,30 @@ def build_judge(
     Raises:
         UserError: as `build_judges`.
     """
-    root = paths.root
-    if isinstance(one, config.GoldJudge):
-        return ScoringJudge(one.name, score_gold, gold_facets)
-    if isinstance(one, config.RewardModelJudge):
-        return ScoringJudge(one.name, reward_model.load(root / one.path, device))
-    if isinstance(one, config.FunctionJudge) and one.pairwise:
-        own = FunctionComparer(one.function, key, functions_root or root, columns)
-        return PairwiseJudge(one.name, own, max_failure_share)
-    if isinstance(one, config.FunctionJudge):
-        return ScoringJudge(one.name, FunctionScorer(one.function, key, functions_root or root, columns))
-    if isinstance(one, config.VerifierJudge):
-        return ScoringJudge(one.name, Verifier(one.checks, one.format))
-    if isinstance(one, config.LlmJudge):
-        # The import takes a second: only configurations with such a judge pay for it.
-        from rlhf_tasks.judging.judges.llm import LlmComparer
+    root, own_root = paths.root, functions_root or paths.root
+    comparer: Comparer
+    match one:
+        case config.GoldJudge():
+            return ScoringJudge(one.name, score_gold, gold_facets)
+        case config.RewardModelJudge():
+            return ScoringJudge(one.name, reward_model.load(root / one.path, device))
+        case config.VerifierJudge():
+            return ScoringJudge(one.name, Verifier(one.checks, one.format))
+        case config.FunctionJudge(pairwise=False):
+            return ScoringJudge(one.name, FunctionScorer(one.function, key, own_root, columns))
+        case config.FunctionJudge():
+            comparer = FunctionComparer(one.function, key, own_root, columns)
+        case config.LlmJudge():
+            # The import takes a second: only configurations with such a judge pay for it.
+            from rlhf_tasks.judging.judges.llm import LlmComparer
 
-        llm = LlmComparer(
-            one, max_failure_share, paths, key=key, trace=trace, num_traces=num_traces, labels=labels
-        )
-        return PairwiseJudge(one.name, llm, max_failure_share)
-    if isinstance(one, config.LocalJudge):
-        return PairwiseJudge(one.name, LocalComparer(one, device, root, key), max_failure_share)
-    assert isinstance(one, config.PairRmJudge), "a combined judge is built from other judges"
-    return PairwiseJudge(one.name, RankerComparer(one, device, root, key), max_failure_share)
+            comparer = LlmComparer(
+                one, max_failure_share, paths, key=key, trace=trace, num_traces=num_traces, labels=labels
+            )
+        case config.LocalJudge():
+            comparer = LocalComparer(one, device, root, key)
+        case config.PairRmJudge():
+            comparer = RankerComparer(one, device, root, key)
+        case _:
+            raise AssertionError("a combined judge is built from other judges")
+    return PairwiseJudge(one.name, comparer, max_failure_share)

@@ -128,16 +128,20 @@ class PairwiseJudge:
     """A judge that compares each pair in both orders.
 
     A preference that changes with the order is a tie. Two equal responses are a tie, and the model does not
-    see them.
+    see them. Comparisons are remembered, so that a combined judge repeats no question.
     """
 
     def __init__(self, name: str, comparer: Comparer, max_failure_share: float) -> None:
         self.name = name
         self._comparer, self._max_failure_share = comparer, max_failure_share
+        self._known: dict[tuple[tuple[str, ...] | str, ...], Comparisons] = {}
 
     def compare(
         self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], columns: Columns = NONE
     ) -> Comparisons:
+        key = (tuple(prompts), tuple(a), tuple(b), repr(columns))
+        if key in self._known:
+            return self._known[key]
         differ = [i for i in range(len(prompts)) if a[i] != b[i]]
         questions = [Question(prompts[i], *order) for i in differ for order in ((a[i], b[i]), (b[i], a[i]))]
         # Two failed replies to one pair are one failed comparison: fewer failed replies prove nothing yet.
@@ -152,13 +156,14 @@ class PairwiseJudge:
             if first.failure or second.failure:
                 failures[i] = first.failure or second.failure
         outcomes[differ] = statistics.both_orders(a_first[differ], a_second[differ])
-        return Comparisons(
+        self._known[key] = Comparisons(
             outcomes,
             orders=(a_first, a_second),
             failures=failures,
             num_replies=len(replies),
             num_tokens=sum(reply.num_tokens for reply in replies),
         )
+        return self._known[key]
 
     def facets(
         self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE

@@ -17,7 +17,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -98,7 +98,10 @@ class LlmComparer:
     ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
         self._trace = trace if num_traces else None
-        self._num_traces, self._labels = num_traces, Labels(labels)
+        self._num_traces = num_traces
+        self._labels: dict[tuple[str, frozenset[str]], list[Label]] = defaultdict(list)
+        for label in labels:
+            self._labels[label.pair.key].append(label)
         self._traced = set[str]()
         self._prompt = load_prompt(settings.prompt, key, paths.root)
         self._key, self._cache = _key(settings), Cache(paths.home / FILE)
@@ -142,7 +145,7 @@ class LlmComparer:
         """
         now = round(time.time() * 1000)
         for question, request, key, reply in zip(questions, requests, keys, replies, strict=True):
-            labels = self._labels.of(question)
+            labels = self._labels.get((question.prompt, frozenset(question[1:])), [])
             if key in self._traced or not (labels or self._num_traces):
                 continue
             self._traced.add(key)
@@ -200,19 +203,20 @@ class LlmComparer:
                         too_many_failures(self._settings.name, failed.values(), what, self._max_failure_share)
                     )
 
-        with console.progress(f"judge {self._settings.name}", len(todo), unit="replies") as bar:
-            async with self._client() as client, asyncio.TaskGroup() as workers:
-                for _ in range(min(self._settings.concurrency, len(todo))):
+        settings = self._settings
+        client = openai.AsyncOpenAI(
+            base_url=settings.base_url,
+            api_key=self._key,
+            timeout=settings.timeout_seconds,
+            max_retries=settings.max_retries,
+        )
+        with console.progress(f"judge {settings.name}", len(todo), unit="replies") as bar:
+            async with client, asyncio.TaskGroup() as workers:
+                for _ in range(min(settings.concurrency, len(todo))):
                     workers.create_task(work())
         if stops:
             raise stops[0]
         return failed
-
-    def _client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=self._settings.base_url, api_key=self._key, timeout=self._settings.timeout_seconds,
-            max_retries=self._settings.max_retries,
-        )  # fmt: skip
 
     def _check_budget(self, num_requested: int) -> None:
         budget, spent = self._settings.budget, self.spent
@@ -246,7 +250,11 @@ class LlmComparer:
             took = round((time.monotonic() - start) * 1000)
             record = record_of(response.text) | {"asked_at": asked_at, "milliseconds": took}
         except REFUSED as error:
-            raise UserError(self._refusal(error)) from None
+            given = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
+            raise UserError(
+                f"judge {settings.name}: {settings.base_url} returned status {error.status_code} for model "
+                f"{settings.model!r}, {given}: {excerpt(error.message)}"
+            ) from None
         except openai.APIStatusError as error:
             return f"status {error.status_code}: {excerpt(error.message)}"
         except (openai.APIConnectionError, TimeoutError, Malformed) as error:
@@ -259,14 +267,6 @@ class LlmComparer:
                 "cannot be kept; set it to null, and limit the requests"
             )
         return reply_of(record).failure
-
-    def _refusal(self, error: openai.APIStatusError) -> str:
-        settings = self._settings
-        key = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
-        return (
-            f"judge {settings.name}: {settings.base_url} returned status {error.status_code} for model "
-            f"{settings.model!r}, {key}: {excerpt(error.message)}"
-        )
 
 
 def _key(settings: LlmJudge) -> str:
@@ -300,9 +300,13 @@ def record_of(body: str) -> dict[str, Any]:
         message, usage = choice["message"], tree.get("usage") or {}
         listed = (choice.get("logprobs") or {}).get("content") or []
         place = _letter_token([token["token"] for token in listed])
-        rivals = {} if place is None else {
-            t["token"]: t["logprob"] for t in [*(listed[place].get("top_logprobs") or []), listed[place]]
-        }  # fmt: skip
+        rivals = (
+            {}
+            if place is None
+            else {
+                t["token"]: t["logprob"] for t in [*(listed[place].get("top_logprobs") or []), listed[place]]
+            }
+        )
         text, refusal = message.get("content"), message.get("refusal")
         if not isinstance(text, str | None) or not isinstance(refusal, str | None):
             raise TypeError("content is not a text")
@@ -389,19 +393,6 @@ UNNAMED = "rlhf label"
 """The source of a label that does not say who gave it."""
 
 
-class Labels:
-    """The labels of people by the texts of their pairs, in either order."""
-
-    def __init__(self, labels: Iterable[Label] = ()) -> None:
-        self._known: dict[tuple[str, frozenset[str]], list[Label]] = defaultdict(list)
-        for label in labels:
-            self._known[label.pair.key].append(label)
-
-    def of(self, question: Question) -> Sequence[Label]:
-        """The labels of a question's two responses."""
-        return self._known.get((question.prompt, frozenset((question.first, question.second))), ())
-
-
 def judge_assessment(name: str, model: str, reply: Reply, text: str, time: int) -> Assessment:
     """The preference that a reply states, or the reason why it states none; `text` is the whole reply.
 
@@ -409,10 +400,16 @@ def judge_assessment(name: str, model: str, reply: Reply, text: str, time: int) 
     """
     probability = {} if reply.failure else {"probability_of_A": f"{reply.probability:.4g}"}
     return Assessment(
-        name=name, kind="feedback", source="LLM_JUDGE", by=model, time=time,
-        value=None if reply.failure else _preferred(reply.probability), error=reply.failure,
-        rationale=text.strip() if len(text.strip().splitlines()) > 1 else "", metadata=probability,
-    )  # fmt: skip
+        name=name,
+        kind="feedback",
+        source="LLM_JUDGE",
+        by=model,
+        time=time,
+        value=None if reply.failure else _preferred(reply.probability),
+        error=reply.failure,
+        rationale=text.strip() if len(text.strip().splitlines()) > 1 else "",
+        metadata=probability,
+    )
 
 
 def human_assessments(name: str, question: Question, labels: Sequence[Label], time: int) -> list[Assessment]:
@@ -426,10 +423,16 @@ def human_assessments(name: str, question: Question, labels: Sequence[Label], ti
             continue
         shows_a_first = label.pair.answer_a == question.first
         feedback = Assessment(
-            name=name, kind="feedback", source="HUMAN", by=label.by or UNNAMED,
-            time=_milliseconds(label.when) or time, error="", rationale="", metadata={},
+            name=name,
+            kind="feedback",
+            source="HUMAN",
+            by=label.by or UNNAMED,
+            time=_milliseconds(label.when) or time,
+            error="",
+            rationale="",
+            metadata={},
             value=_preferred(label.outcome if shows_a_first else 1 - label.outcome),
-        )  # fmt: skip
+        )
         said += [feedback, {**feedback, "kind": "expectation"}]
     return said
 

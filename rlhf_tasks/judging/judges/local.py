@@ -71,9 +71,12 @@ class LocalComparer:
     def _probabilities(self, batch: Batch) -> Tensor:
         """(B,) probability of A."""
         out = self._model(
-            input_ids=batch.query_response, attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids, use_cache=False, logits_to_keep=1,
-        )  # fmt: skip
+            input_ids=batch.query_response,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=1,
+        )
         logits = out.logits[:, -1].float()
         a, b = (logits[:, tokens].logsumexp(dim=1) for tokens in self._letters)
         probability: Tensor = (a - b).sigmoid()
