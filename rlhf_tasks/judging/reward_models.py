@@ -43,26 +43,14 @@ MIN_IN_BIN = 20  # pairs, where there are enough for several bins
 NUM_LENGTHS = 8  # bins of responses by length
 
 CALIBRATION = pa.schema(
-    [
-        ("model", pa.string()),
-        ("origin", pa.string()),
-        ("confidence", pa.float64()),
-        ("right", pa.float64()),
-        ("low", pa.float64()),
-        ("high", pa.float64()),
-        ("pairs", pa.int64()),
-    ]
+    dict.fromkeys(("model", "origin"), pa.string())
+    | dict.fromkeys(("confidence", "right", "low", "high"), pa.float64())
+    | {"pairs": pa.int64()}
 )
 LENGTHS = pa.schema(
-    [
-        ("judge", pa.string()),
-        ("who", pa.string()),
-        ("length", pa.float64()),
-        ("score", pa.float64()),
-        ("low", pa.float64()),
-        ("high", pa.float64()),
-        ("answers", pa.int64()),
-    ]
+    dict.fromkeys(("judge", "who"), pa.string())
+    | dict.fromkeys(("length", "score", "low", "high"), pa.float64())
+    | {"answers": pa.int64()}
 )
 
 

@@ -105,33 +105,18 @@ def kappas(compared: ByKey) -> tuple[JudgeKappa, ...]:
 
 
 COMPARISONS = pa.schema(
-    [
-        ("judge", pa.string()),
-        ("a", pa.string()),
-        ("b", pa.string()),
-        ("index", pa.int64()),
-        ("outcome", pa.float64()),
-        ("score_a", pa.float64()),
-        ("score_b", pa.float64()),
-        ("a_shown_first", pa.float64()),
-        ("a_shown_second", pa.float64()),
-        ("failure", pa.string()),
-    ]
+    dict.fromkeys(("judge", "a", "b"), pa.string())
+    | {"index": pa.int64()}
+    | dict.fromkeys(("outcome", "score_a", "score_b", "a_shown_first", "a_shown_second"), pa.float64())
+    | {"failure": pa.string()}
 )
 WITH_TEXTS = pa.schema(
     [*COMPARISONS, *(pa.field(name, pa.string()) for name in ("prompt", "response_a", "response_b"))]
 )
 SOURCES = pa.schema(
-    [
-        ("judge", pa.string()),
-        ("a", pa.string()),
-        ("b", pa.string()),
-        ("source", pa.string()),
-        ("win_rate", pa.float64()),
-        ("low", pa.float64()),
-        ("high", pa.float64()),
-        ("prompts", pa.int64()),
-    ]
+    dict.fromkeys(("judge", "a", "b", "source"), pa.string())
+    | dict.fromkeys(("win_rate", "low", "high"), pa.float64())
+    | {"prompts": pa.int64()}
 )
 MIN_SOURCE_SIZE = 5  # prompts that a source needs for a win rate of its own
 
