@@ -29,7 +29,7 @@ from flows.stage_tasks import Dvc, StageFailed, StageRefused
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import dvc_cli, dvc_files, git, workspace_inputs
+from rlhf_tasks.project import dvc_cli, dvc_files, git, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import links
 from rlhf_tasks.tracking import pipeline as tracking
@@ -79,12 +79,12 @@ def pipeline(
         text, values, changes = request.resolve(root, asked, commit)
         data, notes = watch.fingerprint(root, values), list[str]()
         if commit is not None:
-            workspace_inputs.check_data(values.data.path)
+            workspaces.check_data(values.data.path)
             now = (
                 f", with the data at {values.data.path} as it is now" if values.data.source == "files" else ""
             )
             get_run_logger().info("the run works on commit %s%s", commit, now)
-            if unseen := ", ".join(workspace_inputs.unseen(root, values.data.path)):
+            if unseen := ", ".join(workspaces.unseen(root, values.data.path)):
                 notes.append(f"this run saw the commit, not the uncommitted changes of {unseen}")
                 get_run_logger().warning("the run does not see the uncommitted changes of %s", unseen)
 

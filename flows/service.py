@@ -96,7 +96,7 @@ class Service:
             if os.environ.get("PREFECT_API_URL", "") not in ("", f"{self.url('prefect')}/api"):
                 console.say(
                     f"PREFECT_API_URL={os.environ['PREFECT_API_URL']} is another server than the one that "
-                    "starts here; `rlhf work` registers the project there and works for it"
+                    "starts here; `rlhf deploy --work` registers the project there and works for it"
                 )
             own = settings.prefect(self.home, self.url("prefect")) | {links.MLFLOW_URL: self.url("mlflow")}
             path = {"PATH": processes.environment_path(os.environ)}

@@ -96,7 +96,7 @@ class Slots:
                 if deployment.id is None:
                     return False
                 raise UserError(
-                    f"the limit `{settings.SLOTS}` does not exist; `rlhf up` or `rlhf work` makes it"
+                    f"the limit `{settings.SLOTS}` does not exist; `rlhf up` or `rlhf deploy --work` makes it"
                 )
             while reason := self._take(client, run, number):
                 if reason != shown:

@@ -26,7 +26,7 @@ from flows import outcome, request, settings
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import hashing, workspace_inputs
+from rlhf_tasks.project import hashing, workspaces
 
 TRIES = 3  # runs for one change of the data
 
@@ -37,7 +37,7 @@ def fingerprint(root: Path, values: Config) -> str:
     hub = values.data.hub.model_dump(mode="json") if values.data.hub is not None else None
     content: Any = hashing.dvc_md5(path) if path.is_file() else None
     if path.is_dir():
-        files = [file for file in workspace_inputs.files(path) if file.is_file()]
+        files = [file for file in workspaces.data_files(path) if file.is_file()]
         content = sorted((file.relative_to(path).as_posix(), hashing.dvc_md5(file)) for file in files)
     return hashing.json_sha256({"path": content, "hub": hub})
 

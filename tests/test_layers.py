@@ -55,7 +55,6 @@ TORCH_FREE = (
     "judging.results",
     "report.comparison",
     "report.comparison_page",
-    "cli.plan",
     "benchmark.shapes",
     "cli.main",
     "stages.prepare",

@@ -118,7 +118,7 @@ def shape(family: str, words: PreTrainedTokenizerBase, **changes: Any) -> Any:
         "pad_token_id": words.pad_token_id,
         "bos_token_id": None,
     }
-    return AutoConfig.for_model(family, vocab_size=len(words), **(sizes | special | changes))
+    return AutoConfig.for_model(family, **({"vocab_size": len(words)} | sizes | special | changes))
 
 
 def foreign(

@@ -38,6 +38,7 @@ LIVE = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
 LOGIT_COPIES = 2  # float32 tensors of a chunk's logits that live at once, in models/logprobs.py
 USABLE = 0.9  # share of a GPU's memory beside CUDA's own and what its allocator cannot use
 GPUS_PER_MACHINE = 8
+GB = 1e9
 
 
 class Sizes(NamedTuple):
@@ -93,17 +94,17 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
         UserError: if the config of the model cannot be read.
     """
     sft, scratch = Paths(root).sft, config.model.scratch
-    if model is None and (sft / "config.json").exists():
-        return sizes_of_config(AutoConfig.from_pretrained(sft))
-    if model is None and config.sft.source is None and scratch is not None:
+    own = str(sft) if (sft / "config.json").exists() else None
+    source, revision = model or own or config.sft.source, None
+    if source is None and scratch is not None:
         with torch.device("meta"):
-            words = shapes.tokenizer(scratch.vocab_size)
-            return sizes_of(from_scratch(scratch, words, shapes.positions(config)))
-    source, revision = config.model.base, config.model.revision
-    if config.sft.source is not None:
-        source, revision = config.sft.source, config.sft.revision
-    if model is not None:
-        source, revision = model, None
+            return sizes_of(
+                from_scratch(scratch, shapes.tokenizer(scratch.vocab_size), shapes.positions(config))
+            )
+    if source is None:
+        source, revision = config.model.base, config.model.revision
+    elif source == config.sft.source:
+        revision = config.sft.revision
     try:
         return sizes_of_config(AutoConfig.from_pretrained(source, revision=revision))
     except (OSError, ValueError) as error:
@@ -125,6 +126,19 @@ class Run:
     has_reward_model: bool = True  # models/reward and models/reward_heldout are loaded
     offload: bool = False
     chunk: int = GPU_LOGITS  # logits that the training passes make at a time
+
+    @classmethod
+    def of_params(cls, config: Config, policy: Sizes, num_gpus: int) -> Run:
+        """PPO as params.yaml has it, of this policy."""
+        return cls(
+            policy=policy,
+            ppo=config.ppo,
+            longest=config.data.max_prompt_tokens,
+            num_gpus=num_gpus,
+            is_bf16=config.launch.precision != "fp32",
+            has_reward_model=config.reward.train,
+            offload=config.launch.offload,
+        )
 
     @property
     def width(self) -> int:
@@ -186,9 +200,8 @@ def memory(run: Run) -> dict[str, float]:
     has_two = ppo.critic is not None and ppo.critic.kind == "separate"
     passes = 2 if has_two and (n > 1 or run.layout != "ddp") else 1
     kept, recomputed = width * policy.activations, 0
-    if (
-        ppo.gradient_checkpointing
-    ):  # each layer's input, which autocast leaves in float32, and one layer's own
+    # checkpointing keeps each layer's input, which autocast leaves in float32, and one layer's own
+    if ppo.gradient_checkpointing:
         recomputed = kept // policy.layers
         kept = (FP32 if run.layout == "ddp" else width) * policy.layers * policy.hidden
     parts["activations"] = tokens * (passes * kept + recomputed)
@@ -237,20 +250,32 @@ def candidates(run: Run) -> Iterator[Run]:
 
 def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
     """The first settings that fit into a GPU and a machine of so many bytes, or None and the reason."""
-    batch, n = run.ppo.rollout_batch_size, run.num_gpus
-    for count, what in (
-        (batch // run.ppo.num_mini_batches, "rows of an optimizer step"),
-        (batch // run.ppo.samples_per_prompt, "prompts of a rollout"),
-    ):
-        if count % n:
-            return None, f"{count} {what} are not divisible by {n} GPUs"
+    rows, prompts = (
+        run.ppo.rollout_batch_size // n for n in (run.ppo.num_mini_batches, run.ppo.samples_per_prompt)
+    )
+    for count, what in ((rows, "rows of an optimizer step"), (prompts, "prompts of a rollout")):
+        if count % run.num_gpus:
+            return None, f"{count} {what} are not divisible by {run.num_gpus} GPUs"
     tried = [(each, memory(each)) for each in candidates(run)]
     for each, parts in tried:
         if parts["peak"] <= USABLE * gpu and parts["machine"] <= machine:
             return each, ""
     least, parts = min(tried, key=lambda one: one[1]["peak"])
-    if parts["peak"] <= USABLE * gpu:
+    place, needed, given = "each GPU", parts["peak"], USABLE * gpu
+    if needed <= given:
         place, needed, given = "its machine", parts["machine"], machine
-    else:
-        place, needed, given = "each GPU", parts["peak"], USABLE * gpu
-    return None, f"{least.layout} needs {needed / 1e9:,.0f} GB of {given / 1e9:,.0f} on {place}"
+    return None, f"{least.layout} needs {needed / GB:,.0f} GB of {given / GB:,.0f} on {place}"
+
+
+def describe(run: Run, gpu: float, machine: float) -> dict[str, Any]:
+    """The settings that fit, and GB by part; of the settings that need least where none fits."""
+    found, problem = fitting(run, gpu, machine)
+    chosen = found or min(candidates(run), key=lambda each: memory(each)["peak"])
+    return {
+        "fits": found is not None,
+        "problem": problem or None,
+        "launch.parallelism": chosen.layout,
+        "launch.offload": chosen.offload,
+        "ppo.gradient_checkpointing": chosen.ppo.gradient_checkpointing,
+        **{f"GB of {name}": round(size / GB, 2) for name, size in memory(chosen).items()},
+    }

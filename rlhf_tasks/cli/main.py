@@ -1,4 +1,4 @@
-"""The `rlhf` command: its parser, its errors and its exit status. It loads no torch, MLflow or Prefect.
+"""The `rlhf` command: its commands, its errors and its exit status. It loads no torch, MLflow or Prefect.
 
 Exit status: 0 done, 1 a fault of another program (one message), 2 a mistake that the user can fix (one
 message, no traceback), 130 Ctrl-C, 143 terminated. `rlhf promote` also ends with 3 (the gate refuses), 4
@@ -8,43 +8,22 @@ message, no traceback), 130 Ctrl-C, 143 terminated. `rlhf promote` also ends wit
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from types import FrameType, ModuleType
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
 
 from rlhf_tasks import console
-from rlhf_tasks.cli import (
-    bench,
-    check_model,
-    compare,
-    deploy,
-    down,
-    export,
-    flow,
-    generate,
-    judge,
-    judge_reward,
-    label,
-    lineage,
-    mlflow,
-    params,
-    plan,
-    preset,
-    promote,
-    rollback,
-    stage,
-    status,
-    sync,
-    up,
-    work,
-)
-from rlhf_tasks.config import STAGES
+from rlhf_tasks.cli import pipeline, review, serve
+from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import OutsideFault
-from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project import dvc_files, inputs
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures
 from rlhf_tasks.training.stopping import Stopped
@@ -53,17 +32,21 @@ from rlhf_tasks.training.stopping import Stopped
 # default of 300,000 they keep both cores from other programs: an update beside two took 24 seconds, not 8.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-MODULES: Sequence[ModuleType] = (
-    preset, params, flow, check_model, plan, bench, judge, judge_reward, generate, label, compare, lineage,
-    mlflow, sync, promote, rollback, export, up, status, down, work, deploy, stage,
-)  # fmt: skip
-GROUPS: Mapping[str, Sequence[str]] = {
-    "Run the pipeline": ("preset", "params", "flow", "check-model", "plan", "bench"),
-    "Review results": ("mlflow", "compare", "lineage", "judge", "judge-reward", "label", "generate", "sync"),
-    "Promote a policy": ("promote", "rollback", "export"),
-    "Run the service": ("up", "status", "down", "work", "deploy"),
-    "Stages (`dvc repro` runs them in order)": (dvc_files.INPUTS, *STAGES),
+COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
+    "Run the pipeline": (pipeline.preset, pipeline.flow, pipeline.check_model, pipeline.plan),
+    "Review results": (
+        review.mlflow,
+        review.compare,
+        review.lineage,
+        review.judge,
+        review.label,
+        review.generate,
+        review.sync,
+    ),
+    "Promote a policy": (serve.promote, serve.export),
+    "Run the service": (serve.up, serve.status, serve.down, serve.deploy),
 }
+STAGE_PANEL = "Stages (`dvc repro` runs them in order)"
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
@@ -75,13 +58,19 @@ QUIET = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `rlhf` command and return its exit status."""
-    options = parser().parse_args(arguments)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGTERM, _terminate)
     console.set_quiet(not context.is_main_rank())
     try:
-        return int(options.command(options) or 0)
+        with parser().make_context("rlhf", list(sys.argv[1:] if arguments is None else arguments)) as given:
+            return int(given.command.invoke(given) or 0)
+    except typer.Exit as end:  # of --help
+        return end.exit_code
+    except typer.TyperException as error:
+        text = error.format_message().rstrip(".")
+        print(f"rlhf: {text}; `rlhf [COMMAND] --help` lists what is allowed", file=sys.stderr)
+        return 2
     except OutsideFault as error:
         if not failures.has_failed_elsewhere():  # the first process that reports it says it
             print(f"rlhf: {error}", file=sys.stderr)
@@ -107,22 +96,41 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Stopped(number)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of all commands; its help lists them by what a person wants to do."""
-    made = argparse.ArgumentParser(
-        prog="rlhf",
-        usage="rlhf COMMAND [OPTIONS]",
-        description="Align a language model by RLHF: SFT, reward model, PPO and judge.\n"
+def parser() -> Any:
+    """The group of all commands, listed by what a person wants to do; a docstring is its command's help."""
+    app = typer.Typer(
+        help="Align a language model by RLHF: SFT, reward model, PPO and judge.\n\n"
         "`dvc repro` runs all stages. `rlhf COMMAND --help` explains a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
     )
-    commands = made.add_subparsers(prog="rlhf", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
-    for module in MODULES:
-        module.add(commands)
-    summaries = {name: command.get_default("summary") for name, command in commands.choices.items()}
-    listings = [
-        [f"{title}:", *(f"  {name:<12} {summaries[name]}" for name in names)]
-        for title, names in GROUPS.items()
-    ]
-    made.epilog = "\n\n".join("\n".join(lines) for lines in listings)
-    return made
+    for title, functions in COMMANDS.items():
+        for function in functions:
+            app.command(function.__name__.replace("_", "-"), rich_help_panel=title)(function)
+    app.command(dvc_files.INPUTS, rich_help_panel=STAGE_PANEL)(run_inputs)
+    summaries = dvc_files.descriptions(Path())
+    for stage in STAGES:
+        if stage != "judge":  # it takes arguments
+            run = _run_of(stage)
+            app.command(stage, help=summaries.get(stage, ""), rich_help_panel=STAGE_PANEL)(run)
+    return typer.main.get_command(app)
+
+
+def run_inputs() -> int:
+    """Write down what each stage reads beside its deps: parameters, and what they name."""
+    try:
+        inputs.write(Paths())
+    except Exception as error:
+        failures.report(error)
+        raise
+    return 0
+
+
+def _run_of(stage: Stage) -> Callable[[], int]:
+    def run() -> int:
+        from rlhf_tasks.stages import runner
+
+        return runner.run(stage, Paths())
+
+    return run

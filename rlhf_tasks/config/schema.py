@@ -38,6 +38,8 @@ class Columns(Section):
     """Column that holds the preferred response of a pair."""
     rejected: str = "rejected"
     """Column that holds the other response of a pair."""
+    system: str | None = None
+    """Column of a system message that stands before the prompt; null: the column `system`, if it exists."""
     keep: t.Names = ()
     """List of further columns of the prompts' rows for scorers and judges. The built-in task has `who`,
     `thing`, `place` and `plan`, arithmetic has `answer`."""
@@ -96,6 +98,15 @@ class Data(Section):
     """Data sets of `source: hub`; null for any other source."""
     columns: Columns = Columns()
     """Column names of `source: files` and `source: hub`."""
+    format: str | None = None
+    """How rows are read: `demonstrations`, `good_answers` or `label_pairs` for answers marked good or bad;
+    the column of the vote or score that pairs answers; or a function of yours, `module:function`, that gets
+    a record and returns a row; null: by columns and types."""
+    pairs: Literal["best_worst", "best_each", "adjacent", "all"] | None = None
+    """The pairs made of ranked or scored answers to a prompt: the best against the worst, the best against
+    each other, neighbors, or all; null: `best_each` for trees of messages, else `best_worst`."""
+    margin: t.NonNegativeFloat = 0.0
+    """Difference of two scores above which they make a pair."""
     on_bad_row: Literal["fail", "quarantine"] = "fail"
     """Rows that cannot be used: `fail` names them and ends the stage, `quarantine` leaves them out and writes
     them to data/quarantine."""

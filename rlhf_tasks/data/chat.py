@@ -26,6 +26,14 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 THOUGHTS = re.compile(r"\s*<think>\n?(.*?)\s*</think>\s*", re.DOTALL)
 """The thoughts at the start of a message, as models write them."""
 OPEN_THOUGHTS = re.compile(r"<think>\s*\Z")
+OTHER_NAMES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+}
+"""Names of roles that no chat template knows."""
 DATE = "chat_date"
 """The key of a tokenizer's config that holds the date which its chat template prints."""
 DATE_CODES = [f"%{minus}{code}" for minus in ("-", "") for code in "aAbBdmyYHIMSpjHIFTDx"]
@@ -126,6 +134,10 @@ def message(name: str, number: int, item: Any) -> Message:
     if not isinstance(item, Mapping):
         raise Unusable("malformed", f"{where} is of type {type(item).__name__}, not {{role, content}}")
     found = {key: value for key, value in _without_nulls(item).items() if value not in ([], {})}
+    if "role" not in found and "from" in found:  # ShareGPT
+        found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
+    if found.get("role") in OTHER_NAMES:
+        found["role"] = OTHER_NAMES[found["role"]]
     if not isinstance(found.get("role"), str):
         raise Unusable("malformed", f"{where} has no text under 'role'")
     content = found.get("content", "" if "tool_calls" in found else None)

@@ -1,8 +1,9 @@
-"""`data.source: files`: a file or a folder of JSONL, Parquet or CSV.
+"""`data.source: files`: a file or a folder of JSON, CSV, TSV, Parquet or Arrow, also compressed.
 
-In a folder, the name of a file gives its role and split: `ROLE.EXT`, `ROLE.SPLIT.EXT` or `ROLE/SPLIT.EXT`,
-where ROLE is sft, preferences or prompts. For `SPLIT.EXT` and for a single file the columns decide the role.
-Rows are named `FILE:LINE` (Parquet: `FILE:ROW`, from 1).
+The names of folders and files give roles (sft, preferences, prompts) and splits where they name one, as in
+`sft.train.jsonl`, `test/0000.jsonl.zst` or `train_prefs-00000-of-00002.parquet`; else shapes.py decides by
+the columns, and all rows are one split. Rows are named `FILE:LINE`, and `FILE:ROW` from 1 in Parquet, Arrow
+and JSON arrays.
 """
 
 from __future__ import annotations
@@ -11,28 +12,33 @@ import codecs
 import csv
 import io
 import json
+import lzma
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_tasks.config import Columns, Split
+from rlhf_tasks import console
+from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import ROLES, Corpus, Problems, Role
+from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.data.splits import SPLIT_NAMES, fill_splits
-from rlhf_tasks.data.tables import Line, Table, assemble
+from rlhf_tasks.data.tables import assemble
 from rlhf_tasks.errors import UserError
 
 
 def load(
     path: Path,
-    columns: Columns,
+    data: Data,
     rendering: Rendering,
     problems: Problems,
+    own: Callable[[dict[str, Any]], Any] | None = None,
     *,
     seed: int,
     sizes: Mapping[Split, int],
@@ -40,61 +46,86 @@ def load(
     """The rows of a file or folder, split by prompt where the files are not.
 
     Raises:
-        UserError: if the data does not exist, the name of a file gives no role or split, or a file is
-            unreadable or lacks a column.
+        UserError: if the data does not exist, or a file is unreadable or has no known shape.
     """
-    found = _discover(path)
-    tables = [(role, split, _READERS[file.suffix](file, name, problems)) for role, split, name, file in found]
-    return fill_splits(assemble(tables, columns, rendering, problems), seed=seed, sizes=sizes)
+    found, unused = discover(path)
+    if unused:
+        console.say(f"Not read, because no suffix says data: {', '.join(unused)}")
+    tables = [(role, split, read_file(file, name, problems)) for role, split, name, file in found]
+    return fill_splits(assemble(tables, data, rendering, problems, own), seed=seed, sizes=sizes)
 
 
-def _discover(path: Path) -> list[tuple[Role | None, Split, str, Path]]:
+def discover(path: Path) -> tuple[list[tuple[Role | None, Split, str, Path]], list[str]]:
+    """Role and split by its name, name and path of each data file: train, validation, test. And other files.
+
+    Raises:
+        UserError: if there is no data.
+    """
+    known = f"{', '.join(_READERS)}, also compressed ({', '.join(_PACKED)})"
     if path.is_file():
-        if path.suffix not in _READERS:
-            raise UserError(
-                f"data.path={path}: {path.suffix or 'no suffix'} is not supported; use {', '.join(_READERS)}"
-            )
-        return [(None, "train", path.name, path)]
+        if _suffix(path) not in _READERS:
+            raise UserError(f"data.path={path}: {path.suffix or 'no suffix'} is not supported; use {known}")
+        return [(*_meaning(Path(path.name)), path.name, path)], []
     if not path.is_dir():
         raise UserError(f"data.path={path} does not exist; give the file or folder that holds the data")
-    found, unknown = [], []
+    found, unused = [], []
     for file in sorted(path.rglob("*")):
         relative = file.relative_to(path)
-        if not file.is_file() or any(part.startswith(".") for part in relative.parts):
+        hidden = any(part.startswith((".", "__")) for part in relative.parts)
+        if not file.is_file() or hidden or file.name in _ABOUT:
             continue
-        meaning = _meaning(relative)
-        if meaning is not None and file.suffix in _READERS:
-            found.append((*meaning, relative.as_posix(), file))
-        elif file.suffix in _READERS or (meaning is not None and file.suffix in _MISTAKEN):
-            unknown.append(relative.as_posix())
-    known = f"ROLE.EXT, ROLE.SPLIT.EXT, ROLE/SPLIT.EXT or SPLIT.EXT; ROLE: {', '.join(ROLES)}; SPLIT: "
-    known += f"{', '.join(SPLIT_NAMES)}; EXT: {', '.join(name[1:] for name in _READERS)}"
-    if unknown:
-        raise UserError(
-            f"data.path={path}: the role or split of {', '.join(unknown)} is unknown. Name files {known}"
-        )
+        if _suffix(file) in _READERS:
+            found.append((*_meaning(relative), relative.as_posix(), file))
+        else:
+            unused.append(relative.as_posix())
     if not found:
-        raise UserError(f"data.path={path} holds no data file. Name files {known}")
-    return found
+        raise UserError(f"data.path={path} holds no data file; use {known}")
+    order: tuple[Split, ...] = ("train", "validation", "test")
+    return sorted(found, key=lambda one: (order.index(one[1]), one[2])), unused
 
 
-def _meaning(relative: Path) -> tuple[Role | None, Split] | None:
-    """The role and split of a file, by its place in the folder; None if the name gives neither."""
-    parts = [*relative.parent.parts, *relative.stem.split(".")]
-    role = cast(Role, parts.pop(0)) if parts[0] in ROLES else None
-    if not parts:
-        return role, "train"
-    return (role, SPLIT_NAMES[parts[0]]) if len(parts) == 1 and parts[0] in SPLIT_NAMES else None
+def _suffix(file: Path) -> str:
+    """The suffix of the data, below that of a compression."""
+    return Path(file.stem).suffix if file.suffix in _PACKED else file.suffix
 
 
-_MISTAKEN = (".json", ".tsv", ".arrow", ".txt", ".gz")
+def _meaning(relative: Path) -> tuple[Role | None, Split]:
+    """Role and split that a path names, as a folder or as a word of the file's name; else None and train."""
+    stem = relative.name.split(".")[0 : -1 - (relative.suffix in _PACKED)]
+    if len(stem) == 2 and stem[0] in ROLES and stem[1] not in SPLIT_NAMES:
+        raise UserError(f"{relative}: {stem[1]!r} is no split; use {', '.join(SPLIT_NAMES)}")
+    words = [*relative.parent.parts, *stem]
+    role = next((word for word in words if word in ROLES), None)
+    named = [word for part in reversed(words) for word in re.split(r"[-_]", part)]
+    return role, next((SPLIT_NAMES[word] for word in named if word in SPLIT_NAMES), "train")
+
+
+_PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
+"""Compressions by suffix."""
+_ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+"""Files in which `datasets` describes the others."""
 
 # ---------------------------------------------------------------------------------------- readers
 
 
-def _read_jsonl(file: Path, name: str, problems: Problems) -> Table:
+def read_file(file: Path, name: str, problems: Problems) -> Table:
+    """The records of a file, by its suffix; a broken one goes to `problems`.
+
+    Raises:
+        UserError: if the file cannot be read.
+    """
+    return _READERS[_suffix(file)](file, name, problems)
+
+
+def _read_json(file: Path, name: str, problems: Problems) -> Table:
+    """A JSON array of records, or a record per line: the content decides, not the suffix."""
     lines: list[Line] = []
     content = _text(file, name)
+    whole = _array(content)
+    if whole is not None:
+        for number, values in enumerate(whole, start=1):
+            _add(lines, f"{name}:{number}", values, problems)
+        return Table(name, tuple(dict.fromkeys(key for line in lines for key in line.values)), lines)
     _check_rows_are_lines(content, name)
     for number, text in enumerate(content.split("\n"), start=1):
         where = f"{name}:{number}"
@@ -108,11 +139,32 @@ def _read_jsonl(file: Path, name: str, problems: Problems) -> Table:
         except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
             problems.add(where, {"line": text}, "malformed", f"not JSON: {error}")
             continue
-        if isinstance(values, dict):
-            lines.append(Line(where, values))
-        else:
-            problems.add(where, {"line": text}, "malformed", f"a JSON {type(values).__name__}, not an object")
+        _add(lines, where, values, problems)
     return Table(name, tuple(dict.fromkeys(key for line in lines for key in line.values)), lines)
+
+
+def _array(content: str) -> list[Any] | None:
+    """The records of a file that is one JSON array of objects; None for any other."""
+    if not content.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) and all(isinstance(value, dict) for value in found) else None
+
+
+def _add(lines: list[Line], where: str, values: Any, problems: Problems) -> None:
+    """Add a JSON value as a record: an object, or a list of objects as the column `records`."""
+    if isinstance(values, list) and values and all(isinstance(value, dict) for value in values):
+        values = {"records": values}
+    if not isinstance(values, dict):
+        line = {"line": json.dumps(values)}
+        problems.add(where, line, "malformed", f"a JSON {type(values).__name__}, not an object")
+    elif fault := next((f for v in values.values() if isinstance(v, str) and (f := _bad_byte(v))), None):
+        problems.add(where, values, "not_utf8", fault)
+    else:
+        lines.append(Line(where, values))
 
 
 def _check_rows_are_lines(content: str, name: str) -> None:
@@ -134,11 +186,12 @@ def _check_rows_are_lines(content: str, name: str) -> None:
         raise UserError(f"{name}:{number}: {what}; write one row, a JSON object, per line")
 
 
-def _read_csv(file: Path, name: str, problems: Problems) -> Table:
+def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -> Table:
     """Reads a header line, then a record per row. A quoted field may contain line breaks."""
     text = _text(file, name)
-    _check_separator(text, name)
-    records = _csv_records(text)
+    if separator == ",":
+        _check_separator(text, name)
+    records = _csv_records(text, separator)
     header = next(records, (1, [], None))
     if header[2] is not None or not header[1]:
         raise UserError(
@@ -174,7 +227,8 @@ def _check_separator(text: str, name: str) -> None:
     for separator, known in {";": "semicolons", "\t": "tabs", "|": "bars"}.items():
         if _num_columns(header, separator) > 1:
             raise UserError(
-                f"{name}:1: {known} separate the columns; save the file with commas, as CSV has them"
+                f"{name}:1: {known} separate the columns; save the file with commas, as CSV has them, or "
+                "with tabs as .tsv"
             )
 
 
@@ -185,9 +239,9 @@ def _num_columns(header: str, separator: str) -> int:
         return 0
 
 
-def _csv_records(text: str) -> Iterator[tuple[int, list[str], str | None]]:
+def _csv_records(text: str, separator: str) -> Iterator[tuple[int, list[str], str | None]]:
     """(first line, fields, error or None) of each record; blank lines are skipped."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
     while True:
         start = reader.line_num + 1
         try:
@@ -206,6 +260,22 @@ def _read_parquet(file: Path, name: str, problems: Problems) -> Table:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{name} is not readable as Parquet: {error}; write the file again") from None
+    return _of_arrow(table, name, problems)
+
+
+def _read_arrow(file: Path, name: str, problems: Problems) -> Table:
+    """A stream, as `datasets.save_to_disk` writes it, or a file of Arrow."""
+    try:
+        with file.open("rb") as stream:
+            is_file = stream.read(6) == b"ARROW1"
+        with pa.memory_map(str(file)) as mapped:
+            opened = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+            return _of_arrow(opened.read_all(), name, problems)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{name} is not readable as Arrow: {error}; write the file again") from None
+
+
+def _of_arrow(table: pa.Table, name: str, problems: Problems) -> Table:
     columns = {column: _plain_values(table.column(column)) for column in table.column_names}
     lines: list[Line] = []
     for number in range(table.num_rows):
@@ -241,10 +311,27 @@ def _text(file: Path, name: str) -> str:
     Raises:
         UserError: for UTF-16, of which every line would be a bad row.
     """
-    content = file.read_bytes()
+    content = _bytes(file, name)
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
         raise UserError(f"{name} is UTF-16; save it as UTF-8")
     return content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
+
+
+def _bytes(file: Path, name: str) -> bytes:
+    """The content of a file, unpacked.
+
+    Raises:
+        UserError: if it cannot be unpacked.
+    """
+    try:
+        if file.suffix == ".xz":
+            return lzma.decompress(file.read_bytes())
+        if file.suffix in _PACKED:
+            with pa.CompressedInputStream(pa.OSFile(str(file)), _PACKED[file.suffix]) as stream:
+                return bytes(stream.read())
+        return file.read_bytes()
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
+        raise UserError(f"{name} cannot be unpacked: {error}; write the file again") from None
 
 
 BAD_BYTE = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of it
@@ -260,7 +347,11 @@ def _bad_byte(text: str) -> str | None:
 
 
 _READERS: Mapping[str, Callable[[Path, str, Problems], Table]] = {
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_json,
+    ".ndjson": _read_json,
+    ".json": _read_json,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
     ".csv": _read_csv,
+    ".tsv": partial(_read_csv, separator="\t"),
 }

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from rlhf_tasks.config import Columns, HubSet, HubSources, Split
+from rlhf_tasks.config import Data, HubSet, HubSources, Split
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import Corpus, Problems, Role
+from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.data.splits import SPLIT_NAMES, fill_splits
-from rlhf_tasks.data.tables import Line, Table, assemble
+from rlhf_tasks.data.tables import assemble
 from rlhf_tasks.errors import UserError
 
 
 def load(
     sources: HubSources,
-    columns: Columns,
+    data: Data,
     rendering: Rendering,
     problems: Problems,
+    own: Callable[[dict[str, Any]], Any] | None = None,
     *,
     seed: int,
     sizes: Mapping[Split, int],
@@ -32,7 +35,7 @@ def load(
     for role, source in sets.items():
         if source is not None:
             tables += [(role, split, table) for split, table in _tables(source)]
-    return fill_splits(assemble(tables, columns, rendering, problems), seed=seed, sizes=sizes)
+    return fill_splits(assemble(tables, data, rendering, problems, own), seed=seed, sizes=sizes)
 
 
 def _tables(source: HubSet) -> list[tuple[Split, Table]]:

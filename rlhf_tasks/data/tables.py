@@ -8,11 +8,13 @@ chat template.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_tasks.config import Columns, Split
+from rlhf_tasks import console
+from rlhf_tasks.config import Columns, Data, Split
+from rlhf_tasks.data import shapes
 from rlhf_tasks.data.chat import (
     LONE_SURROGATE,
     Message,
@@ -25,90 +27,77 @@ from rlhf_tasks.data.chat import (
 )
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.columns import fault as value_fault
-from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Role, Row, evaluated_role
+from rlhf_tasks.data.rows import CONVERSATION, TEXTS, Corpus, Problems, Role, Row, evaluated_role
+from rlhf_tasks.data.shapes import Line, Reading, Table
 from rlhf_tasks.errors import UserError
 
-
-@dataclass(frozen=True)
-class Line:
-    where: str
-    values: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Table:
-    """One file, or one split of a set, as it was read."""
-
-    name: str
-    columns: tuple[str, ...]
-    lines: list[Line]
-
-
-def infer_role(table: Table, columns: Columns) -> Role:
-    """The role of a file by its columns, where its name does not give one."""
-    return "preferences" if {columns.chosen, columns.rejected} <= set(table.columns) else "sft"
+MOST_NAMED = 3  # files or places in a line of the console
 
 
 def assemble(
     tables: Sequence[tuple[Role | None, Split, Table]],
-    columns: Columns,
+    data: Data,
     rendering: Rendering,
     problems: Problems,
+    own: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Corpus:
-    """All tables as rows; bad lines go to `problems`.
+    """All tables as rows; bad lines go to `problems`, and what is read how, or not, is said.
+
+    Tables of one role and split are joined in their order. `own` is the function of `data.format`.
 
     Raises:
-        UserError: naming every table that lacks a column, or two tables of one role and split.
+        UserError: naming every table whose shape is not known, or that lacks a column.
     """
-    known = [(role or infer_role(table, columns), split, table) for role, split, table in tables]
-    judged = evaluated_role({role for role, _, _ in known}) if known else None
+    known = shapes.read(tables, data, chat=rendering.chat is not None, own=own)
+    judged = evaluated_role({reading.role for _, reading in known}) if known else None
+    prompts = [reading.table for _, reading in known if reading.role == judged]
     faults = [
-        fault for role, _, table in known if (fault := _missing_columns(table, role, columns)) is not None
+        f"{reading.table.name} holds prompts alone, and stage judge compares with references: give a "
+        "column of answers, such as completion, or demonstrations or pairs in another file"
+        for _, reading in known
+        if reading.role == "prompts" and not {"completion", "reference"} & set(reading.table.columns)
     ]
-    prompts = [table for role, _, table in known if role == judged]
-    faults += [fault for table in prompts if (fault := _missing_kept(table, columns)) is not None]
-    owner: dict[tuple[Role, Split], str] = {}
-    for role, split, table in known:
-        other = owner.setdefault((role, split), table.name)
-        if other != table.name:
-            faults.append(
-                f"{other} and {table.name} both hold {role}/{split}; join them, or name their splits"
-            )
+    faults += [fault for table in prompts if (fault := _missing_kept(table, data.columns)) is not None]
     if faults:
         raise UserError("the data cannot be read as it is:\n  " + "\n  ".join(faults))
     corpus: Corpus = {}
-    for role, split, table in known:
-        kept = columns.keep if role == judged else ()
-        corpus.setdefault(role, {})[split] = _rows(table, role, columns, rendering, problems, kept)
+    for split, reading in known:
+        kept = data.columns.keep if reading.role == judged else ()
+        corpus.setdefault(reading.role, {}).setdefault(split, [])
+        for line, unusable in reading.bad:
+            problems.add(line.where, line.values, unusable.reason, unusable.detail)
+        for position, line in enumerate(reading.table.lines):
+            place = corpus.setdefault(reading.role, {}).setdefault(reading.splits.get(position, split), [])
+            place += _rows(line, reading, rendering, problems, kept)
+    _say([reading for _, reading in known], {table.name: table.columns for *_, table in tables})
     return corpus
 
 
-def _source_names(table: Table, role: Role, columns: Columns) -> dict[str, str]:
-    """Our column → the file's."""
-    if role == "preferences":
-        return {"prompt": columns.prompt, "chosen": columns.chosen, "rejected": columns.rejected}
-    if role == "sft":
-        return {"prompt": columns.prompt, "completion": columns.completion}
-    plain = columns.completion in table.columns or "reference" not in table.columns
-    return {"prompt": columns.prompt, "reference": columns.completion if plain else "reference"}
+def _say(readings: Sequence[Reading], columns: Mapping[str, Sequence[str]]) -> None:
+    """What was read how, and what was not used, by file; equal lines once."""
+    said = dict[str, list[str]]()
+    for reading in readings:
+        unused = [name for name in columns[reading.table.name] if name not in reading.used]
+        text = reading.rule + (f"; not used: {', '.join(unused)}" if unused else "")
+        said.setdefault(text, []).append(reading.table.name)
+    for text, names in said.items():
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        console.say(f"{', '.join(names[:MOST_NAMED])}{more}: {text}")
+    left_out = [one for reading in readings for one in reading.left_out]
+    for why, count in Counter(why for _, why in left_out).items():
+        places = [where for where, reason in left_out if reason == why]
+        more = ", …" if count > MOST_NAMED else ""
+        console.say(f"  {count} row(s) make no row: {why} ({', '.join(places[:MOST_NAMED])}{more})")
 
 
-def _missing_columns(table: Table, role: Role, columns: Columns) -> str | None:
-    if not table.columns:
-        return None  # nothing was readable: its lines are named one by one, or it is empty
-    names = _source_names(table, role, columns)
-    missing = {ours: theirs for ours, theirs in names.items() if theirs not in table.columns}
-    if role != "preferences" and missing and "messages" in table.columns:
-        return None
-    talks = any(isinstance(line.values.get(names.get("chosen", "")), list) for line in table.lines)
-    if list(missing) == ["prompt"] and talks:
-        return None
-    if not missing:
-        return None
-    lost = ", ".join(repr(theirs) for theirs in missing.values())
-    mapping = ", ".join(f"data.columns.{'completion' if ours == 'reference' else ours}" for ours in missing)
-    has = ", ".join(map(repr, table.columns)) or "none"
-    return f"{table.name}: no column {lost} for {role}; it has {has}; name the right column in {mapping}"
+def _source_names(table: Table, role: Role) -> dict[str, str]:
+    """The text columns of a role → those of a table in our shape."""
+    if role == "prompts":
+        return {
+            "prompt": "prompt",
+            "reference": "reference" if "reference" in table.columns else "completion",
+        }
+    return {name: name for name in TEXTS[role]}
 
 
 def _missing_kept(table: Table, columns: Columns) -> str | None:
@@ -121,23 +110,16 @@ def _missing_kept(table: Table, columns: Columns) -> str | None:
 
 
 def _rows(
-    table: Table,
-    role: Role,
-    columns: Columns,
-    rendering: Rendering,
-    problems: Problems,
-    keep: Sequence[str],
+    line: Line, reading: Reading, rendering: Rendering, problems: Problems, keep: Sequence[str]
 ) -> list[Row]:
-    names = _source_names(table, role, columns)
-    rows = []
-    for line in table.lines:
-        try:
-            kept = {KEY: _kept(line.values, keep)} if keep else {}
-            turns = _texts(line.values, names, rendering, table.name, every_turn=role == "sft")
-            rows += [turn | {"source": line.where} | kept for turn in turns]
-        except Unusable as fault:
-            problems.add(line.where, line.values, fault.reason, fault.detail)
-    return rows
+    names = _source_names(reading.table, reading.role)
+    try:
+        kept = {KEY: _kept(line.values, keep)} if keep else {}
+        turns = _texts(line.values, names, rendering, reading.table.name, every_turn=reading.role == "sft")
+        return [turn | {"source": line.where} | kept for turn in turns]
+    except Unusable as fault:
+        problems.add(line.where, line.values, fault.reason, fault.detail)
+        return []
 
 
 def _kept(values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
@@ -161,12 +143,7 @@ def _texts(
 
     The prompt of a turn is what the model sees when it answers.
     """
-    prompt, answers = _given(values, names)
-    talks = [answer for answer in answers.values() if isinstance(answer, list)]
-    if "chosen" in answers and len(talks) == 2 and not isinstance(prompt, list):
-        prompt = common_start(*talks) or prompt or []
-    if isinstance(prompt, str) and prompt.strip() and talks:
-        prompt = [{"role": "user", "content": prompt}]
+    prompt, answers = split_row(values, names)
     if isinstance(prompt, list):
         tools = tools_of(values.get("tools"))
         row: Row = rendered(prompt, answers, tools, rendering, table)
@@ -177,13 +154,61 @@ def _texts(
             if prompt[i]["role"] == "assistant" and any(turn["role"] == "user" for turn in prompt[:i])
         ]
         return [*(turn | {CONVERSATION: row["prompt"]} for turn in earlier), row]
-    if prompt is None:
-        raise Unusable("malformed", f"has no {names['prompt']!r}")
-    if talks:
-        raise Unusable("empty", "prompt is empty")
     if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
         prompt = rendering.bos + prompt
     return [{"prompt": prompt} | {name: _without_end(str(a), rendering.eos) for name, a in answers.items()}]
+
+
+def split_row(
+    values: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[str | list[Message], dict[str, str | list[Message]]]:
+    """Prompt and answers of a record: all texts, or all messages.
+
+    Two whole conversations are cut where they part; what follows must be one answer each.
+
+    Raises:
+        Unusable: naming what is missing, or where the conversations part.
+    """
+    prompt, answers = _given(values, names)
+    talks = [answer for answer in answers.values() if isinstance(answer, list)]
+    if "chosen" in answers and len(talks) == 2 and not isinstance(prompt, list):
+        shared = common_start(*talks)
+        if not shared and not prompt:
+            raise Unusable("malformed", "the sides have no common start, which would be the prompt")
+        asked = [number for talk in talks for number in _asked_after(talk, len(shared))]
+        if asked:
+            lengths = " and ".join(str(len(talk)) for talk in talks)
+            part = f"the sides, of {lengths} messages, part at message {len(shared) + 1}"
+            raise Unusable(
+                "malformed",
+                f"{part}, and message {min(asked)} is the user's: they do not answer the same prompt",
+            )
+        prompt = shared or prompt
+    if prompt is None:
+        raise Unusable("malformed", f"has no {names['prompt']!r}")
+    if isinstance(prompt, str) and talks:
+        if not prompt.strip():
+            raise Unusable("empty", "prompt is empty")
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        return prompt, answers
+    start = len(prompt)
+    return prompt, {
+        name: [{"role": "assistant", "content": answer}]
+        if isinstance(answer, str)
+        else answer[start:] if answer[:start] == prompt else answer
+        for name, answer in answers.items()
+    }  # fmt: skip
+
+
+def _asked_after(talk: Sequence[Message], start: int) -> list[int]:
+    """The numbers, from 1, of the user's messages from a position on."""
+    return [number for number, turn in enumerate(talk[start:], start + 1) if turn["role"] == "user"]
+
+
+def of_prompt(values: Mapping[str, Any]) -> str | list[Message]:
+    """The prompt of a record without an answer: text or messages."""
+    return _value("prompt", values["prompt"])
 
 
 def _given(

@@ -1,9 +1,9 @@
-"""How well reward models order pairs: diagnostics of stage judge, and `rlhf judge-reward MODEL FILE`.
+"""How well reward models order pairs: diagnostics of stage judge, and `rlhf judge MODEL --rows FILE`.
 
 A reward model that is fit to be optimized orders two samples of one policy as the labels do. Its confidence
 is calibrated if it orders right 80% of the pairs of which it is 80% sure. N pairs.
 
-Rows of `rlhf judge-reward` have the shape of RewardBench 2 (arXiv 2506.01937): `prompt`, `chosen`, several
+Rows of FILE have the shape of RewardBench 2 (arXiv 2506.01937): `prompt`, `chosen`, several
 `rejected`, `subset`. A row is right if every chosen response scores higher than every rejected one; equal
 scores are wrong. RewardBench computes the score of its subset Ties in another way.
 """

@@ -23,8 +23,7 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.classifiers import is_classifier
-from rlhf_tasks.models.load import TokenScores, load_causal, load_config, load_reward, merge_adapter, place
+from rlhf_tasks.models.load import TokenScores, is_reward, load_causal, load_reward, merge_adapter, place
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.models.sampling import GPU_CHECK, Samples, sample
 from rlhf_tasks.project import disk
@@ -213,7 +212,7 @@ def check_source(source: str, revision: str | None = None) -> list[Result]:
         ContractError: if it cannot be read.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if is_classifier(load_config(source, revision)):
+    if is_reward(source, revision):
         scores = load_reward(source, revision).to(device)
         return check_scores(scores, random_rows(scores.model.config), pad=0)
     model = place(load_causal(source, revision), device)

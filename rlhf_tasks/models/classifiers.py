@@ -32,8 +32,9 @@ INSTEAD = "use a decoder of another family, such as llama, qwen2 or gpt_neox"
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint's config names a sequence classifier."""
-    return any(name.endswith(("ForSequenceClassification", SUFFIX)) for name in config.architectures or ())
+    """Whether a checkpoint's config names a sequence classifier, or OpenRLHF's reward model."""
+    ends = ("ForSequenceClassification", "RewardModel", SUFFIX)
+    return any(name.endswith(ends) for name in config.architectures or ())
 
 
 def classifier_class(config: PretrainedConfig, source: str | Path) -> Any:

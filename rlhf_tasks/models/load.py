@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -38,18 +39,22 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_tasks.config import Lora, Scratch, is_hub_id
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
+from rlhf_tasks.models.classifiers import (
+    INSTEAD,
+    build_classifier,
+    classifier_class,
+    find_trunk,
+    is_classifier,
+)
 from rlhf_tasks.models.contracts import IDENTITY, ContractError
 from rlhf_tasks.models.ends import ends_of
 from rlhf_tasks.models.fast_cpu import accelerate
+from rlhf_tasks.models.foreign import ANY_WEIGHTS, SCORE_HEADS, Head, find_head, put_head, refuse_others
 from rlhf_tasks.project import disk
 
 M = TypeVar("M", bound=nn.Module)
 
-ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
-"""Set to 1, the environment variable that allows weights in other formats than safetensors."""
 NO_HUB = "a hub id needs network access or a filled cache"
-SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 
 # ------------------------------------------------------------------------------------ creating
@@ -107,13 +112,15 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
     """The config of a folder or the hub.
 
     Raises:
-        ContractError: if it cannot be read.
+        ContractError: if it cannot be read, or is no model for a stage.
     """
-    _check_whole(source)
+    refuse_others(source)
     try:
-        return cast(PretrainedConfig, AutoConfig.from_pretrained(source, revision=revision))
+        config = cast(PretrainedConfig, AutoConfig.from_pretrained(source, revision=revision))
     except (OSError, ValueError) as error:
         raise _cannot_load(source, error) from error
+    refuse_others(source, config)
+    return config
 
 
 def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedModel:
@@ -134,36 +141,48 @@ def load_classifier(source: str | Path, revision: str | None = None) -> PreTrain
     return _load(classifier_class(load_config(source, revision), source), source, revision)
 
 
+def is_reward(source: str | Path, revision: str | None = None) -> bool:
+    """Whether a checkpoint scores or classifies texts.
+
+    Raises:
+        ContractError: if it cannot be read, or is no model for a stage.
+    """
+    return is_classifier(load_config(source, revision)) or _head(source, revision) is not None
+
+
 def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
-    """A reward model, or a value model, with its **trained** head.
+    """A reward model, or a value model, with its **trained** head, also under another program's name.
 
     Raises:
         ContractError: if it has no trained one-score head, or cannot be read.
     """
-    model = load_classifier(source, revision)
+    config = load_config(source, revision)
+    head = _head(source, revision)
+    if head is None:
+        model = load_classifier(source, revision)
+    else:
+        config.num_labels = 1
+        trunk = _load(AutoModel, source, revision, beside=SCORE_HEADS)
+        model = build_classifier(trunk, config).eval()
     if model.config.num_labels != 1:
         raise ContractError(
             f"{source} is not a reward model: it has {model.config.num_labels} labels, and a reward model "
             "has one score"
         )
     score_head(model)
+    put_head(model, head)
     return TokenScores(model)
 
 
-def _check_whole(source: str | Path) -> None:
-    """Refuse a folder with a LoRA adapter alone: DVC would not know of the base model that it needs."""
-    file = Path(source) / "adapter_config.json"
-    if file.is_file() and not file.with_name("config.json").exists():
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        raise ContractError(
-            f"{source} holds an adapter alone, for the model {base}; merge them and give the merged folder: "
-            f"`peft.AutoPeftModelForCausalLM.from_pretrained({str(source)!r}).merge_and_unload()"
-            ".save_pretrained(FOLDER)`, with the tokenizer beside it"
-        )
+def _head(source: str | Path, revision: str | None) -> Head | None:
+    return find_head(_fetch(str(source), revision, ["*.json", "*.safetensors"]))
 
 
-def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
-    _check_whole(source)
+def _load(
+    auto: Any, source: str | Path, revision: str | None, beside: Collection[str] = ()
+) -> PreTrainedModel:
+    """A model in float32; heads that score texts are refused, but those `beside` it are left out."""
+    load_config(source, revision)
     how = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
     how |= {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
     try:
@@ -171,7 +190,7 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(source, error) from error
     heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)
-    if heads:
+    if {key.split(".")[0] for key in heads} - {*beside}:
         raise ContractError(
             f"{source} holds {', '.join(heads)}: it scores or classifies texts; give a language model"
         )
@@ -201,11 +220,15 @@ def fetch_tokenizer(source: str, revision: str | None) -> Path:
     Raises:
         ContractError: if the hub does not provide it.
     """
+    return _fetch(source, revision, ["*.json", "*.txt", "*.jinja", "*.model"])
+
+
+def _fetch(source: str, revision: str | None, kinds: list[str]) -> Path:
+    """A folder with the files of these kinds: the source, or the hub's cached snapshot."""
     if not is_hub_id(source):
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    kinds = ["*.json", "*.txt", "*.jinja", "*.model"]
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
     except (OSError, ValueError) as error:

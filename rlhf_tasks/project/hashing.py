@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ def dvc_md5(path: Path, known: Path | None = None) -> str:
     Like DVC, it follows links to files and skips links to folders, and it skips NOT_DATA. The JSON file
     `known` keeps the md5 of large files, so that they are read again only after a change.
     """
-    md5 = _file_md5 if known is None else _Known(known).md5
+    md5 = _file_md5 if known is None else functools.partial(_known_md5, known)
     if path.is_file():
         return md5(path)
     files = (file for file in path.rglob("*") if file.is_file())
@@ -39,31 +41,19 @@ def _file_md5(file: Path) -> str:
         return hashlib.file_digest(content, "md5").hexdigest()
 
 
-class _Known:
-    """The md5 of large files by path, size, time of change and inode, kept in a JSON file."""
-
-    def __init__(self, memory: Path) -> None:
-        self._memory = memory
-
-    def md5(self, file: Path) -> str:
-        status, path = file.stat(), str(file.resolve())
-        if status.st_size < LARGE:
-            return _file_md5(file)
-        state = [status.st_size, status.st_mtime_ns, status.st_ino]
-        entry = self._read().get(path)
-        if entry is not None and entry[:-1] == state:
-            return str(entry[-1])
-        digest = _file_md5(file)
-        self._memory.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_json(self._memory, {**self._read(), path: [*state, digest]})
-        return digest
-
-    def _read(self) -> dict[str, list[Any]]:
-        """A file that is damaged is as good as none: it only saves time."""
-        try:
-            return dict(json.loads(self._memory.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return {}
+def _known_md5(memory: Path, file: Path) -> str:
+    """The md5 of a file; that of a large one is kept by its path, size, time of change and inode."""
+    status, path = file.stat(), str(file.resolve())
+    if status.st_size < LARGE:
+        return _file_md5(file)
+    state, known = [status.st_size, status.st_mtime_ns, status.st_ino], dict[str, list[Any]]()
+    with suppress(OSError, ValueError):  # a file that is damaged is as good as none: it only saves time
+        known = dict(json.loads(memory.read_text(encoding="utf-8")))
+    if known.get(path, [])[:-1] != state:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        known[path] = [*state, _file_md5(file)]
+        atomic.write_json(memory, known)
+    return str(known[path][-1])
 
 
 def file_hash(path: Path) -> str:

@@ -55,6 +55,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
 }
 """The parameters that name a file, or the folder of a model or of tasks; and their values that name none."""
 FUNCTIONS = (
+    "data.format",
     "ppo.loss",
     "ppo.advantages.function",
     "ppo.scorers.function",
@@ -63,11 +64,13 @@ FUNCTIONS = (
 )
 """The parameters that name a function, as `module:function`; other values name a built-in one."""
 FUNCTION = re.compile(r"[\w.]+:\w+")
+HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
 LIST_INDEX = re.compile(r"\.\d+(?=\.)")
 READS_NO_FILES: tuple[Stage, ...] = ("verdict", "report")
 """Stages that read what the stages before them wrote, and not what params.yaml names."""
 TOKENIZER_PACKAGES = ("tokenizers", "transformers")
 MODEL_PACKAGES = ("peft", "torch", *TOKENIZER_PACKAGES)
+MODEL_STAGES = [name for name, view in VIEWS.items() if issubclass(view, ModelView)]
 NO_RESULT = (
     *(f"rlhf_tasks/{name}" for name in ("config", "cli", "project", "tracking", "console.py", "errors.py")),
     "rlhf_tasks/stages/runner.py",
@@ -101,15 +104,11 @@ def write(paths: Paths) -> None:
         UserError: naming everything that does not exist.
     """
     settings = resolved(config.load(paths.params))
-    found, problems = dict[Stage, Inputs](), dict[str, None]()
-    for stage in (name for name in VIEWS if name in dvc_files.graph(paths.root)):
-        try:
-            found[stage] = collect(paths, stage, VIEWS[stage].of(settings).declared)
-        except MissingError as error:
-            problems |= dict.fromkeys(error.problems)
-    if problems:
-        raise MissingError(list(problems))
-    for stage, inputs in found.items():
+    stages = [name for name in VIEWS if name in dvc_files.graph(paths.root)]
+    found = {stage: _collect(paths, stage, VIEWS[stage].of(settings).declared) for stage in stages}
+    if problems := dict.fromkeys(problem for _, several in found.values() for problem in several):
+        raise UserError("; ".join(problems))
+    for stage, (inputs, _) in found.items():
         atomic.write_text(paths.inputs(stage), json.dumps(asdict(inputs), indent=2, sort_keys=True) + "\n")
 
 
@@ -123,10 +122,8 @@ def used(root: Path, stage: str) -> Inputs:
     """What inputs/STAGE.json held in the last run of a stage, by dvc.lock; empty if it is lost."""
     file = Paths(root).inputs(stage)
     md5 = dvc_files.locked_by(root, stage).get(f"{INPUTS}/{stage}.json")
-    if md5 is not None and file.exists() and hashing.dvc_md5(file) == md5:
-        text: str | None = file.read_text(encoding="utf-8")
-    else:
-        text = None if md5 is None else dvc_cli.cached_text(root, md5)
+    is_here = md5 is not None and file.exists() and hashing.dvc_md5(file) == md5
+    text = file.read_text(encoding="utf-8") if is_here else dvc_cli.cached_text(root, md5)
     return Inputs({}, {}, {}) if text is None else Inputs(**json.loads(text))
 
 
@@ -161,40 +158,48 @@ def in_force(paths: Paths, stage: Stage, settings: Config, *, check: bool = True
     now = collect(paths, stage, VIEWS[stage].of(values).declared)
     if now != record:
         raise UserError(
-            f"{_differences(record.flat(), now.flat())} changed since {paths.relative(paths.inputs(stage))} "
+            f"{differences(record.flat(), now.flat())} changed since {paths.relative(paths.inputs(stage))} "
             "was written, and the stage's record would be wrong; run `dvc repro`, or `rlhf inputs` before "
             f"`rlhf {stage}`"
         )
     return values
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What differs between two sets of inputs: `sft.patience (1 → 2), data/sft`; hashes are not shown."""
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    more = len(names) - SHOWN_DIFFERENCES
-    return ", ".join([*names[:SHOWN_DIFFERENCES], *([f"{more} more"] if more > 0 else [])])
+    texts = [
+        name
+        if HASH.fullmatch(str(old.get(name) or new.get(name)))
+        else f"{name} ({old.get(name)!r} → {new.get(name)!r})"
+        for name in names[:SHOWN_DIFFERENCES]
+    ]
+    return ", ".join([*texts, *([f"{len(names) - len(texts)} more"] if len(names) > len(texts) else [])])
 
 
 # ----------------------------------------------------------------------------------------- collected
-
-
-class MissingError(UserError):
-    """Things that params.yaml names and that do not exist."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = problems
-        super().__init__("; ".join(problems))
 
 
 def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Inputs:
     """What the stage reads, given its parameters by dotted key.
 
     Raises:
-        MissingError: naming everything that does not exist, by its parameter.
+        UserError: naming everything that does not exist, by its parameter.
     """
+    found, problems = _collect(paths, stage, values)
+    if problems:
+        raise UserError("; ".join(problems))
+    return found
+
+
+def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
+    """What the stage reads, and what is wrong with it."""
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     deps = graph[stage].deps if stage in graph else ()
     problems, files = list[str](), dict[str, str]()
-    packages = {name: _version(name) for name in _packages(stage, values)}
+    names = MODEL_PACKAGES if stage in MODEL_STAGES else TOKENIZER_PACKAGES if stage == "prepare" else ()
+    harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
+    packages = {name: _version(name) for name in (*names, *harness)}
     for key, path in files_named(values) if stage not in READS_NO_FILES else ():
         maker = next((name for name, node in graph.items() if is_in(path, node.outs)), None)
         if is_in(path, deps):
@@ -210,15 +215,15 @@ def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Inputs:
             files[path] = hashing.dvc_md5(paths.root / path, paths.home / "hashes.json")
     for key, function in functions_named(values) if stage not in READS_NO_FILES else ():
         try:
-            code = _code(paths.root, key, function, (*deps, *NO_RESULT))
+            own = _project_code(paths.root, function, (*deps, *NO_RESULT))
+            if own is None:
+                installed_files, versions = _installed_code(paths.root, function)
+                packages |= versions
         except UserError as error:
-            problems.append(str(error))
+            problems.append(f"{key}: {error}")
         else:
-            files |= code.files
-            packages |= code.packages
-    if problems:
-        raise MissingError(problems)
-    return Inputs(values, dict(sorted(files.items())), dict(sorted(packages.items())))
+            files |= installed_files if own is None else own
+    return Inputs(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
 
 
 def files_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -252,14 +257,6 @@ def _flatten(value: Any, key: str = "") -> dict[str, Any]:
     return {k: v for name, inner in items for k, v in _flatten(inner, f"{prefix}{name}").items()}
 
 
-def _packages(stage: str, values: Mapping[str, Any]) -> Sequence[str]:
-    """The packages whose code a stage's results depend on, beside those of functions."""
-    harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
-    model_stages = [name for name, view in VIEWS.items() if issubclass(view, ModelView)]
-    models = MODEL_PACKAGES if stage in model_stages else TOKENIZER_PACKAGES if stage == "prepare" else ()
-    return (*models, *harness)
-
-
 def _version(package: str) -> str:
     """The version without its build (`+cu130`): a checkout may move between machines."""
     try:
@@ -271,55 +268,52 @@ def _version(package: str) -> str:
 # ----------------------------------------------------------------------------------------- functions
 
 
-def _code(root: Path, key: str, function: str, known: Sequence[str]) -> Inputs:
-    """A function's file with all project files that it imports, directly or not, but for the `known` ones.
+def _project_code(root: Path, function: str, known: Sequence[str]) -> dict[str, str] | None:
+    """md5 of a function's file and of all project files that it imports, directly or not.
+
+    Without the `known` ones; None if no file below `root` is its module.
 
     Raises:
-        UserError: if its module is neither below `root` nor installed, or a file is not Python.
+        UserError: if a file is not Python.
     """
     module, found = function.partition(":")[0], dict[str, str]()
     own = root.joinpath(*module.split("."))
     if not (own.with_suffix(".py").is_file() or (own / "__init__.py").is_file()):
-        return _installed(root, key, function)
-    todo = _files(root, module)
+        return None
+    todo = [module]
     while todo:
-        file = todo.pop()
-        path = file.relative_to(root).as_posix()
-        if path in found or is_in(path, known):
-            continue
-        found[path] = hashing.dvc_md5(file)
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError) as error:
-            raise UserError(f"{key}: {path} is not readable as Python: {error}; correct it") from None
-        for name in _imports(tree, ".".join(file.relative_to(root).parent.parts)):
-            todo += _files(root, name)
-    return Inputs({}, found, {})
+        parts = todo.pop().split(".")
+        for place in (root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)):
+            for file in (place.with_suffix(".py"), place / "__init__.py"):
+                path = file.relative_to(root).as_posix()
+                if path in found or is_in(path, known) or not file.is_file():
+                    continue
+                found[path] = hashing.dvc_md5(file)
+                try:
+                    tree = ast.parse(file.read_bytes())
+                except (SyntaxError, ValueError) as error:
+                    raise UserError(f"{path} is not readable as Python: {error}; correct it") from None
+                todo += _imports(tree, file.relative_to(root).parent.parts)
+    return found
 
 
-def _files(root: Path, module: str) -> list[Path]:
-    """The project's files that Python runs to import a module: those of its packages, and its own."""
-    parts = module.split(".")
-    paths = [root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
-    return [
-        file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()
-    ]
-
-
-def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
     """The names of all modules that may be imported, lazily too; a name may also be that of a function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (f"{base}.{name.name}".lstrip(".") for name in node.names)
-            yield base
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = [*above, *([node.module] if node.module else [])]
+            yield from (".".join([*base, name.name]) for name in node.names)
 
 
-def _installed(root: Path, key: str, function: str) -> Inputs:
-    """The installed package of a function, or the file of a module that is in no package."""
+def _installed_code(root: Path, function: str) -> tuple[dict[str, str], dict[str, str]]:
+    """({}, version of the installed package of a function), or (the file of a module in no package, {}).
+
+    Raises:
+        UserError: if its module is not installed.
+    """
     top = re.split("[.:]", function)[0]
     try:
         spec = importlib.util.find_spec(top)
@@ -327,15 +321,15 @@ def _installed(root: Path, key: str, function: str) -> Inputs:
         spec = None
     if spec is None:
         raise UserError(
-            f"{key}: the module of {function} is neither a file below {root.resolve()} nor installed; write "
+            f"the module of {function} is neither a file below {root.resolve()} nor installed; write "
             f"{top}.py, or install its package"
         )
     if packages := _distributions(function):
-        return Inputs({}, {}, {name: _version(name) for name in packages})
+        return {}, {name: _version(name) for name in packages}
     if top in sys.stdlib_module_names:
-        return Inputs({}, {}, {"python": platform.python_version()})
+        return {}, {"python": platform.python_version()}
     place = next(iter(spec.submodule_search_locations or []), spec.origin or "")
-    return Inputs({}, {place: hashing.dvc_md5(Path(place))}, {})
+    return {place: hashing.dvc_md5(Path(place))}, {}
 
 
 def _distributions(function: str) -> list[str]:
@@ -357,25 +351,20 @@ def check_committed(root: Path, settings: Config) -> None:
     Raises:
         UserError: naming the functions that do not.
     """
-    values = config.flatten(settings.model_dump(mode="json", by_alias=True))
-    problems, allowed = [], _packages_of_project(root)
-    for key, function in functions_named(values):
-        file = module_path(function)
-        is_committed = any(git.files(root, "HEAD", name) for name in (file, f"{file[:-3]}/__init__.py"))
-        if not is_committed and not allowed.intersection(_distributions(function)):
-            problems.append(
-                f"{key}: {function} is neither in a file of the run's commit nor in a package that "
-                f"pyproject.toml names; commit {file}, or add its package to pyproject.toml"
-            )
-    if problems:
-        raise UserError("; ".join(problems))
-
-
-def _packages_of_project(root: Path) -> set[str]:
-    """The normalized names of the packages that pyproject.toml names: the project, and what it requires."""
     file = root / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.exists() else {}
     extras = project.get("optional-dependencies", {}).values()
     required = [*project.get("dependencies", ()), *(one for extra in extras for one in extra)]
     names = [project.get("name", ""), *(Requirement(text).name for text in required)]
-    return {canonicalize_name(name) for name in names}
+    allowed, problems = {canonicalize_name(name) for name in names}, []
+    values = config.flatten(settings.model_dump(mode="json", by_alias=True))
+    for key, function in functions_named(values):
+        path = module_path(function)
+        is_committed = any(git.files(root, "HEAD", name) for name in (path, f"{path[:-3]}/__init__.py"))
+        if not is_committed and not allowed.intersection(_distributions(function)):
+            problems.append(
+                f"{key}: {function} is neither in a file of the run's commit nor in a package that "
+                f"pyproject.toml names; commit {path}, or add its package to pyproject.toml"
+            )
+    if problems:
+        raise UserError("; ".join(problems))

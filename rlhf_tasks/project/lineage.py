@@ -8,7 +8,6 @@ the bytes on disk: `dvc.lock` may be older than what a stage really reads.
 from __future__ import annotations
 
 import functools
-import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -20,9 +19,6 @@ from rlhf_tasks.config import Stage
 from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.project import atomic, dvc_files, git, hashing, inputs
 from rlhf_tasks.project.paths import Paths
-
-HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
-SHOWN_DIFFERENCES = 8
 
 
 @functools.lru_cache(maxsize=16)
@@ -58,18 +54,6 @@ def identity(paths: Paths, stage: str, parameters: Mapping[str, Any]) -> dict[st
     hashes = {path: hashing.dvc_md5(place) for path, place in places.items() if place is not None}
     named = inputs.recorded(paths, stage) or inputs.collect(paths, stage, parameters)
     return {"cmd": node.cmd, **named.flat(), **parameters, **input_hashes(paths, stage), **hashes}
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What differs between two identities: `sft.learning_rate (0.1 → 0.2), data/sft`, no values of hashes."""
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    texts = [
-        name
-        if HASH.fullmatch(str(old.get(name) or new.get(name)))
-        else f"{name} ({old.get(name)!r} → {new.get(name)!r})"
-        for name in names[:SHOWN_DIFFERENCES]
-    ]
-    return ", ".join([*texts, *([f"{len(names) - len(texts)} more"] if len(names) > len(texts) else [])])
 
 
 def out_hashes(paths: Paths, stage: str) -> dict[str, str]:

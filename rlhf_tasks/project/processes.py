@@ -63,11 +63,10 @@ class Daemon:
 
     def is_running(self) -> bool:
         record = self.record()
-        try:
+        with suppress(KeyError, psutil.Error):
             process = psutil.Process(record["pid"])
             return bool(start(process) == record["started"] and process.status() != psutil.STATUS_ZOMBIE)
-        except (KeyError, psutil.Error):
-            return False
+        return False
 
     def runs_with(self, **facts: Any) -> bool:
         """Whether it runs and was started with these facts."""
@@ -76,7 +75,7 @@ class Daemon:
 
     def listens(self, port: int) -> bool:
         """Whether the program itself, or a process that it started, listens on this port."""
-        for process in find(TOKEN, str(self.record().get("token"))):
+        for process in self.processes():
             with suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):
                     if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
@@ -127,20 +126,18 @@ class Daemon:
         The program alone gets the first signal, so that it may end its own children in its own way. Then
         those that are left get one, and what outlives the grace is killed.
         """
-        token, alive = str(self.record().get("token", "")), self.processes()
+        record, alive = self.record(), self.processes()
         if alive:
-            first = [process for process in alive if process.pid == self.record()["pid"]] or alive
+            first = [process for process in alive if process.pid == record["pid"]] or alive
             send(first, signal.SIGTERM)
-            _wait_for_end(TOKEN, token, grace_seconds)
-            end(TOKEN, token, signal.SIGTERM, grace_seconds)
-            self._reap()
+            deadline = time.monotonic() + grace_seconds
+            while self.processes() and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            end(TOKEN, record["token"], signal.SIGTERM, grace_seconds)
+            with suppress(ChildProcessError):  # if this very process started it, it would stay as a zombie
+                os.waitpid(record["pid"], os.WNOHANG)
         self.file.unlink(missing_ok=True)
         return bool(alive)
-
-    def _reap(self) -> None:
-        """If this very process started the program, take its exit status, or it would stay as a zombie."""
-        with suppress(ChildProcessError):
-            os.waitpid(int(self.record()["pid"]), os.WNOHANG)
 
 
 def start(process: psutil.Process) -> str:
@@ -174,25 +171,19 @@ def find(variable: str, value: str) -> list[psutil.Process]:
 
 def end(variable: str, value: str, number: signal.Signals, grace_seconds: float) -> bool:
     """Send a signal to all of them, and kill those that outlive the grace; True if there were any."""
-    alive = find(variable, value)
-    if alive:
-        send(alive, number)
-        _wait_for_end(variable, value, grace_seconds)
-        send(find(variable, value), signal.SIGKILL)
-        _wait_for_end(variable, value, KILL_SECONDS)
-    return bool(alive)
+    was_alive = bool(alive := find(variable, value))
+    for sign, seconds in ((number, grace_seconds), (signal.SIGKILL, KILL_SECONDS)):
+        send(alive, sign)
+        deadline = time.monotonic() + seconds
+        while (alive := find(variable, value)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+    return was_alive
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)  # psutil first checks that the pid is still the same process
-
-
-def _wait_for_end(variable: str, value: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while find(variable, value) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
 
 
 def is_free(port: int) -> bool:

@@ -21,12 +21,12 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing
-from rlhf_tasks.project.dvc_files import INPUTS
+from rlhf_tasks.project.dvc_files import INPUTS, KEPT_BY_GIT
 from rlhf_tasks.project.paths import Paths
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
 FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-RUN_KEY = re.compile(r"\d{8}T\d{6}-[0-9a-f]+")
+RUN_KEY = re.compile(r"(\w+)-\d{8}T\d{6}-[0-9a-f]+")
 JUDGE_METRICS = "metrics/judge.json"
 
 
@@ -71,18 +71,39 @@ def find(root: Path, name: str) -> Chain:
     makers = {out: stage for stage, node in dvc_files.graph(root).items() for out in node.outs}
     if makers.get(path, INPUTS) != INPUTS:
         return _of_path(root, path, makers[path])
-    key = _named_by_run(root, name) or name
-    if (revision := experiments.find(root, key)) is not None:
-        return _of_revision(root, revision, key, None)
-    if (stage := _stage_of_key(root, key)) is not None:
-        return _of_key(root, key, stage)
-    if (revision := git.commit(root, key)) is not None:
-        return _of_revision(root, revision, None, None)
+    if flow := FLOW_ID.fullmatch(name):
+        name = _run_or_commit(root, _flow_tags(root, flow[2])) or name
+    elif MLFLOW_ID.fullmatch(name):
+        from rlhf_tasks.tracking import context, runs
+
+        uri = context.uri(config.load(root / "params.yaml").tracking)
+        name = _run_or_commit(root, runs.tags(uri, Paths(root).home, name)) or name
+    if (revision := experiments.find(root, name)) is not None:
+        return _of_revision(root, revision, name)
+    if (key := RUN_KEY.fullmatch(name)) and key[1] in dvc_files.graph(root):
+        return _of_key(root, name, key[1])
+    if (revision := git.commit(root, name)) is not None:
+        return _of_revision(root, revision, None)
     raise UserError(
         f"{name!r} is not known: give an out of dvc.yaml ({', '.join(makers)}), an experiment (`dvc exp "
         "list`), a git revision, or a run of this project (a key like ppo-20260101T000000-abc123, a flow "
         "run's id, an MLflow run's id)"
     )
+
+
+def _flow_tags(root: Path, flow: str) -> dict[str, str]:
+    files = (Paths(root).home / "outbox").glob(f"flow-{flow}*.jsonl")
+    records = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
+    return {
+        key: tag for record in records if record["kind"] == "tags" for key, tag in record["values"].items()
+    }
+
+
+def _run_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
+    """The run's key or experiment; else its commit, because a run that changed nothing saves none."""
+    name = tags.get("dvc.exp")
+    own = name if name and experiments.find(root, name) else tags.get("git.rev")
+    return tags.get("rlhf.run") or own
 
 
 def _of_path(root: Path, path: str, stage: str) -> Chain:
@@ -101,92 +122,12 @@ def _of_path(root: Path, path: str, stage: str) -> Chain:
 
 def _of_key(root: Path, key: str, stage: str) -> Chain:
     for revision, name in _revisions(root):
-        if _lineage(root, _locked(root, revision), stage).get("rlhf.run") == key:
+        md5 = _locked(root, revision).get(f"models/lineage/{stage}.json")
+        if _cached(root, md5).get("rlhf.run") == key:
             return _of_revision(root, revision, name, stage)
     raise UserError(
         f"the run {key} is in no dvc.lock: not here, not in the commit checked out, not in an experiment"
     )
-
-
-def _of_revision(
-    root: Path, revision: str | None, name: str | None, last: str | None, path: str | None = None
-) -> Chain:
-    """The chain in a commit, or in the working tree; with `last` only the stages before and after it."""
-    lock, graph = _text(root, revision, "dvc.lock") or "{}", dvc_files.graph(root)
-    read = {stage: hashes for stage, (hashes, _) in dvc_files.read_and_written(lock).items()}
-    locked = dvc_files.locked_in(lock)
-    written = {out: locked[out] for node in graph.values() for out in node.outs if out in locked}
-    records = {stage: _record(root, read.get(stage, {}), stage) for stage in graph}
-    links = [
-        Link(
-            stage,
-            {dep: read.get(stage, locked).get(dep) for dep in graph[stage].inputs}
-            | records[stage].get("files", {}),
-            {out: written[out] for out in graph[stage].outs if out in written},
-            _lineage(root, locked, stage),
-            _sampler(root, [written[out] for out in graph[stage].outs if out in written]),
-        )
-        for stage in _connected(graph, last)
-    ]
-    results = _results(root, revision, links, written)
-    notes = list(_notes(links, written, "in this commit" if revision else "here"))
-    if results is None:
-        notes.append(f"{JUDGE_METRICS} describes other responses, so its win rates are not shown")
-    given = config.flatten(config.parse(_text(root, revision, "params.yaml") or "{}", "params.yaml"))
-    values = records.get("prepare", {}).get("values", given)
-    data = {key: value for key, value in values.items() if key.startswith("data.")}
-    return Chain(revision, name, path, data, links, results or EvaluationResults(), notes)
-
-
-def _connected(graph: Mapping[str, dvc_files.Node], last: str | None) -> list[str]:
-    """All stages; with `last` those that it depends on, and those that depend on it."""
-    stages = [stage for stage in graph if stage != INPUTS]
-    if last is None:
-        return stages
-    before = _before(graph, last)
-    return [stage for stage in stages if stage in before or last in _before(graph, stage)]
-
-
-def _notes(links: Sequence[Link], written: Mapping[str, str], where: str) -> Iterator[str]:
-    yield from (f"{link.stage} has not run {where}" for link in links if not link.outs)
-    for link in links:
-        if changed := _changed(link, written):
-            yield f"{link.stage} has not run again since {', '.join(changed)} changed"
-
-
-def _results(
-    root: Path, revision: str | None, links: Sequence[Link], written: Mapping[str, str]
-) -> EvaluationResults | None:
-    """The comparisons of stage judge; None if they are of other responses.
-
-    They are read from the metrics: git has those of every commit, but the cache may lack the document.
-    """
-    if (text := _text(root, revision, JUDGE_METRICS)) is None:
-        return EvaluationResults()
-    is_behind = any(_changed(link, written) for link in links if JUDGE_METRICS in link.outs)
-    if is_behind or hashlib.md5(text.encode()).hexdigest() != written.get(JUDGE_METRICS):
-        return None
-    return EvaluationResults.from_metrics(config.flatten(json.loads(text)))
-
-
-def _changed(link: Link, written: Mapping[str, str]) -> list[str]:
-    """The inputs that other stages have written again since the stage read them.
-
-    An input without a hash is not one: the stage did not read it yet when the commit was made.
-    """
-    return [dep for dep, md5 in link.inputs.items() if md5 is not None and written.get(dep, md5) != md5]
-
-
-def _before(graph: Mapping[str, dvc_files.Node], stage: str) -> set[str]:
-    """The stage, and all stages that it depends on, directly or not."""
-    makers = {out: name for name, node in graph.items() for out in node.outs}
-    known, todo = set[str](), [stage]
-    while todo:
-        name = todo.pop()
-        if name not in known:
-            known.add(name)
-            todo += [makers[dep] for dep in graph[name].inputs if dep in makers]
-    return known
 
 
 def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
@@ -197,10 +138,6 @@ def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
     yield None, None
 
 
-def _locked(root: Path, revision: str | None) -> dict[str, str]:
-    return dvc_files.locked_in(_text(root, revision, "dvc.lock") or "{}")
-
-
 def _text(root: Path, revision: str | None, path: str) -> str | None:
     """The text of a file in a commit or in the working tree; None if it does not exist there."""
     if revision is not None:
@@ -208,57 +145,78 @@ def _text(root: Path, revision: str | None, path: str) -> str | None:
     return (root / path).read_text(encoding="utf-8") if (root / path).exists() else None
 
 
-def _lineage(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
-    text = dvc_cli.cached_text(root, locked.get(f"models/lineage/{stage}.json"))
-    lineage: dict[str, Any] = json.loads(text) if text else {}
-    return lineage
+def _locked(root: Path, revision: str | None) -> dict[str, str]:
+    return dvc_files.locked_in(_text(root, revision, "dvc.lock") or "{}")
 
 
-def _record(root: Path, read: Mapping[str, str], stage: str) -> dict[str, Any]:
-    """The inputs file that a stage read; empty if the cache lacks it."""
-    text = dvc_cli.cached_text(root, read.get(f"{INPUTS}/{stage}.json"))
-    record: dict[str, Any] = json.loads(text) if text else {}
-    return record
+def _cached(root: Path, md5: str | None, name: str | None = None) -> dict[str, Any]:
+    """A JSON file of the cache, or the one of this name in a folder; empty if the cache lacks it."""
+    text = dvc_cli.cached_text(root, md5, name)
+    tree: dict[str, Any] = json.loads(text) if text else {}
+    return tree
 
 
-def _sampler(root: Path, outs: Sequence[str]) -> str | None:
-    """As the policy among these outs names it."""
-    texts = [dvc_cli.cached_text(root, md5, contracts.IDENTITY) for md5 in outs if md5.endswith(".dir")]
-    return next((json.loads(text).get("sampler") for text in texts if text), None)
+def _of_revision(
+    root: Path, revision: str | None, name: str | None, last: str | None = None, path: str | None = None
+) -> Chain:
+    """The chain in a commit, or in the working tree; with `last` only the stages before and after it."""
+    lock, graph = _text(root, revision, "dvc.lock") or "{}", dvc_files.graph(root)
+    read = {stage: hashes for stage, (hashes, _) in dvc_files.read_and_written(lock).items()}
+    locked = dvc_files.locked_in(lock)
+    written = {out: locked[out] for node in graph.values() for out in node.outs if out in locked}
+    records = {stage: _cached(root, read.get(stage, {}).get(f"{INPUTS}/{stage}.json")) for stage in graph}
+    links = []
+    for stage, node in graph.items():
+        if stage == INPUTS or not (
+            last is None or stage in _before(graph, last) or last in _before(graph, stage)
+        ):
+            continue
+        outs = {out: written[out] for out in node.outs if out in written}
+        samplers = [_cached(root, md5, contracts.IDENTITY) for md5 in outs.values() if md5.endswith(".dir")]
+        links.append(
+            Link(
+                stage,
+                {dep: read.get(stage, locked).get(dep) for dep in node.inputs}
+                | records[stage].get("files", {}),
+                outs,
+                _cached(root, locked.get(f"models/lineage/{stage}.json")),
+                next((identity.get("sampler") for identity in samplers if identity), None),
+            )
+        )
+
+    # Inputs that other stages have written again since; one without a hash was not yet an input.
+    changed = {
+        link.stage: [dep for dep, md5 in link.inputs.items() if md5 and written.get(dep, md5) != md5]
+        for link in links
+    }
+    where = "in this commit" if revision else "here"
+    notes = [f"{link.stage} has not run {where}" for link in links if not link.outs]
+    notes += [
+        f"{stage} has not run again since {', '.join(deps)} changed"
+        for stage, deps in changed.items()
+        if deps
+    ]
+    # The metrics, not the document: git has those of every commit, and the cache may lack the document.
+    results, text = EvaluationResults(), _text(root, revision, JUDGE_METRICS)
+    if text is not None:
+        is_behind = any(changed[link.stage] for link in links if JUDGE_METRICS in link.outs)
+        if is_behind or hashlib.md5(text.encode()).hexdigest() != written.get(JUDGE_METRICS):
+            notes.append(f"{JUDGE_METRICS} describes other responses, so its win rates are not shown")
+        else:
+            results = EvaluationResults.from_metrics(config.flatten(json.loads(text)))
+    given = config.flatten(config.parse(_text(root, revision, "params.yaml") or "{}", "params.yaml"))
+    values = records.get("prepare", {}).get("values", given)
+    data = {key: value for key, value in values.items() if key.startswith("data.")}
+    return Chain(revision, name, path, data, links, results, notes)
 
 
-def _stage_of_key(root: Path, name: str) -> str | None:
-    """The stage of a run's key; None for a text that is not a key."""
-    stage, _, rest = name.partition("-")
-    return stage if stage in dvc_files.graph(root) and RUN_KEY.fullmatch(rest) else None
-
-
-def _named_by_run(root: Path, name: str) -> str | None:
-    """The key, experiment or commit that a flow run's record or an MLflow run's tags name."""
-    if flow := FLOW_ID.fullmatch(name):
-        return _experiment_or_commit(root, _flow_tags(root, flow[2]))
-    if MLFLOW_ID.fullmatch(name):
-        from rlhf_tasks.tracking import context, runs
-
-        uri = context.uri(config.load(root / "params.yaml").tracking)
-        tags = runs.tags(uri, Paths(root).home, name)
-        return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
-    return None
-
-
-def _flow_tags(root: Path, flow: str) -> dict[str, str]:
-    tags: dict[str, str] = {}
-    for file in (Paths(root).home / "outbox").glob(f"flow-{flow}*.jsonl"):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            tags |= record["values"] if record["kind"] == "tags" else {}
-    return tags
-
-
-def _experiment_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
-    """The experiment if it exists; else the commit, because a run that changed nothing saves none."""
-    name = tags.get("dvc.exp")
-    return name if name and experiments.find(root, name) else tags.get("git.rev")
+def _before(graph: Mapping[str, dvc_files.Node], stage: str) -> set[str]:
+    """The stage, and all stages that it depends on, directly or not."""
+    makers = {out: name for name, node in graph.items() for out in node.outs}
+    found = {stage}
+    for dep in graph[stage].inputs:
+        found |= _before(graph, makers[dep]) if dep in makers else set()
+    return found
 
 
 def lines(chain: Chain) -> Iterator[str]:
@@ -270,7 +228,7 @@ def lines(chain: Chain) -> Iterator[str]:
     written = {out for link in chain.links for out in link.outs}
     raw = {dep: md5 for link in chain.links for dep, md5 in link.inputs.items() if dep not in written}
     for path, md5 in raw.items():
-        if not path.startswith((*dvc_files.KEPT_BY_GIT, f"{INPUTS}/")):
+        if not path.startswith((*KEPT_BY_GIT, f"{INPUTS}/")):
             yield f"data         {path}  {md5 or 'not in dvc.lock'}"
     if (source := chain.data.get("data.source", "files")) != "files":
         yield f"data         source {source}"
@@ -279,8 +237,7 @@ def lines(chain: Chain) -> Iterator[str]:
         text = f"run {run}, code of {link.lineage.get('git.rev')}" if run else ""
         text += f", rollouts sampled by {link.sampler}" if link.sampler else ""
         yield f"{link.stage:12} {text}"
-        for path, md5 in link.outs.items():
-            yield f"{'':12} {path}  {md5}"
+        yield from (f"{'':12} {path}  {md5}" for path, md5 in link.outs.items())
     for one in chain.results.comparisons:
         rate = one.win_rate
         interval = f"{rate.value:.1%} ({rate.low:.1%}–{rate.high:.1%})"
@@ -292,22 +249,17 @@ def lines(chain: Chain) -> Iterator[str]:
 
 def commands(chain: Chain) -> list[str]:
     """What restores the chain, and each out alone. For a chain that is not committed: what commits it."""
-    all_outs = [out for link in chain.links for out in link.outs if not out.startswith("models/lineage/")]
+    outs = [out for link in chain.links for out in link.outs if not out.startswith("models/lineage/")]
     keys = [link.lineage["rlhf.run"] for link in chain.links if link.lineage]
     search = [f"rlhf mlflow  # then search the runs for tags.`rlhf.run` = '{key}'" for key in keys[-1:]]
     if chain.revision is None:
-        kept = sorted({f"{out.split('/')[0]}/" for out in all_outs if out.startswith(dvc_files.KEPT_BY_GIT)})
+        kept = sorted({f"{out.split('/')[0]}/" for out in outs if out.startswith(KEPT_BY_GIT)})
         return [f"git add {' '.join(['dvc.lock', *kept])} && git commit --all", *search]
-    checkout = (
-        f"dvc exp apply {chain.experiment}"
-        if chain.experiment
-        else f"git checkout {chain.revision} && dvc checkout"
-    )
-    outs = [chain.path] if chain.path else all_outs
-    cached = [out for out in outs if not out.startswith(dvc_files.KEPT_BY_GIT)]
-    return [
-        f"{checkout}  # all of it, in this folder",
-        *(f"dvc get . {out} --rev {chain.revision[:12]} -o {out.replace('/', '-')}" for out in cached),
-        *(f"git show {chain.revision[:12]}:{out}" for out in outs if out not in cached),
-        *search,
-    ]
+    short, checkout = chain.revision[:12], f"git checkout {chain.revision} && dvc checkout"
+    if chain.experiment:
+        checkout = f"dvc exp apply {chain.experiment}"
+    found = [f"{checkout}  # all of it, in this folder"]
+    for out in [chain.path] if chain.path else outs:
+        by_dvc = f"dvc get . {out} --rev {short} -o {out.replace('/', '-')}"
+        found.append(f"git show {short}:{out}" if out.startswith(KEPT_BY_GIT) else by_dvc)
+    return [*found, *search]

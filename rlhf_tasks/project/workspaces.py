@@ -5,7 +5,7 @@
                                      to a dead process; shared disks do not always share locks
 
 A workspace holds one commit, the parameters of the run, and the present data at `data.path`, which need not
-be in git (see workspace_inputs). A run never writes to the user's working tree. Its result is a DVC
+be in git. A run never writes to the user's working tree. Its result is a DVC
 experiment, which `dvc exp show` lists and `dvc exp apply` restores.
 
 If the commit has an experiment with the same parameters, a workspace starts from its files. DVC still checks
@@ -24,14 +24,15 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks.config import Config
+from rlhf_tasks.config import Config, flatten
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, inputs, workspace_inputs
+from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, inputs
 from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
 from rlhf_tasks.project.paths import Paths
 
 FOLDER = "workspaces"
 LOCK = "dvc.lock"
+NO_DATA = ("__pycache__",)  # folders below the data that do not belong to it
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,22 @@ class Workspace:
 
     def environment(self) -> dict[str, str]:
         """Variables that make the stages run the code of this commit instead of the main checkout's."""
-        if not (self.folder / "rlhf_tasks").is_dir():
-            return {}
-        return {"PYTHONPATH": os.pathsep.join([str(self.folder), *_given("PYTHONPATH")])}
+        given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        has_code = (self.folder / "rlhf_tasks").is_dir()
+        return {"PYTHONPATH": os.pathsep.join([str(self.folder), *given])} if has_code else {}
 
     def save(self, name: str, dvc: Callable[..., str]) -> str:
         """Save the workspace as a DVC experiment of this name; returns its commit.
 
         `dvc` runs a DVC command, given as words, in this workspace.
         """
+        outs = [out for node in dvc_files.graph(self.folder).values() for out in node.outs]
+        held = [out for out in outs if out.startswith(GIT_HELD) and (self.folder / out).exists()]
+        # Metrics and curves belong to git but are new in a first run.
+        options = [word for out in held for word in ("--include-untracked", out)]
         # DVC writes to refs/exps/exec meanwhile, which all worktrees share.
         with FileLock(Paths(self.root).home / "exp.lock"):
-            dvc("exp", "save", "--force", "--name", name, *self._uncached())
+            dvc("exp", "save", "--force", "--name", name, *options)
         return experiments.find(self.root, name) or ""
 
     def differs(self) -> bool:
@@ -74,12 +79,6 @@ class Workspace:
         if self.like is None:
             return False
         return git.show(self.root, self.like[0], LOCK) == (self.folder / LOCK).read_text("utf-8")
-
-    def _uncached(self) -> list[str]:
-        """Options that add metrics and curves, which belong to git but are new in a first run."""
-        outs = [out for node in dvc_files.graph(self.folder).values() for out in node.outs]
-        held = [out for out in outs if out.startswith(GIT_HELD) and (self.folder / out).exists()]
-        return [word for out in held for word in ("--include-untracked", out)]
 
     def remove(self) -> None:
         """Remove the workspace and all in it; nothing happens if it does not exist."""
@@ -98,12 +97,12 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
             commit nor in a package of pyproject.toml.
     """
     git.check_commit(root)
-    workspace_inputs.check_data(settings.data.path)
-    workspace = replace(_claimed(root, name), like=experiments.alike(root, revision, params))
+    check_data(settings.data.path)
+    workspace = replace(_claim(root, name), like=experiments.alike(root, revision, params))
     try:
-        _furnish(workspace, params, revision)
-        workspace_inputs.bring(settings.data.path, root, workspace.folder)
-        workspace_inputs.check_seen(root, workspace.folder, settings)
+        _populate(workspace, params, revision)
+        _bring_data(settings.data.path, root, workspace.folder)
+        _check_seen(root, workspace.folder, settings)
         inputs.check_committed(workspace.folder, settings)
     except BaseException:
         workspace.remove()
@@ -117,15 +116,15 @@ def visited(root: Path, name: str, params: str, revision: str) -> Iterator[Path]
 
     It serves to read the results of a run. It has no data, and is removed at the end of the block.
     """
-    workspace = _claimed(root, name)
+    workspace = _claim(root, name)
     try:
-        _furnish(workspace, params, revision)
+        _populate(workspace, params, revision)
         yield workspace.folder
     finally:
         workspace.remove()
 
 
-def _claimed(root: Path, name: str) -> Workspace:
+def _claim(root: Path, name: str) -> Workspace:
     """A locked workspace of this name, still empty; workspaces of dead processes are removed first."""
     remove_left(root)
     top = _all(root) / name
@@ -139,7 +138,7 @@ def _claimed(root: Path, name: str) -> Workspace:
     return workspace
 
 
-def _furnish(workspace: Workspace, params: str, revision: str) -> None:
+def _populate(workspace: Workspace, params: str, revision: str) -> None:
     """Write the files of a commit, parameters, DVC's settings, and the outs in the cache."""
     with _worktrees(workspace.root):
         git.output(workspace.root, "worktree", "add", "--quiet", "--detach", str(workspace.top), revision)
@@ -230,5 +229,98 @@ def _all(root: Path) -> Path:
     return Paths(root).home / FOLDER
 
 
-def _given(variable: str) -> list[str]:
-    return [os.environ[variable]] if os.environ.get(variable) else []
+# ------------------------------------------------------------------------------ its data and other inputs
+
+
+def check_data(path: str) -> None:
+    """Check that the data would not be copied to a path outside of the workspace.
+
+    Raises:
+        UserError: for a relative path that leads out of the project's folder.
+    """
+    if not Path(path).is_absolute() and ".." in Path(path).parts:
+        raise UserError(
+            f"data.path={path!r} leads out of the project's folder, where an isolated run cannot copy it; "
+            "give an absolute path"
+        )
+
+
+def _bring_data(path: str, root: Path, folder: Path) -> None:
+    """Copy the present data, which may be outside git or newer than the commit.
+
+    Links are followed, because relative links would have another target in the workspace.
+
+    Raises:
+        UserError: naming files that cannot be copied.
+    """
+    source, target = root / path, folder / path
+    if Path(path).is_absolute() or not source.exists():
+        return
+    if lost := _not_copyable(source):
+        raise UserError(
+            f"data.path={path!r} has {', '.join(lost)}: broken links, links to a parent folder, or special "
+            "files; remove them"
+        )
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    target.unlink(missing_ok=True)
+    (target if source.is_dir() else target.parent).mkdir(parents=True, exist_ok=True)
+    for file in data_files(source):
+        copied = target / file.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(file.resolve(), copied)  # stages only read it
+        except OSError:
+            shutil.copy2(file, copied)  # the disk allows no hard links
+
+
+def _check_seen(root: Path, folder: Path, settings: Config) -> None:
+    """Check that the workspace has all inputs of the stages that the main checkout has.
+
+    They are the deps of dvc.yaml, and the files, folders and functions' modules that the parameters name.
+
+    Raises:
+        UserError: naming the missing ones.
+    """
+    graph = dvc_files.graph(folder)
+    made = [out for node in graph.values() for out in node.outs]
+    values = flatten(settings.model_dump(mode="json", by_alias=True))
+    named = [path for _, path in inputs.files_named(values)]
+    named += [inputs.module_path(function) for _, function in inputs.functions_named(values)]
+    deps = dict.fromkeys([*(dep for node in graph.values() for dep in node.deps), *named])
+    given = [dep for dep in deps if not Path(dep).is_absolute() and not dvc_files.is_in(dep, made)]
+    lost = [dep for dep in given if os.path.lexists(root / dep) and not (folder / dep).exists()]
+    lost += [f"{dep}/{name}" for dep in given for name in _not_copyable(folder / dep)]
+    if lost:
+        raise UserError(
+            f"an isolated run cannot see {', '.join(lost)}: it sees only files in git, in the DVC cache and "
+            "at data.path; commit them, and make links to targets outside of the repository absolute"
+        )
+
+
+def _not_copyable(folder: Path) -> list[str]:
+    """Paths below a folder that cannot be copied: broken links, links to a parent folder, special files."""
+    return [path.relative_to(folder).as_posix() for path in data_files(folder) if not path.is_file()]
+
+
+def data_files(folder: Path) -> Iterator[Path]:
+    """All files below a folder that are copied, links followed, and the links to a parent folder.
+
+    For a file it is the file.
+    """
+    if folder.is_file():
+        yield folder
+    for at, folders, names in os.walk(folder, followlinks=True):
+        up = [Path(at).resolve(), *Path(at).resolve().parents]
+        back = [name for name in folders if Path(at, name).is_symlink() and Path(at, name).resolve() in up]
+        folders[:] = [name for name in folders if name not in (*back, *NO_DATA)]
+        yield from (Path(at, name) for name in (*back, *names))
+
+
+def unseen(root: Path, data: str) -> list[str]:
+    """Files of the working tree that differ from the commit, which an isolated run does not see.
+
+    Files that runs write are left out, and the data at this path, which is copied.
+    """
+    given = [] if Path(data).is_absolute() else [f":!{data}"]
+    return git.changed(root, *git.WRITTEN_BY_RUNS, *given)

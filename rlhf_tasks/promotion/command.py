@@ -1,4 +1,4 @@
-"""`rlhf promote [MODEL]` and `rlhf rollback`. MODEL is a folder, or an experiment that has a policy.
+"""`rlhf promote [MODEL]` and `--rollback`. MODEL is a folder, or an experiment that has a policy.
 
 A promotion has these steps, so that after a kill at any point the same command can be repeated:
 register the policy and make it challenger; judge it against the champion; write the verdict as a file and as

@@ -23,6 +23,7 @@ from rlhf_tasks.data.splits import cap_train, complete
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.function import load_function
 from rlhf_tasks.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -104,6 +105,9 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
         "num_test": data.num_test,
         "keep": data.columns.keep,
     }
+    own = None
+    if data.format is not None and ":" in data.format:
+        own = load_function(data.format, "data.format", paths.root)
     match data.source:
         case "synthetic":
             pairs = settings.synthetic_preference_rows
@@ -117,9 +121,9 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
             )
         case "files":
             path = paths.root / data.path
-            return files.load(path, data.columns, rendering, problems, seed=seed, sizes=sizes)
+            return files.load(path, data, rendering, problems, own, seed=seed, sizes=sizes)
     assert data.hub is not None  # by a rule of config
-    return hub.load(data.hub, data.columns, rendering, problems, seed=seed, sizes=sizes)
+    return hub.load(data.hub, data, rendering, problems, own, seed=seed, sizes=sizes)
 
 
 def _within_limits(corpus: Corpus, lengths: Lengths, data: Data) -> Corpus:

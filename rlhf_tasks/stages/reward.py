@@ -241,7 +241,13 @@ def _fetch(
     """An existing reward model and its known parents, checked against the SFT model before it is loaded."""
     assert settings.source is not None
     where = fetch_tokenizer(settings.source, settings.revision)
-    contracts.check_same_tokenizer(paths.sft, where)
+    try:
+        contracts.check_same_tokenizer(paths.sft, where)
+    except contracts.ContractError as error:
+        raise contracts.ContractError(
+            f"reward.from: {error}; or leave reward.from out and give it as a scorer, which reads texts: "
+            f"`ppo.scorers: [{{kind: reward_model, path: {settings.source}}}]`"
+        ) from None
     contracts.check_parent(where, "sft", paths.sft)
     scores = load_reward(settings.source, settings.revision)
     contracts.check_fits(scores.model, tokenizer, f"reward.from={settings.source}")

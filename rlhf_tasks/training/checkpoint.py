@@ -179,7 +179,7 @@ def _show_others(folder: Path, identity: Mapping[str, Any], is_auto: bool) -> No
                 )
             console.say(
                 f"{stage} starts from the beginning. The snapshots of an unfinished run differ in "
-                f"{lineage.differences(old, identity)}; if you do not need them, remove {other}"
+                f"{inputs.differences(old, identity)}; if you do not need them, remove {other}"
             )
 
 
@@ -245,7 +245,7 @@ class Checkpoint:
         old, new = {**manifest["identity"], **manifest["made_by"]}, {**self._identity, **self._made_by}
         if old != new:
             raise UserError(
-                f"cannot resume from {snapshot}: it differs in {lineage.differences(old, new)}; undo this "
+                f"cannot resume from {snapshot}: it differs in {inputs.differences(old, new)}; undo this "
                 f"change, or remove {self.folder.parent} to start from the beginning"
             )
         if (threads := torch.get_num_threads()) != manifest["threads"]:

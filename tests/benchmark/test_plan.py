@@ -262,11 +262,11 @@ def test_what_does_not_divide_the_batch_says_so() -> None:
 
 
 def test_the_command_plans_for_each_number_of_gpus(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["plan", "--gpus", "1", "16", "--gpu", "h200", "--json"]) == 0
+    assert main.main(["plan", "--gpus", "1,16", "--gpu", "h200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["plans"]) == ["1", "16"]
     own = found["plans"]["1"]
-    assert (own["fits"], own["launch.layout"], found["memory_gb"]) == (True, "ddp", 141)
+    assert (own["fits"], own["launch.parallelism"], found["memory_gb"]) == (True, "ddp", 141)
     assert main.main(["plan", "--gpus", "1", "--memory", "0.05"]) == 0
     out = capsys.readouterr().out
     assert "on GPUs of 0.05 GB" in out.replace("\n", " ")

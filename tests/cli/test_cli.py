@@ -18,7 +18,7 @@ import pytest
 from pyarrow import parquet
 
 from rlhf_tasks import config
-from rlhf_tasks.cli import generate, main
+from rlhf_tasks.cli import main
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import overlays
@@ -348,23 +348,23 @@ def test_a_failed_stage_reports_why_to_its_starter(
 def test_help_lists_every_command_in_a_group_and_loads_no_heavy_module() -> None:
     code = (
         "import sys; from rlhf_tasks.cli import main\n"
-        "try: main.main(['--help'])\n"
-        "except SystemExit as end: code = end.code\n"
+        "code = main.main(['--help'])\n"
         "heavy = {'torch', 'transformers', 'mlflow', 'prefect', 'matplotlib', 'numpy', 'pyarrow', 'dvc',\n"
         "         'httpx', 'jinja2', 'sqlalchemy'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ") and line.strip()}
-    assert {*config.STAGES, "up", "down", "status", "work", "deploy", "flow"} <= listed
-    (commands,) = (a.choices for a in main.parser()._actions if isinstance(a.choices, dict))
-    assert {name for names in main.GROUPS.values() for name in names} == set(commands)
+    named = {line.strip("│ ").split(" ")[0] for line in done.stdout.splitlines()}
+    commands = main.parser().commands
+    assert {*config.STAGES, "inputs"} <= {*commands} <= named
+    assert len({*commands} - {*config.STAGES, "inputs"}) <= 16
+    assert all(command.rich_help_panel and command.help for command in commands.values())
 
 
 def test_the_package_runs_as_a_module() -> None:
     words = [sys.executable, "-m", "rlhf_tasks.cli", "up", "--help"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: rlhf up ")
+    assert "Usage: rlhf up " in done.stdout
 
 
 # -------------------------------------------------------------------------------------- generate
@@ -394,42 +394,36 @@ def test_generate_answers_a_prompt(
     assert answers == [("hello", {"temperature": 0.7, "max_new_tokens": 5, "num_samples": 2, "seed": 3})]
 
 
-def test_generate_shows_a_prompt_of_the_data_once_beside_prompts_unlike_it(
+def test_generate_shows_a_prompt_of_the_data_before_one_types(
     tmp_path: Path,
     answers: list[tuple[str, dict[str, object]]],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"POST: my {thing} isn't here\nTL;DR:"} for thing in ("boat", "car")]
     Path("data/prompts").mkdir(parents=True)
+    rows = [{"prompt": f"POST: my {thing} is here\nTL;DR:"} for thing in ("boat", "car")]
     parquet.write_table(pyarrow.Table.from_pylist(rows), "data/prompts/test.parquet")
-    typed = iter(["hello", "POST: my car isn't here\\nTL;DR:", "hello"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed, None) or _end())
+    typed = iter(["hello", "a\\nb"])
+
+    def read(prompt: str) -> str:
+        for line in typed:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", read)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     assert main.main(["generate", "."]) == 0
-    shown = capsys.readouterr()
-    assert "the prompt looks unlike those of data/prompts" in shown.err
-    assert shown.err.count("$'POST: my boat isn\\'t here\\nTL;DR:'") == 1
-    assert shown.out.splitlines()[1:] == ["HELLO", "POST: MY CAR ISN'T HERE", "TL;DR:", "HELLO"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:] == ["  'POST: my boat is here\\nTL;DR:'", "HELLO", "A", "B"]
 
 
-def _end() -> str:
-    raise EOFError
-
-
-@pytest.mark.parametrize(
-    ("prompt", "unlike"),
-    [
-        ("POST: my car is here\nTL;DR:", False),
-        ("POST: my car is here", True),
-        ("my car is here\nTL;DR:", True),
-        ("POST: quantum chromodynamics confines quarks\nTL;DR:", True),
-    ],
-)
-def test_a_prompt_is_unlike_the_data_by_its_frame_or_its_words(prompt: str, unlike: bool) -> None:
-    prompts = ["POST: my boat is here\nTL;DR:", "POST: a car is there\nTL;DR:"]
-    assert generate.is_unlike(prompt, prompts) is unlike
+@pytest.mark.parametrize("words", [["--temperature", "0"], ["--temperature", "nan"], ["--num-samples", "0"]])
+def test_a_number_out_of_range_is_one_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["generate", ".", *words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"rlhf: Invalid value for '{words[0]}': ")
+    assert len(message.splitlines()) == 1
 
 
 def test_generate_names_the_missing_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
@@ -498,5 +492,5 @@ def test_the_message_for_an_unknown_preset_lists_the_known_ones(
 def test_presets_are_listed_with_their_first_line(
     preset_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["preset", "--list"]) == 0
+    assert main.main(["preset"]) == 0
     assert "small | less of everything" in capsys.readouterr().out

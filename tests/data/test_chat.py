@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_tasks.config import Columns, Model, Split
+from rlhf_tasks.config import Data, Model, Split
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.data.chat import DATE, Rendering
 from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Row
+from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.data.splits import complete, fill_splits
-from rlhf_tasks.data.tables import Line, Table, assemble
+from rlhf_tasks.data.tables import assemble
 from rlhf_tasks.errors import UserError
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
@@ -72,7 +73,7 @@ def read(rendering: Rendering, *rows: dict[str, Any]) -> tuple[Corpus, str]:
     problems = Problems()
     names = tuple(dict.fromkeys(name for row in rows for name in row))
     lines = [Line(f"t:{number}", row) for number, row in enumerate(rows, start=1)]
-    corpus = assemble([(None, "train", Table("t", names, lines))], Columns(), rendering, problems)
+    corpus = assemble([(None, "train", Table("t", names, lines))], Data(), rendering, problems)
     return corpus, problems.report() if problems else ""
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks.config import Columns, HubSet, HubSources, Split
+from rlhf_tasks.config import Columns, Data, HubSet, HubSources, Split
 from rlhf_tasks.data import hub
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, check_leaks
@@ -52,7 +52,12 @@ def tldr_preference(folder: Path, **ranges: range) -> HubSet:
 def load(sft: HubSet, preferences: HubSet | None, columns: Columns, plain: Rendering) -> Corpus:
     problems = Problems()
     corpus = hub.load(
-        HubSources(sft=sft, preferences=preferences), columns, plain, problems, seed=1, sizes=SIZES
+        HubSources(sft=sft, preferences=preferences),
+        Data(columns=columns),
+        plain,
+        problems,
+        seed=1,
+        sizes=SIZES,
     )
     check_leaks(corpus, problems)
     assert not problems, problems.report()
@@ -96,6 +101,6 @@ def test_a_set_with_other_columns_is_an_error_that_lists_them(
     folder.mkdir()
     pq.write_table(pa.table({"text": ["a"], "summary": ["b"]}), folder / "train.parquet")
     with pytest.raises(
-        UserError, match="odd/train: no column 'prompt', 'completion' for sft; it has 'text', 'summary'"
+        UserError, match=r"odd/train has no known shape; its columns are text \(text\), summary \(text\)"
     ):
         load(HubSet(id=str(folder), revision="0" * 40, name=None), None, columns, plain)

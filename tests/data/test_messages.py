@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config import Columns
+from rlhf_tasks.config import Columns, Data
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import Corpus, Problems, check_texts
-from rlhf_tasks.data.tables import Line, Table, assemble
+from rlhf_tasks.data.shapes import Line, Table
+from rlhf_tasks.data.tables import assemble
 from rlhf_tasks.errors import UserError
 
 
@@ -28,7 +29,7 @@ def read(
 ) -> Corpus:
     found = Problems() if problems is None else problems
     corpus = assemble(
-        [(None, "train", Table("t", tuple(row), [Line("t:1", row)]))], columns, rendering, found
+        [(None, "train", Table("t", tuple(row), [Line("t:1", row)]))], Data(columns=columns), rendering, found
     )
     assert problems is not None or not found, found.report()
     return corpus
@@ -81,7 +82,7 @@ def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(
         ({"prompt": [user("hi")], "completion": [assistant("\udc80")]}, "not_utf8"),
         ({"messages": [user("hi")]}, "malformed"),
         ({"messages": [user("hi"), user("are you there?")]}, "malformed"),
-        ({"chosen": [user("a"), assistant("x")], "rejected": [user("b"), assistant("y")]}, "empty"),
+        ({"chosen": [user("a"), assistant("x")], "rejected": [user("b"), assistant("y")]}, "malformed"),
     ],
 )
 def test_a_conversation_that_cannot_be_used_is_a_bad_row(
@@ -148,6 +149,6 @@ def test_parquet_messages_read_as_jsonl_ones(tmp_path: Path, columns: Columns, c
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     problems = Problems()
     sizes: dict[Any, int] = {"validation": 1, "test": 1}
-    corpus = files.load(tmp_path / "a.parquet", columns, chat, problems, seed=1, sizes=sizes)
+    corpus = files.load(tmp_path / "a.parquet", Data(columns=columns), chat, problems, seed=1, sizes=sizes)
     prompts = {row["prompt"] for rows in corpus["sft"].values() for row in rows}
     assert prompts == {f"<user>hi {n}<eos>\n<assistant>" for n in range(4)}

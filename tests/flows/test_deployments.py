@@ -129,10 +129,10 @@ def test_a_worker_starts_for_its_pool(root: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "")  # so that monkeypatch restores it
     monkeypatch.delenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
-    cli.main(["work", "--pool", "three"])
+    cli.main(["deploy", "--work", "--pool", "three"])
     assert os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30", "Prefect's default is 180"
     monkeypatch.setenv("PREFECT_WORKER_WEBSERVER_PORT", "8080")
-    cli.main(["work", "--pool", "three"])
+    cli.main(["deploy", "--work", "--pool", "three"])
     assert [words[words.index("--pool") + 1] for words in started] == ["three", "three"]
     assert ["--with-healthcheck" in words for words in started] == [False, True]
     assert deployment(f"{RUNS}-three").work_pool_name == "three"

@@ -1,4 +1,4 @@
-"""`rlhf judge-reward` on rows in the shape of RewardBench 2."""
+"""`rlhf judge MODEL --rows FILE` on rows in the shape of RewardBench 2."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_command_shows_and_writes_the_accuracies(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(models_here / "rows.jsonl", ROWS)
-    assert main.main(["judge-reward", "models/reward", str(file), "--out", "accuracy.json"]) == 0
+    assert main.main(["judge", "models/reward", "--rows", str(file), "--out", "accuracy.json"]) == 0
     written = json.loads(Path("accuracy.json").read_text(encoding="utf-8"))
     assert list(written) == ["Focus", "Ties", "all"]
     assert written["all"]["count"] == 3

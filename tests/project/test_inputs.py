@@ -305,7 +305,7 @@ def test_a_stage_uses_the_recorded_precision_or_says_why_it_cannot(
 
 def test_a_stage_refuses_a_record_that_is_older_than_what_it_reads(record: Path) -> None:
     toy.write_params(record, ppo={"kl_coef": 0.07})
-    with pytest.raises(UserError, match=r"^ppo\.kl_coef changed since inputs/ppo\.json was written"):
+    with pytest.raises(UserError, match=r"^ppo\.kl_coef \(.* → 0\.07\) changed since inputs/ppo\.json was"):
         inputs.in_force(Paths(record), "ppo", config.load())
     inputs.in_force(Paths(record), "sft", config.load())
 

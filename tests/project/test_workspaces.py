@@ -15,7 +15,7 @@ import pytest
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import dvc_cli, experiments, git, workspace_inputs, workspaces
+from rlhf_tasks.project import dvc_cli, experiments, git, workspaces
 from rlhf_tasks.project.workspaces import Workspace
 from tests.flows import toy
 
@@ -81,7 +81,7 @@ def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: 
 def test_a_workspace_has_the_present_data_and_other_changes_are_listed(root: Path) -> None:
     (root / "given/rows.txt").write_text("newer\n", encoding="utf-8")
     (root / "second.sh").write_text("exit 1\n", encoding="utf-8")
-    assert workspace_inputs.unseen(root, "given") == ["second.sh"]
+    assert workspaces.unseen(root, "given") == ["second.sh"]
     place = create(root)
     assert (place.folder / "given/rows.txt").read_text(encoding="utf-8") == "newer\n"
     assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND

@@ -1,4 +1,4 @@
-"""`rlhf promote` and `rlhf rollback` with planted results and a real MLflow store."""
+"""`rlhf promote` and `rlhf promote --rollback` with planted results and a real MLflow store."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def test_a_better_policy_replaces_the_champion_and_rollback_restores_it(
     assert promote(project, "two") == 0
     assert measured.compared == ["one"]
     assert aliases(project) == {"champion": "two"}
-    assert main.main(["rollback"]) == 0
+    assert main.main(["promote", "--rollback"]) == 0
     assert aliases(project) == {"champion": "one"}
     assert f"{NAME} version 1 is champion again instead of version 2" in capsys.readouterr().out
-    assert main.main(["rollback"]) == 2
+    assert main.main(["promote", "--rollback"]) == 2
     assert "is the first champion; there is no former one to roll back to" in capsys.readouterr().err
 
 
@@ -141,7 +141,7 @@ def test_a_policy_that_was_rolled_back_is_promoted_only_with_again(
     """Otherwise the next nightly run would promote what a person has rolled back."""
     promote(project, "one")
     promote(project, "two")
-    main.main(["rollback"])
+    main.main(["promote", "--rollback"])
     assert promote(project, "two") == 3
     assert "rollbacks of this policy" in capsys.readouterr().out
     assert aliases(project) == {"champion": "one", "challenger": "two"}
@@ -276,11 +276,11 @@ def test_a_champion_without_weights_is_a_user_error(
 def test_user_errors_have_exit_status_2(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["promote", "models/none"]) == 2
     assert "models/none is neither a checkpoint" in capsys.readouterr().err
-    assert main.main(["rollback"]) == 2
+    assert main.main(["promote", "--rollback"]) == 2
     assert "has no champion" in capsys.readouterr().err
     planted.params(project, {"promotion": None})
-    for word in ("promote", "rollback"):
-        assert main.main([word]) == 2
+    for words in (["promote"], ["promote", "--rollback"]):
+        assert main.main(words) == 2
         assert "promotion: null" in capsys.readouterr().err
 
 
@@ -291,7 +291,7 @@ def test_an_mlflow_that_does_not_answer_defers(
     planted.params(project, {"tracking.uri": "http://127.0.0.1:9"})
     assert main.main(["promote"]) == 4
     assert "Deferred: MLflow does not answer" in capsys.readouterr().out
-    assert main.main(["rollback"]) == 4
+    assert main.main(["promote", "--rollback"]) == 4
 
 
 # ------------------------------------------------------------------------------ killed, then repeated
@@ -344,7 +344,7 @@ def test_a_command_that_was_killed_before_any_request_ends_alike_when_repeated(
     if act != "promote":
         promote(project, "two")
     if act == "promote again":
-        main.main(["rollback"])
+        main.main(["promote", "--rollback"])
         client(project).set_model_version_tag(NAME, "2", "verdict.of_old", "1")
     md5 = planted.pipeline(project, "two")
     planted.cached(project / "models/policy", project / ".dvc/cache")

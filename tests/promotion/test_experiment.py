@@ -134,7 +134,7 @@ def test_an_experiment_is_promoted_and_the_working_tree_is_not_touched(
     assert Path.cwd() == root
     assert list((root / ".rlhf/workspaces").iterdir()) == []
     assert toy.git(root, "worktree", "list").count("\n") == 1
-    assert main.main(["rollback"]) == 0
+    assert main.main(["promote", "--rollback"]) == 0
     assert champion(root) == "1"
 
 

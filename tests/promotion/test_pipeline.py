@@ -79,5 +79,5 @@ def test_policies_are_judged_promoted_refused_and_rolled_back(
         return {a: store.get_model_version("rlhf-policy", v).tags["dvc.md5"] for a, v in versions.items()}
 
     assert aliases() == {"champion": second, "challenger": third}
-    assert main.main(["rollback"]) == 0
+    assert main.main(["promote", "--rollback"]) == 0
     assert aliases()["champion"] == first

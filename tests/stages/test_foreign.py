@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
@@ -27,10 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.write_given()
 
 
-def prepared(family: str, words: Any = None, logits_scaling: float | None = None, **changes: Any) -> Any:
-    """data/ and models/base from a foreign base of this family; the settings."""
-    shape: dict[str, Any] = {} if logits_scaling is None else {"logits_scaling": logits_scaling}
-    toy.foreign("foreign/base", family, words=words, **shape)
+def prepared(family: str, words: Any = None, shape: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """data/ and models/base from a foreign base of this family, with a shape of its own; the settings."""
+    toy.foreign("foreign/base", family, words=words, **(shape or {}))
     settings = toy.write_params(**changes)
     toy.run("prepare", settings)
     toy.run("base", settings)
@@ -77,12 +76,27 @@ def test_other_families_take_a_step_of_sft_reward_and_ppo(family: str) -> None:
 def test_a_family_without_a_classifier_goes_through_every_stage_that_scores() -> None:
     """With an LM loss on changed logits, a critic from the reward model, and adapters."""
     lora = {"r": 2, "alpha": 4.0}
-    settings = prepared("granite", reward={"lm_coef": 0.1, "lora": lora}, logits_scaling=3.0)
+    settings = prepared("granite", reward={"lm_coef": 0.1, "lora": lora}, shape={"logits_scaling": 3.0})
     for stage in ("sft", "preferences", "reward", "ppo", "judge"):
         metrics = toy.run(stage, settings)
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
     found = load_reward("models/reward").model.config
     assert (found.architectures, found.logits_scaling) == (["GraniteForTokenScores"], 3.0)
+
+
+def test_a_vocabulary_that_is_padded_goes_through_every_stage() -> None:
+    """The base has twice the rows that its tokenizer has tokens, and the reward model a few more.
+
+    Half of what this random policy samples are ids without a token.
+    """
+    size = len(toy.tokenizer())
+    prepared("llama", shape={"vocab_size": 2 * size})
+    toy.foreign("foreign/reward", "llama", seed=3, labels=1, vocab_size=2 * size + 5)
+    settings = with_reward()
+    for stage in ("sft", "preferences", "reward", "ppo", "judge"):
+        metrics = toy.run(stage, settings)
+        assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values()), stage
+    assert load_causal("models/policy").get_input_embeddings().num_embeddings == 2 * size
 
 
 def test_ready_sft_and_reward_models_skip_training_and_their_lineage_is_unknown() -> None:
@@ -140,7 +154,7 @@ def test_a_hub_id_is_fetched_at_its_revision(monkeypatch: pytest.MonkeyPatch) ->
     prepared("gpt2")
     local = toy.foreign("hub/sft", "gpt2", seed=2).resolve()
     requests: list[tuple[str, str]] = []
-    load = AutoModelForCausalLM.from_pretrained
+    load, load_config = AutoModelForCausalLM.from_pretrained, AutoConfig.from_pretrained
 
     def snapshot(source: str, revision: str, **_: Any) -> str:
         requests.append((source, revision))
@@ -153,7 +167,12 @@ def test_a_hub_id_is_fetched_at_its_revision(monkeypatch: pytest.MonkeyPatch) ->
         return load(source, **options)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+
+    def loaded_config(source: Any, revision: str | None = None, **options: Any) -> Any:
+        return load_config(local if source == "someone/sft" else source, revision=revision, **options)
+
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", loaded_config)
     toy.run("sft", toy.write_params(sft={"from": "someone/sft", "revision": HASH}))
     assert requests == [("someone/sft", HASH)] * 2
     assert_same_weights("hub/sft", "models/sft")
@@ -236,7 +255,8 @@ def test_the_reward_model_is_checked_before_anything_is_trained() -> None:
     for stage in ("sft", "preferences"):
         toy.run(stage, settings)
     toy.foreign("foreign/reward", "gpt2", labels=1, words=with_purple())
-    refused("reward", with_reward(), "foreign/reward has another tokenizer than models/sft")
+    words = r"reward\.from: foreign/reward has another tokenizer than models/sft.*path: foreign/reward}"
+    refused("reward", with_reward(), words)
     toy.foreign("foreign/headless", "gpt2")
     refused("reward", with_reward("foreign/headless"), "foreign/headless lacks its trained head")
     assert not Path("models/reward").exists()

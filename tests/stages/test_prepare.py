@@ -142,8 +142,8 @@ def test_quarantine_writes_bad_rows_with_reasons_and_counts_them(tmp_path: Path)
 
 
 def test_a_missing_column_fails_under_quarantine_too(tmp_path: Path) -> None:
-    jsonl(tmp_path / "in" / "sft.jsonl", {"question": "q", "completion": "a"})
-    with pytest.raises(UserError, match="no column 'prompt'"):
+    jsonl(tmp_path / "in" / "sft.jsonl", {"id": "q", "completion": "a"})
+    with pytest.raises(UserError, match=r"no known shape; its columns are id \(text\), completion"):
         run(LIMITS | {"data.on_bad_row": "quarantine"})
 
 

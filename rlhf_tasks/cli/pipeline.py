@@ -1,0 +1,162 @@
+"""Commands that run the pipeline: `rlhf preset`, `flow`, `check-model`, `plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import typer
+from typer import Argument, Option
+
+from rlhf_tasks import config, console
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import atomic
+
+GPUS = {"l4": 24.0, "l40s": 48.0, "a100": 80.0, "h100": 80.0, "h200": 141.0}
+"""GB of memory, as published."""
+FILE = Path("params.yaml")
+
+
+def above_zero(value: float | None) -> float | None:
+    """Check an option that is a finite number above 0, or is not given."""
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"must be above 0 (given: {value})")
+    return value
+
+
+def preset(
+    names: list[str] | None = Argument(None, metavar="NAME", help="presets to apply; later ones override"),
+    values: list[str] | None = Option(
+        None, "--set", metavar="KEY=VALUE", help="a value, such as ppo.kl_coef=0.05"
+    ),
+    show: bool = Option(False, "--show", help="print all values in force, and where each is from"),
+    upgrade: bool = Option(False, "--upgrade", help="move keys of an older params.yaml to their places"),
+) -> int:
+    """Change params.yaml by presets or single values, and keep its comments. Alone, list all presets."""
+    from rlhf_tasks import presets
+
+    if show or upgrade:
+        return _upgrade() if upgrade else _show()
+    given = [name for name in names or () if "=" not in name]
+    changes = [*(values or ()), *(name for name in names or () if "=" in name)]
+    if not given and not changes:
+        console.table("presets", ["name", "what it is"], [[n, presets.summary(n)] for n in presets.names()])
+        return 0
+    changed = presets.apply(given, FILE, changes)
+    console.say(f"{FILE}: " + (", ".join(changed) if changed else "nothing to change"))
+    return 0
+
+
+def _show() -> int:
+    given = config.parse(config.read_text(FILE), str(FILE))
+    rows = [
+        [key, config.in_yaml(value), str(FILE) if config.is_given(given, key) else "default"]
+        for key, value in config.in_force(config.validate(given, str(FILE))).items()
+    ]
+    console.table("values in force", ["key", "value", "from"], rows)
+    return 0
+
+
+def _upgrade() -> int:
+    from rlhf_tasks.config import older
+
+    text = config.read_text(FILE)
+    config.parse(text, str(FILE))
+    tree = config.round_trip().load(text)
+    if moved := older.upgrade(tree):
+        upgraded = config.written(tree)
+        config.validate(config.parse(upgraded, f"{FILE}, upgraded,"), f"{FILE}, upgraded,")
+        atomic.write_text(FILE, upgraded)
+    console.say("\n".join(moved) if moved else f"{FILE} has the present shape: nothing to move")
+    return 0
+
+
+def flow() -> int:
+    """Run the pipeline once in this folder, with the flow's retries and promotion."""
+    from flows.pipeline import run_in_checkout
+
+    return run_in_checkout()
+
+
+def check_model(
+    model: str = Argument(..., metavar="MODEL", help="a checkpoint folder, or OWNER/NAME@COMMIT of the hub"),
+) -> int:
+    """Check that sampling and training give the same log-probs on random prompts.
+
+    Print a table, and end with status 2 if the model is not fit for PPO. Stage ppo makes the same check. For
+    a reward model, compare its scores instead.
+    """
+    source, _, revision = model.partition("@") if not Path(model).exists() else (model, "", "")
+    if not Path(source).is_dir() and not config.is_hub_id(source):
+        raise UserError(
+            f"{model}: there is no such folder, and it is not a hub model; give a checkpoint folder or "
+            "OWNER/NAME@COMMIT"
+        )
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports DeepSpeed, which would look for a GPU
+    from rlhf_tasks.models import checks
+    from rlhf_tasks.models.load import load_config
+
+    results = checks.check_source(source, revision or None)
+    rows = [(r.name, r.deviation, r.tolerance, "passed" if r.passed else "FAILED") for r in results]
+    console.table(source, ["check", "largest difference", "rounding allows", "result"], rows)
+    failed = [result for result in results if not result.passed]
+    for result in failed:
+        console.say(str(result))
+    bound = checks.find_rescaling_length(load_config(source, revision or None))
+    if bound is not None:
+        console.say(
+            f"above {bound} tokens of prompt plus response, a row's positions depend on the other rows; "
+            "stage ppo refuses longer texts"
+        )
+    console.say(f"{source} is {'not fit' if failed else 'fit'} for PPO")
+    return 2 if failed else 0
+
+
+def plan(
+    gpus: str = Option("1,8,16", metavar="N,…", help="numbers of GPUs, such as 1,8,16"),
+    gpu: Literal["l4", "l40s", "a100", "h100", "h200"] = Option("h100", help="kind of GPU"),
+    memory: float | None = Option(
+        None, metavar="GB", callback=above_zero, help="memory of a GPU of another kind"
+    ),
+    machine_memory: float = Option(
+        2000.0, metavar="GB", callback=above_zero, help="memory of a machine, for launch.offload"
+    ),
+    model: str | None = Option(
+        None, help="plan for the model of this folder or hub id, in place of params.yaml's"
+    ),
+    as_json: bool = Option(False, "--json", help="print JSON instead of a table"),
+) -> int:
+    """Calculate the memory of PPO as params.yaml has it, and the first settings that fit; run nothing."""
+    from rlhf_tasks.benchmark import fit
+
+    settings = config.load()
+    if not all(number.isdigit() and int(number) for number in gpus.split(",")):
+        raise UserError(f"--gpus {gpus} is not a list of numbers above 0; give one such as 1,8,16")
+    size = memory or GPUS[gpu]
+    policy = fit.sizes_of_params(settings, Path(), model)
+    plans: dict[int, dict[str, Any]] = {}
+    for number in map(int, gpus.split(",")):
+        run = fit.Run.of_params(settings, policy, number)
+        plans[number] = fit.describe(run, size * fit.GB, machine_memory * fit.GB)
+    if as_json:
+        counts = {"parameters": policy.parameters, "trained, with the critic": run.trained}
+        print(json.dumps({**counts, "memory_gb": size, "plans": plans}, indent=2))
+        return 0
+    words = {True: "yes", False: "no", None: "-"}
+    rows = [
+        [
+            name,
+            *(
+                words.get(one[name], one[name]) if not isinstance(one[name], float) else f"{one[name]:,}"
+                for one in plans.values()
+            ),
+        ]
+        for name in plans[number]
+    ]
+    title = f"PPO of {policy.parameters:,} parameters, {run.trained:,} trained, on GPUs of {size:g} GB"
+    console.table(title, ["GPUs", *map(str, plans)], rows)
+    return 0

@@ -1,0 +1,122 @@
+"""Commands that promote a policy and run the service: `rlhf promote`, `export`, `up`, `down`, …"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import typer
+from typer import Argument, Option
+
+from rlhf_tasks.project.paths import Paths
+
+POOL = "rlhf"
+PORT_HELP = "first port of the {} server to try (default: that of its last start, or {})"
+
+
+def promote(
+    model: str = Argument(
+        "models/policy", metavar="MODEL", help="a checkpoint's folder, or an experiment of `dvc exp list`"
+    ),
+    again: bool = Option(False, "--again", help="also promote a policy that was rolled back"),
+    unless_judging: bool = Option(
+        False, "--unless-judging", help="do nothing if a judge must run first (exit status 5)"
+    ),
+    rollback: bool = Option(False, "--rollback", help="make the former champion the champion again"),
+) -> int:
+    """Make a policy the champion if it passes the gate (exit status 3: the gate refuses it)."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from rlhf_tasks.promotion import command
+
+    if rollback:
+        return command.rollback(Paths())
+    return command.promote(Paths(), model, again=again, unless_judging=unless_judging)
+
+
+def export(
+    name: str = Argument(
+        ..., metavar="NAME", help="champion, an experiment of `dvc exp list`, or a checkpoint's folder"
+    ),
+    to: Path = Option(..., metavar="FOLDER", help="a folder that is empty or does not exist"),
+    push_to_hub: str | None = Option(
+        None, metavar="ID", help="also upload it to this repository of the hub; a new one is private"
+    ),
+) -> int:
+    """Write a policy as a plain Hugging Face folder with its card.
+
+    AutoModelForCausalLM loads the folder. Its card has the parameters, the data, the gate's verdict and the
+    lineage.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from rlhf_tasks.promotion import export as exports
+
+    if push_to_hub is not None:
+        exports.check_id(push_to_hub)
+    source = exports.export(Paths(), name, to)
+    if push_to_hub is not None:
+        from huggingface_hub import HfApi
+
+        exports.push(to, push_to_hub, source.label, HfApi())
+    return 0
+
+
+def _web_address(text: str | None) -> str | None:
+    if text and not re.fullmatch(r"https?://[^/\s]+\S*", text):
+        raise typer.BadParameter(f"must begin with http:// or https:// and a host (given: {text})")
+    return text
+
+
+def up(
+    prefect_port: int | None = Option(None, min=1, max=65535, help=PORT_HELP.format("Prefect", 4200)),
+    mlflow_port: int | None = Option(None, min=1, max=65535, help=PORT_HELP.format("MLflow", 5000)),
+    gpu_slots: int | None = Option(
+        None, min=1, help="size of the limit `gpu` (default: unchanged; at first one per GPU)"
+    ),
+    webhook: str | None = Option(
+        None,
+        metavar="URL",
+        callback=_web_address,
+        help="address to notify of failures and promotions; '' removes it",
+    ),
+) -> int:
+    """Start the service: Prefect, MLflow, a worker and the deployments."""
+    from flows.service import Service
+
+    try:
+        Service.here().up({"prefect": prefect_port, "mlflow": mlflow_port}, gpu_slots, webhook)
+    except KeyboardInterrupt:
+        print("rlhf: interrupted; `rlhf down` stops what was started", file=sys.stderr)
+        return 130
+    return 0
+
+
+def status() -> int:
+    """Show whether servers and worker work, and the runs in progress (exit status 1: one does not work)."""
+    from flows.service import Service
+
+    return Service.here().status()
+
+
+def down() -> int:
+    """Stop the service; runs in progress save their state first."""
+    from flows.service import Service
+
+    Service.here().down()
+    return 0
+
+
+def deploy(
+    pool: str = Option(
+        POOL, help=f"an existing work pool of any type; `{POOL}`, or one to --work for, is made"
+    ),
+    work: bool = Option(False, "--work", help="then run the flow runs of the pool here, in the foreground"),
+) -> int:
+    """Register this project's deployments at the server of PREFECT_API_URL."""
+    from flows import worker
+
+    worker.register(pool, makes_pool=work or pool == POOL)
+    if work:
+        worker.work(pool)
+    return 0

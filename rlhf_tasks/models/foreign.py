@@ -1,0 +1,154 @@
+"""Checkpoints that other programs wrote: reward heads under their names, and what is no model for a stage.
+
+    score.weight                         transformers, TRL's RewardTrainer, OpenRLHF
+    value_head.weight                    OpenRLHF (`value_head_prefix` of its config)
+    v_head.summary.weight, .bias         TRL's AutoModelForCausalLMWithValueHead; LLaMA-Factory, which keeps
+                                         them in a file of their own, value_head.safetensors
+
+OpenRLHF's reward is (score - mean) / std, where its config holds both.
+
+H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlhf_tasks.models.contracts import ContractError
+
+ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
+"""Set to 1, the environment variable that allows weights in other formats than safetensors."""
+VALUE_HEADS = ("v_head.summary", "value_head")
+SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
+"""How the names of heads that score or classify texts begin."""
+OF_NO_MODEL = {
+    "*.gguf": "a GGUF file, which holds quantized weights for inference",
+    "*.distcp": "a distributed checkpoint of PyTorch (torch.distributed.checkpoint)",
+    "zero_to_fp32.py": "a training state of DeepSpeed, whose zero_to_fp32.py writes the weights",
+    "global_step*": "a training state of DeepSpeed",
+    "consolidated.*": "weights in the form of their authors, which transformers has a script to convert",
+    "checkpoint-*": "the output folder of a trainer; give one of its folders checkpoint-STEP",
+    "*.safetensors": "weights without their config.json",
+}
+"""What a folder without config.json is, by a file in it."""
+OTHER_HEADS = {
+    "ForMaskedLM": "a masked language model, which reads both sides of a token",
+    "ForTokenClassification": "a classifier of single tokens, such as a process reward model",
+    "ForQuestionAnswering": "a model that marks answers in a text",
+    "CriticModel": "a critic of OpenRLHF, whose values are no rewards; give its reward model",
+}
+"""What a config is whose architecture ends so."""
+
+
+class Head(NamedTuple):
+    """The head of a reward model: score = weight · state + bias."""
+
+    weight: Tensor
+    """(1, H)."""
+    bias: float
+
+
+def refuse_others(source: str | Path, config: PretrainedConfig | None = None) -> None:
+    """Refuse what no stage can use: an adapter alone, training states, other kinds of models.
+
+    With `config`, what that says too. Hub ids are known by their config alone.
+
+    Raises:
+        ContractError: naming what the source is, and what to give instead.
+    """
+    folder = Path(source)
+    if (adapter := folder / "adapter_config.json").is_file():
+        settings = json.loads(adapter.read_text(encoding="utf-8"))
+        kind = "SequenceClassification" if settings.get("task_type") == "SEQ_CLS" else "CausalLM"
+        base = settings.get("base_model_name_or_path")
+        raise ContractError(
+            f"{source} holds an adapter alone, for the model {base}; merge them and give the merged folder: "
+            f"`peft.AutoPeftModelFor{kind}.from_pretrained({str(source)!r}).merge_and_unload()"
+            ".save_pretrained(FOLDER)`, with the tokenizer beside it"
+        )
+    if folder.is_file():
+        raise ContractError(f"{source} is a file; give the folder that holds config.json and the weights")
+    if folder.is_dir() and not (folder / "config.json").exists():
+        found = (what for pattern, what in OF_NO_MODEL.items() if any(folder.glob(pattern)))
+        raise ContractError(
+            f"{source} is no checkpoint folder: it has no config.json; it holds "
+            f"{next(found, 'nothing' if not any(folder.iterdir()) else 'no weights of a model')}"
+        )
+    if config is not None and (what := _other_kind(config)):
+        raise ContractError(f"{source} is {what}; give a causal language model, or a reward model")
+
+
+def _other_kind(config: PretrainedConfig) -> str | None:
+    if config.is_encoder_decoder:
+        return f"an encoder-decoder model ({config.model_type})"
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        return f"quantized ({method}), and its weights cannot be trained; give the model as it was before"
+    names = config.architectures or ()
+    return next((what for end, what in OTHER_HEADS.items() if any(n.endswith(end) for n in names)), None)
+
+
+def find_head(folder: Path) -> Head | None:
+    """The head of a reward model that is stored under another name than `score`; None where there is none.
+
+    Raises:
+        ContractError: if it is in a file of another format, or scores more than once.
+    """
+    found = dict(_heads(folder))
+    name = next((name for name in VALUE_HEADS if f"{name}.weight" in found), None)
+    if name is None:
+        return None
+    weight, bias = found[f"{name}.weight"].float(), found.get(f"{name}.bias", torch.zeros(1))
+    if weight.dim() != 2 or len(weight) != 1:
+        raise ContractError(
+            f"{folder} is not a reward model: the shape of {name}.weight is {tuple(weight.shape)}, and a "
+            "reward model has one score"
+        )
+    return Head(weight, float(bias))
+
+
+def _heads(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder whose names begin like a value head's."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 – it is no mapping
+                    if name.startswith(VALUE_HEADS):
+                        yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ContractError(f"cannot load a model from {folder}: {file.name}: {error}") from error
+    pickled = folder / "value_head.bin"
+    if pickled.exists() and not (folder / "value_head.safetensors").exists():
+        if os.environ.get(ANY_WEIGHTS) != "1":
+            raise ContractError(
+                f"{folder} has its head in {pickled.name}, which may be a pickle that runs code: save it as "
+                f"value_head.safetensors, or set the environment variable {ANY_WEIGHTS}=1 if you trust it"
+            )
+        yield from torch.load(pickled, map_location="cpu", weights_only=True).items()
+
+
+@torch.no_grad()
+def put_head(model: PreTrainedModel, head: Head | None) -> None:
+    """Give a classifier its head, and the scale that its config holds, as `score` and `score_mean`."""
+    score: Any = model.score
+    config = model.config
+    bias = 0.0
+    if head is not None:
+        score.weight.copy_(head.weight)
+        bias = head.bias
+    mean, std = getattr(config, "mean", 0.0), getattr(config, "std", 1.0)
+    for name in ("mean", "std"):  # or they would be applied again when the model was saved and loaded
+        if hasattr(config, name):
+            delattr(config, name)
+    if (bias, mean, std) != (0.0, 0.0, 1.0):
+        score.weight.div_(std)
+        config.score_mean = getattr(config, "score_mean", 0.0) + (mean - bias) / std
