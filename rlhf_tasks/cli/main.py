@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import typer
 
 from rlhf_tasks import console
-from rlhf_tasks.cli import pipeline, review, serve
+from rlhf_tasks.cli import data, pipeline, review, serve
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import OutsideFault
 from rlhf_tasks.project import dvc_files, inputs
@@ -33,7 +33,14 @@ from rlhf_tasks.training.stopping import Stopped
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
-    "Run the pipeline": (pipeline.preset, pipeline.flow, pipeline.check_model, pipeline.plan),
+    "Run the pipeline": (
+        data.data,
+        pipeline.preset,
+        pipeline.params,
+        pipeline.flow,
+        pipeline.check_model,
+        pipeline.plan,
+    ),
     "Review results": (
         review.mlflow,
         review.compare,

@@ -32,14 +32,10 @@ def preset(
     values: list[str] | None = Option(
         None, "--set", metavar="KEY=VALUE", help="a value, such as ppo.kl_coef=0.05"
     ),
-    show: bool = Option(False, "--show", help="print all values in force, and where each is from"),
-    upgrade: bool = Option(False, "--upgrade", help="move keys of an older params.yaml to their places"),
 ) -> int:
     """Change params.yaml by presets or single values, and keep its comments. Alone, list all presets."""
     from rlhf_tasks import presets
 
-    if show or upgrade:
-        return _upgrade() if upgrade else _show()
     given = [name for name in names or () if "=" not in name]
     changes = [*(values or ()), *(name for name in names or () if "=" in name)]
     if not given and not changes:
@@ -50,7 +46,12 @@ def preset(
     return 0
 
 
-def _show() -> int:
+def params(
+    upgrade: bool = Option(False, "--upgrade", help="move keys of an older params.yaml to their places"),
+) -> int:
+    """Print all values in force, and whether each is from params.yaml or a default."""
+    if upgrade:
+        return _upgrade()
     given = config.parse(config.read_text(FILE), str(FILE))
     rows = [
         [key, config.in_yaml(value), str(FILE) if config.is_given(given, key) else "default"]

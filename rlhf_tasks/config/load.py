@@ -26,7 +26,7 @@ from rlhf_tasks.errors import ConfigError
 PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # texts without quotes in YAML
 
 MAX_SHOWN_VALUE = 200  # characters of a wrong value in a message
-UPGRADE = "`rlhf preset --upgrade` writes the file in the present shape, with the same values in force"
+UPGRADE = "`rlhf params --upgrade` writes the file in the present shape, with the same values in force"
 
 
 def load(path: Path = Path("params.yaml")) -> Config:

@@ -287,8 +287,9 @@ class Preferences(Section):
     """Number of pairs made for each of those prompts."""
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of the SFT model."""
-    label_noise: Annotated[float, Field(ge=0, lt=0.5)] = 0.05
-    """Share of the gold judge's train labels that are flipped, for `data.source: synthetic`."""
+    label_noise: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    """Share of the gold judge's train labels that are flipped, for `data.source: synthetic`; 0.5: all labels
+    are drawn by lot."""
 
 
 class Reward(Trained):

@@ -16,6 +16,7 @@ import lzma
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,14 @@ _ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state
 # ---------------------------------------------------------------------------------------- readers
 
 
-def read_file(file: Path, name: str, problems: Problems) -> Table:
-    """The records of a file, by its suffix; a broken one goes to `problems`.
+def read_file(file: Path, name: str, problems: Problems, most: int | None = None) -> Table:
+    """The records of a file, at most `most`, by its suffix; a broken one goes to `problems`.
 
     Raises:
         UserError: if the file cannot be read.
     """
-    return _READERS[_suffix(file)](file, name, problems)
+    table = _READERS[_suffix(file)](file, name, problems)
+    return table if most is None else replace(table, lines=table.lines[:most])
 
 
 def _read_json(file: Path, name: str, problems: Problems) -> Table:

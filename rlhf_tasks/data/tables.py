@@ -49,6 +49,7 @@ def assemble(
         UserError: naming every table whose shape is not known, or that lacks a column.
     """
     known = shapes.read(tables, data, chat=rendering.chat is not None, own=own)
+    _say([reading for _, reading in known], {table.name: table.columns for *_, table in tables})
     judged = evaluated_role({reading.role for _, reading in known}) if known else None
     prompts = [reading.table for _, reading in known if reading.role == judged]
     faults = [
@@ -69,7 +70,6 @@ def assemble(
         for position, line in enumerate(reading.table.lines):
             place = corpus.setdefault(reading.role, {}).setdefault(reading.splits.get(position, split), [])
             place += _rows(line, reading, rendering, problems, kept)
-    _say([reading for _, reading in known], {table.name: table.columns for *_, table in tables})
     return corpus
 
 

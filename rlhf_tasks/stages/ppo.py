@@ -43,9 +43,9 @@ from rlhf_tasks.ppo.train import train
 from rlhf_tasks.ppo.vllm import open_server
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
+from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import build as build_scorers
-from rlhf_tasks.scoring.function import load_function
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding

@@ -22,8 +22,8 @@ from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, TEXTS, Corpus, Lengths
 from rlhf_tasks.data.splits import cap_train, complete
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
+from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.scoring.function import load_function
 from rlhf_tasks.tracking import Tracker
 
 if TYPE_CHECKING:

@@ -142,7 +142,7 @@ def test_a_key_without_a_default_that_is_missing_is_named() -> None:
         ({"sft.from": "some/name"}, "needs `revision`"),
         ({"reward.from": "some/name", "reward.revision": "main"}, "full commit hash"),
         ({"model.scratch.num_heads": 5}, "must be an even whole number"),
-        ({"preferences.label_noise": 0.5}, "less than 0.5"),
+        ({"preferences.label_noise": 0.6}, "less than or equal to 0.5"),
         ({"ppo.select_by": {"judge": small.GOLD}}, "'gold' found using 'kind'"),
         ({"ppo.select_by": {"judge": small.HELDOUT}}, "select_by cannot name models/reward_heldout"),
         (

@@ -41,14 +41,14 @@ def test_an_older_file_is_refused_in_one_message_with_each_new_place() -> None:
     for old in MOVED.keys() - {"ppo.lora.value"}:
         assert f"  {old}: has moved to {MOVED[old]}\n" in message
     assert message.endswith(
-        "`rlhf preset --upgrade` writes the file in the present shape, with the same values in force"
+        "`rlhf params --upgrade` writes the file in the present shape, with the same values in force"
     )
 
 
 def test_an_upgrade_keeps_values_and_comments(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = Path("params.yaml")
     file.write_text(OLDER, encoding="utf-8")
-    assert main.main(["preset", "--upgrade"]) == 0
+    assert main.main(["params", "--upgrade"]) == 0
     out = capsys.readouterr().out
     assert "ppo.lam → ppo.advantages.lam\n" in out
     assert "ppo.engine is left out: it has no effect\n" in out
@@ -56,7 +56,7 @@ def test_an_upgrade_keeps_values_and_comments(project: Path, capsys: pytest.Capt
     text = file.read_text(encoding="utf-8")
     assert "parallelism: ddp # ddp | zero2 | zero3 | fsdp2" in text
     assert "truncation: {kind: eos_trick_replace, missing_eos_score: -1.0} # eos_trick_replace | " in text
-    assert main.main(["preset", "--upgrade"]) == 0
+    assert main.main(["params", "--upgrade"]) == 0
     assert "nothing to move" in capsys.readouterr().out
     assert file.read_text(encoding="utf-8") == text
 
@@ -94,7 +94,7 @@ def test_an_upgrade_moves_what_a_kind_has_and_leaves_the_rest(
     project: Path, old: dict[str, Any], new: dict[str, Any]
 ) -> None:
     Path("params.yaml").write_text(with_ppo(old), encoding="utf-8")
-    assert main.main(["preset", "--upgrade"]) == 0
+    assert main.main(["params", "--upgrade"]) == 0
     assert config.load().ppo == config.validate({"ppo": new}, "new").ppo
 
 
@@ -147,7 +147,7 @@ def test_an_upgrade_of_a_part_of_a_file_says_what_becomes_of_each_value(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("params.yaml").write_text(json.dumps({"ppo": half}), encoding="utf-8")
-    assert main.main(["preset", "--upgrade"]) == 0
+    assert main.main(["params", "--upgrade"]) == 0
     assert line in capsys.readouterr().out.splitlines()
     assert config.load().ppo == config.validate({"ppo": new}, "new").ppo
 
@@ -157,7 +157,7 @@ def test_an_upgrade_that_would_not_be_valid_writes_nothing(
 ) -> None:
     text = with_ppo({"kl_coef": -1.0})
     Path("params.yaml").write_text(text, encoding="utf-8")
-    assert main.main(["preset", "--upgrade"]) == 2
+    assert main.main(["params", "--upgrade"]) == 2
     assert "ppo.kl_coef" in capsys.readouterr().err
     assert Path("params.yaml").read_text(encoding="utf-8") == text
 
@@ -166,7 +166,7 @@ def test_all_values_in_force_are_printed_with_their_source(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("params.yaml").write_text("ppo: {advantages: {lam: 0.9}, guards: null}\n", encoding="utf-8")
-    assert main.main(["preset", "--show"]) == 0
+    assert main.main(["params"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     for row in (
         ["ppo.advantages.lam", "0.9", "params.yaml"],

@@ -1,0 +1,59 @@
+"""Functions of the user's, named by their import path."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhf_tasks.errors import UserError
+
+
+def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
+    """`module:function` from a file below `root`, or else from an installed module; `key` names it.
+
+    Raises:
+        UserError: if it cannot be imported or called.
+    """
+    module_name, _, name = function.partition(":")
+    try:
+        module = _import(module_name, root.resolve())
+    except Exception as error:  # the user's module can raise anything: one message names the function
+        raise UserError(
+            f"{key}: {function} cannot be imported: {type(error).__name__}: {error} "
+            f"(tried files below {root.resolve()} and installed packages)"
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
+        raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
+    return found  # type: ignore[no-any-return]
+
+
+def _import(name: str, root: Path) -> ModuleType:
+    path = root.joinpath(*name.split("."))
+    file = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+    if file is None:
+        return importlib.import_module(name)
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(file):
+        return known
+    if str(root) not in sys.path:
+        sys.path.append(str(root))  # the module may import its neighbors, also while it runs
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and relative imports look the module up while it runs; an installed one keeps its name.
+    is_first = sys.modules.setdefault(name, module) is module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if is_first:
+            del sys.modules[name]
+        raise
+    return module

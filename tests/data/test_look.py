@@ -1,0 +1,58 @@
+"""`rlhf data`: what it says, and what it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_tasks.cli import main
+from tests import toy
+
+CASES = Path(__file__).parent / "cases"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_says_shape_unused_columns_rows_and_lengths(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main.main(["data", str(CASES / "11_helpsteer2/HelpSteer2")]) == 0
+    out = capsys.readouterr().out
+    assert "train.jsonl.gz | none | train | 8" in out
+    assert "pairs of the rows that have the same prompt, by helpfulness" in out
+    assert "not used: correctness, coherence, complexity, verbosity" in out
+    assert "2 row(s) make no row: all scores are equal (3 and 3) (train.jsonl.gz:5, train.jsonl.gz:6)" in out
+    assert "prompt (7 tokens): When|do|I|prune|an|apple|tree?" in out
+    assert "response tokens" in out
+    assert "none over data.max_prompt_tokens=80" in out
+
+
+def test_it_shows_tokens_of_the_base_models_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    toy.write_given()
+    toy.foreign("foreign/base", "gpt2")
+    toy.write_params()
+    assert main.main(["data", "given"]) == 0
+    assert "|" in capsys.readouterr().out
+
+
+def test_what_it_writes_is_read_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = str(CASES / "12_nectar/data/rlaif.parquet")
+    assert main.main(["data", case, "--write", "out"]) == 0
+    rows = pq.read_table(folder / "out/preferences/train.parquet").to_pylist()
+    assert len(rows) == 6
+    assert rows[0]["chosen"] == "Dill, because its fresh taste does not cover the fish."
+    assert main.main(["data", "out"]) == 0
+    assert "preferences: 6 train" in capsys.readouterr().out
+    assert main.main(["data", case, "--write", "out"]) == 2
+    assert "the folder is not empty" in capsys.readouterr().err
+
+
+def test_unpaired_labels_are_refused_with_the_ways_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["data", str(CASES / "16_kto/train.jsonl")]) == 2
+    assert "data.format to label_pairs" in capsys.readouterr().err
