@@ -127,12 +127,12 @@ def judge(
             raise UserError("--rows goes with --out only; leave out the options of a comparison")
         import torch
 
-        from rlhf_tasks.judging import reward_accuracy
+        from rlhf_tasks.judging import reward_models
 
         if out is not None:
             check_output_file(out)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        reward_accuracy.measure(Path(model), rows, out, device)
+        reward_models.measure_accuracy(Path(model), rows, out, device)
         return 0
     if (export is None) != (to is None):
         raise UserError("--export alpaca_eval and --to FOLDER need each other; give both")

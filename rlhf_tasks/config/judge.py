@@ -21,6 +21,8 @@ RESERVED = (
 """Pattern of the first parts of the names of the other metrics of stage judge, which no judge may have."""
 LISTED = "judge.judges"
 """The key of the judges in params.yaml; only the judge of ppo.select_by has another key."""
+ENGLISH = "english"
+"""The name of the shipped texts and questions of `judge.retention`."""
 
 
 def _not_reserved(name: str) -> str:

@@ -180,9 +180,18 @@ def _load(settings: config.Tasks) -> Any:
     try:
         return manager.load(list(settings.names))
     except (
-        OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError,
-        NotImplementedError, yaml.YAMLError, jinja2.TemplateError, datasets.exceptions.DatasetsError,
-    ) as error:  # fmt: skip
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        ImportError,
+        NotImplementedError,
+        yaml.YAMLError,
+        jinja2.TemplateError,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"judge.retention.tasks: {', '.join(settings.names)} cannot be loaded ({reason}). Without a "

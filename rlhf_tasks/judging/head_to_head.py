@@ -22,10 +22,9 @@ from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import accuracy, summary, tables
+from rlhf_tasks.judging import summary
 from rlhf_tasks.judging.judges.build import build_judges
-from rlhf_tasks.judging.judges.comparisons import Comparisons
-from rlhf_tasks.judging.judges.optimised import optimised_judges
+from rlhf_tasks.judging.judges.comparisons import Comparisons, optimised_judges
 from rlhf_tasks.judging.responses import ends_of_all, sample
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models.ends import Ends
@@ -81,12 +80,17 @@ def compare_models(
     a, b = _contender(model, paths), _contender(against, paths)
     files = [x for x in (a, b) if isinstance(x, Mapping)]
     rows = _rows(paths, num_examples or config.judge.num_examples, files)
-    accuracy.check(config.judge, rows, names)
+    summary.check_verifiers(config.judge, rows, names)
     kept = columns.of_rows(rows)
     judges = build_judges(
-        config.judge, config.data_source, device, paths, names=names, functions_root=functions_root,
+        config.judge,
+        config.data_source,
+        device,
+        paths,
+        names=names,
+        functions_root=functions_root,
         columns=kept,
-    )  # fmt: skip
+    )
     optimised = _warn(config, paths, [x for x in (a, b) if isinstance(x, Checkpoint)], names)
     prompts = [row["prompt"] for row in rows]
     ends = ends_of_all((x.source, x.revision) for x in (a, b) if isinstance(x, Checkpoint))
@@ -108,9 +112,9 @@ def compare_models(
         optimised_judges=optimised,
     )
     title = f"win rates on {len(prompts)} test prompts (ties count half)"
-    tables.show(title, tables.win_rates(results.comparisons))
+    summary.show_table(title, summary.win_rates(results.comparisons))
     if out is not None:
-        _write(paths.root / out, tables.text_table(compared, prompts, texts, kept))
+        _write(paths.root / out, summary.text_table(compared, prompts, texts, kept))
     return results
 
 

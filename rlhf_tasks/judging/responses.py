@@ -1,4 +1,4 @@
-"""Responses that a checkpoint samples, kept so that another judge needs no new samples.
+"""The responses that stage judge compares, kept so that another judge needs no new samples.
 
 The files are in .rlhf/responses, named by a digest of everything that decides a sample: the weights, the
 tokenizer, the prompts, the settings, and the code, library versions and threads. Responses of a checkpoint
@@ -16,15 +16,21 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from rouge_score.rouge_scorer import RougeScorer
 from transformers import GenerationConfig
 
-from rlhf_tasks.data import batches
-from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks import console
+from rlhf_tasks.config import JudgeView
+from rlhf_tasks.data import batches, columns
+from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
+from rlhf_tasks.judging.results import ResponseStatistics
 from rlhf_tasks.models import contracts, load, sampling
 from rlhf_tasks.models.ends import Ends, closed, ends_of, has_ended
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, place
 from rlhf_tasks.models.sampling import sample_responses
+from rlhf_tasks.models.tensors import distinct
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.project.paths import Paths
 
@@ -117,13 +123,78 @@ def _key(
     files = sorted(
         file for kind in DECISIVE_FILES for file in folder.glob(kind) if file.name != contracts.IDENTITY
     )
-    return hashing.json_sha256({
-        "weights": revision or contracts.fingerprint(folder),
-        "files": {file.name: hashing.file_hash(file) for file in files},
-        "prompts": list(prompts),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "versions": [module.__version__ for module in (torch, transformers, tokenizers)],
-        "code": [hashing.file_hash(Path(file)) for file in (__file__, *CODE)],
-        **settings,
-    })  # fmt: skip
+    return hashing.json_sha256(
+        {
+            "weights": revision or contracts.fingerprint(folder),
+            "files": {file.name: hashing.file_hash(file) for file in files},
+            "prompts": list(prompts),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "threads": torch.get_num_threads(),
+            "versions": [module.__version__ for module in (torch, transformers, tokenizers)],
+            "code": [hashing.file_hash(Path(file)) for file in (__file__, *CODE)],
+            **settings,
+        }
+    )
+
+
+SAMPLED = ("sft", "policy")
+BASE = "base"
+"""Sampled too where it is the bar of the gate."""
+
+
+@dataclass(frozen=True)
+class Contenders:
+    """The responses of all contenders to the same test prompts, and the sources of the prompts."""
+
+    prompts: list[str]
+    sources: list[str]
+    texts: dict[str, list[str]]
+    """By contender, the references included."""
+    sampled: dict[str, Responses]
+    columns: Columns
+    """The kept columns of the prompts' rows."""
+
+
+def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> Contenders:
+    rows = read_table(paths, "prompts", "test")[: config.judge.num_examples]
+    prompts = [row["prompt"] for row in rows]
+    names = (*SAMPLED, *([BASE] if config.judge.bar == BASE else []))
+    sampled: dict[str, Responses] = {}
+    with console.progress("judge", len(names), unit="models") as bar:
+        for name in names:
+            sampled[name] = sample_policy(config, paths, name, prompts, config.seed, device)
+            bar.advance()
+    texts = {"reference": [row["reference"] for row in rows]}
+    texts |= {name: responses.texts for name, responses in sampled.items()}
+    return Contenders(prompts, [row.get("source", "") for row in rows], texts, sampled, columns.of_rows(rows))
+
+
+def sample_policy(
+    config: JudgeView, paths: Paths, who: str, prompts: list[str], seed: int, device: torch.device
+) -> Responses:
+    """Responses at the judge's temperature; contenders are sampled with the same seed."""
+    return sample(
+        paths.models / who,
+        prompts,
+        paths=paths,
+        max_new_tokens=config.max_completion_tokens,
+        temperature=config.judge.temperature,
+        seed=seed,
+        device=device,
+        ends=ends_of_all((paths.models / name, None) for name in (*SAMPLED, BASE)),
+    )
+
+
+def response_statistics(contenders: Contenders, who: str) -> ResponseStatistics:
+    """ROUGE-L against the references (Lin 2004, F measure), lengths in tokens, and repetition."""
+    scorer, responses = RougeScorer(["rougeL"]), contenders.sampled[who]
+    pairs = zip(contenders.texts["reference"], responses.texts, strict=True)
+    rouge = [scorer.score(reference, text)["rougeL"].fmeasure for reference, text in pairs]
+    return ResponseStatistics(
+        rouge_l=sum(rouge) / len(rouge),
+        length=sum(map(len, responses.ids)) / len(responses.ids),
+        ended=sum(responses.ended) / len(responses.ended),
+        distinct_1=float(distinct(responses.ids, 1).mean()),
+        distinct_2=float(distinct(responses.ids, 2).mean()),
+        repetition=1 - float(distinct(responses.ids, 3).mean()),
+    )

@@ -97,9 +97,14 @@ class ComparisonResult(_Part):
     def metrics(self) -> Metrics:
         rate = self.win_rate
         values: Metrics = {
-            "win_rate": rate.value, "low": rate.low, "high": rate.high, "p_value": self.p_value,
-            "ties": self.ties, "examples": self.examples, "failures": self.failures,
-        }  # fmt: skip
+            "win_rate": rate.value,
+            "low": rate.low,
+            "high": rate.high,
+            "p_value": self.p_value,
+            "ties": self.ties,
+            "examples": self.examples,
+            "failures": self.failures,
+        }
         values |= self.decisive.metrics("decisive") | self.length_controlled.metrics("length_controlled")
         optional = {"position_bias": self.position_bias, "first_share": self.first_share}
         values |= {name: value for name, value in optional.items() if value is not None}

@@ -3,7 +3,8 @@
 RLHF moves a model away from the text of its training. Base, SFT and policy read the same texts, so that the
 results show what RLHF costs, and how much of the cost PPO-ptx avoids.
 
-B batch · R response.
+A file of texts holds paragraphs with an empty line between two. A question is a paragraph too: a line with
+its beginning, one with the right ending, and one for each wrong ending. B batch · R response.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import judge as config
+from rlhf_tasks.config.judge import ENGLISH
 from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
 from rlhf_tasks.data.tokenizer import Ids, encode_rows
-from rlhf_tasks.judging import harness, probe_texts, statistics
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging import harness, statistics
 from rlhf_tasks.judging.harness import Done, HarnessTasks
-from rlhf_tasks.judging.probe_texts import Choice
 from rlhf_tasks.judging.results import Interval, RetentionResult, TaskChange
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.logprobs import token_stats
@@ -40,13 +43,11 @@ class Probes:
         self._settings, count = settings, settings.num_examples
         rows = read_table(paths, "sft", "test")[:count]
         self._demonstrations = [(row["prompt"], row["completion"]) for row in rows]
-        self._general = (
-            None if settings.general is None else probe_texts.texts(settings.general, paths.root)[:count]
-        )
+        self._general = None if settings.general is None else read_texts(settings.general, paths.root)[:count]
         self._questions = (
             of_demonstrations(self._demonstrations)
             if settings.questions is None
-            else probe_texts.questions(settings.questions, paths.root)[:count]
+            else read_questions(settings.questions, paths.root)[:count]
         )
         self._tasks = None if settings.tasks is None else HarnessTasks(settings.tasks, paths.root)
 
@@ -159,3 +160,60 @@ def _text_rows(
     ids = [row[:longest] for row in tokenizer(list(texts))["input_ids"]]
     ids = [row for row in ids if len(row) > 1]
     return [row[:1] for row in ids], [row[1:] for row in ids]
+
+
+FOLDER = Path(__file__).parent / "probes"
+SHIPPED = {"texts": "english_texts.txt", "questions": "english_questions.txt"}
+
+
+class Choice(NamedTuple):
+    """A beginning and its endings, the right one first."""
+
+    beginning: str
+    endings: tuple[str, ...]
+
+
+def read_texts(name: str, root: Path) -> list[str]:
+    """The paragraphs of `english`, or of a file below `root`, each on one line.
+
+    Raises:
+        UserError: if the file cannot be read, or holds no text.
+    """
+    lines = [" ".join(lines) for lines in _paragraphs(name, "texts", root)]
+    if not lines:
+        raise UserError(f"judge.retention.general: {name} holds no text; give paragraphs")
+    return lines
+
+
+def read_questions(name: str, root: Path) -> list[Choice]:
+    """The questions of `english`, or of a file below `root`. An ending begins with a space.
+
+    Raises:
+        UserError: if the file cannot be read, or a question has no wrong ending.
+    """
+    paragraphs = _paragraphs(name, "questions", root)
+    short = [" ".join(lines) for lines in paragraphs if len(lines) < 3]
+    if short or not paragraphs:
+        problem = f"{short[0]!r} has fewer lines" if short else "it holds no question"
+        raise UserError(
+            f"judge.retention.questions: {name} must hold questions of three lines or more, with an empty "
+            f"line between two: a beginning, the right ending, wrong endings; {problem}"
+        )
+    return [Choice(lines[0], tuple(f" {line}" for line in lines[1:])) for lines in paragraphs]
+
+
+def _paragraphs(name: str, kind: str, root: Path) -> list[list[str]]:
+    file = FOLDER / SHIPPED[kind] if name == ENGLISH else root / name
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"judge.retention: {name!r} cannot be read ({error}); give {ENGLISH}, or a file"
+        ) from None
+    paragraphs: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line.strip():
+            paragraphs[-1].append(line.strip())
+        elif paragraphs[-1]:
+            paragraphs.append([])
+    return [lines for lines in paragraphs if lines]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.config import Config, Judging
-from rlhf_tasks.judging.judges import prompt_templates
-from rlhf_tasks.judging.probe_texts import ENGLISH
+from rlhf_tasks.config.judge import ENGLISH
+from rlhf_tasks.judging.judges.comparisons import shipped_prompts
 from rlhf_tasks.project import dvc_files, hashing, inputs
 
 
@@ -43,7 +43,7 @@ def _paths(judge: Mapping[str, Any], outs: Collection[str]) -> Iterator[tuple[di
         is_folder = "path" in one and one.get("revision") is None
         if is_folder and not any(Path(one["path"]).is_relative_to(out) for out in outs):
             yield one, "path"
-        if "prompt" in one and one["prompt"] not in prompt_templates.shipped():
+        if "prompt" in one and one["prompt"] not in shipped_prompts():
             yield one, "prompt"
     retention = judge["retention"] or {}
     for key in ("general", "questions"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf_tasks import console
 from rlhf_tasks.config import Config, JudgeView, Promotion
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.optimised import has_reward, optimised_judges, selecting_judges
+from rlhf_tasks.judging.judges.comparisons import has_reward, optimised_judges, selecting_judges
 from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence, judge_files

@@ -16,15 +16,27 @@ from rlhf_tasks.config.scorers import OPTIMISED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.judging import accuracy, contenders, human_labels, progress, statistics, summary, tables
+from rlhf_tasks.judging import human_labels, statistics, summary
 from rlhf_tasks.judging import results as typed
-from rlhf_tasks.judging import reward_diagnostics as diagnostics
-from rlhf_tasks.judging.contenders import BASE, SAMPLED, Contenders, sample_contenders
+from rlhf_tasks.judging import reward_models as diagnostics
 from rlhf_tasks.judging.judges.build import build_judges
-from rlhf_tasks.judging.judges.comparisons import Comparisons, Judge
-from rlhf_tasks.judging.judges.optimised import has_reward, optimised_judges, selecting_judges
-from rlhf_tasks.judging.length_control import matched_length_gain
+from rlhf_tasks.judging.judges.comparisons import (
+    Comparisons,
+    Judge,
+    has_reward,
+    optimised_judges,
+    selecting_judges,
+)
+from rlhf_tasks.judging.responses import (
+    BASE,
+    SAMPLED,
+    Contenders,
+    response_statistics,
+    sample_contenders,
+    sample_policy,
+)
 from rlhf_tasks.judging.retention import Probes
+from rlhf_tasks.judging.statistics import matched_length_gain
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
@@ -60,7 +72,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     # 1. Whatever can fail is built and checked before anything is sampled.
     labels = human_labels.decided(human_labels.read(paths.root / settings.labels)) if settings.labels else []
     labelled = {label.pair.prompt for label in labels}
-    accuracy.check(settings, accuracy.judged_rows(paths, settings.num_examples, labelled))
+    summary.check_verifiers(settings, summary.judged_rows(paths, settings.num_examples, labelled))
     rows = read_table(paths, "prompts", "test")
     judges = build_judges(
         settings,
@@ -86,13 +98,13 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     retention, task_changes = probes.measure_all(models, dist.device) if probes else ({}, {})
     # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labelled.
     judged = _judge(config, judges, sampled)
-    progress.log(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
+    summary.log_curve(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
     people = _compare_with_people(labels, judges, rows)
     # 4. The reward models, on pairs and by the length of responses.
     rewards = diagnostics.load_rewards(paths, dist.device)
     pairs = _sample_pairs(dist, config, paths, sampled) if rewards else {}
     given = diagnostics.labelled_pairs(paths) if rewards else {}
-    diagnosed, bins = diagnostics.measure(rewards, given, pairs)
+    diagnosed, bins = diagnostics.diagnose(rewards, given, pairs)
     scores, gaps = dict(judged.scores), None
     if "reward" in rewards and contracts.fingerprint(paths.reward) in contracts.optimized_rewards(
         paths.policy
@@ -113,9 +125,9 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         optimised_judges=optimised,
         has_reward=has_reward(paths.policy),
         selecting_judges=selecting_judges(settings, paths.policy, paths.root),
-        responses={who: contenders.response_statistics(sampled, who) for who in SAMPLED},
+        responses={who: response_statistics(sampled, who) for who in SAMPLED},
         facets=judged.facets,
-        accuracies=accuracy.measure(settings, sampled.texts, sampled.columns),
+        accuracies=summary.accuracies(settings, sampled.texts, sampled.columns),
         retention=retention,
         task_changes=task_changes,
         reward_diagnostics=diagnosed,
@@ -124,10 +136,10 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         judge_kappas=summary.kappas(judged.comparisons),
     )
     if dist.is_main:
-        sources = tables.source_table(judged.comparisons, sampled.sources)
+        sources = summary.source_table(judged.comparisons, sampled.sources)
         with whole(paths.judge_results) as folder:
             results.write(folder / paths.evaluation_results.name)
-            pq.write_table(tables.comparison_table(judged.comparisons), folder / "comparisons.parquet")
+            pq.write_table(summary.comparison_table(judged.comparisons), folder / "comparisons.parquet")
             pq.write_table(sources, folder / "sources.parquet")
             calibration = pa.Table.from_pylist(bins, diagnostics.CALIBRATION)
             pq.write_table(calibration, folder / "calibration.parquet")
@@ -198,7 +210,7 @@ def _sample_pairs(
         return {}
     pairs, prompts = {}, sampled.prompts
     for who in SAMPLED:
-        second = contenders.sample_policy(config, paths, who, prompts, config.seed + 1, dist.device).texts
+        second = sample_policy(config, paths, who, prompts, config.seed + 1, dist.device).texts
         pairs[f"{who}_samples"] = diagnostics.order_by(gold_scores, prompts, sampled.texts[who], second)
     return pairs
 
@@ -227,10 +239,10 @@ def _show(
     config: JudgeView, results: typed.EvaluationResults, sampled: Contenders, judged: Judged, tracker: Tracker
 ) -> None:
     prompts, texts = sampled.prompts, sampled.texts
-    rows = tables.win_rates(results.comparisons)
-    tables.show(f"win rates on {len(prompts)} test prompts (ties count half)", rows)
+    rows = summary.win_rates(results.comparisons)
+    summary.show_table(f"win rates on {len(prompts)} test prompts (ties count half)", rows)
     tracker.table("win_rates", rows)
-    compared = tables.text_table(judged.comparisons, prompts, texts, sampled.columns)
+    compared = summary.text_table(judged.comparisons, prompts, texts, sampled.columns)
     tracker.table("comparisons", compared.to_pylist())
     shown = range(min(config.judge.num_samples_shown, len(prompts)))
     responses = [{"prompt": prompts[i], **{who: t[i] for who, t in texts.items()}} for i in shown]

@@ -165,6 +165,10 @@ def completion(
         choice["logprobs"] = {"content": [{**listed[0], "top_logprobs": listed}]}
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
     return {
-        "id": "x", "object": "chat.completion", "created": int(time.time()), "model": MODEL,
-        "choices": [choice], "usage": usage,
-    }  # fmt: skip
+        "id": "x",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": usage,
+    }

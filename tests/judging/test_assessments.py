@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_tasks.config.judge import LlmJudge
 from rlhf_tasks.judging.human_labels import Label, Pair
+from rlhf_tasks.judging.judges.comparisons import Question
 from rlhf_tasks.judging.judges.llm import LlmComparer
-from rlhf_tasks.judging.judges.pairwise import Question
 from rlhf_tasks.project.paths import Paths
 from tests.judging import endpoint
 from tests.judging.endpoint import Server
@@ -44,10 +44,19 @@ def judge(
     monkeypatch.setenv("JUDGE_KEY", endpoint.KEY)
     (folder / "prompt.txt").write_text(endpoint.PROMPT, encoding="utf-8")
     values = {
-        "kind": "llm", "name": "gpt", "base_url": server.url, "model": endpoint.MODEL,
-        "key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_reply_tokens": 1,
-        "concurrency": 1, "timeout_seconds": 10.0, "max_retries": 0, "budget": None,
-    }  # fmt: skip
+        "kind": "llm",
+        "name": "gpt",
+        "base_url": server.url,
+        "model": endpoint.MODEL,
+        "key_variable": "JUDGE_KEY",
+        "prompt": "prompt.txt",
+        "logprobs": False,
+        "max_reply_tokens": 1,
+        "concurrency": 1,
+        "timeout_seconds": 10.0,
+        "max_retries": 0,
+        "budget": None,
+    }
     settings = LlmJudge.model_validate(values)
     return LlmComparer(settings, 1.0, Paths(folder), trace=traced, **options)
 

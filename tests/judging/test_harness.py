@@ -173,9 +173,12 @@ def test_base_sft_and_policy_do_the_tasks_and_batches_change_nothing(tasks_here:
     results = []
     for size in (1, 7):
         values = {
-            "num_examples": 6, "micro_batch_tokens": 256, "general": None, "questions": None,
+            "num_examples": 6,
+            "micro_batch_tokens": 256,
+            "general": None,
+            "questions": None,
             "tasks": settings(folder="mine", batch_size=size).model_dump(),
-        }  # fmt: skip
+        }
         probes = Probes(Retention.model_validate(values), Paths())
         results.append(probes.measure_all(FOLDERS, torch.device("cpu")))
     assert results[0] == results[1]

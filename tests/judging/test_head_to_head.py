@@ -17,7 +17,7 @@ from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.head_to_head import compare_models
-from rlhf_tasks.judging.judges.optimised import optimised_judges
+from rlhf_tasks.judging.judges.comparisons import optimised_judges
 from rlhf_tasks.judging.results import EvaluationResults, Interval
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, save_checkpoint
@@ -103,9 +103,12 @@ def test_a_judge_that_ppo_optimised_for_the_policy_gives_a_warning(
 ) -> None:
     policy, optimised = Path("models/policy"), contracts.fingerprint(Path("models/reward_heldout"))
     save_checkpoint(
-        load_causal(policy), load_tokenizer(policy), policy, card="a card",
+        load_causal(policy),
+        load_tokenizer(policy),
+        policy,
+        card="a card",
         identity=contracts.identity("policy", {"reward": optimised}),
-    )  # fmt: skip
+    )
     results = run("models/policy", num_examples=3)
     assert results.optimised_judges == {"reward_model": "models/reward_heldout"}
     warning = "WARNING: judge reward_model is the reward model that PPO optimised for models/policy"
@@ -138,8 +141,10 @@ def test_every_comparison_is_written_with_its_texts(models_here: Path, name: str
         (judge, i) for judge in ("gold", "reward_model") for i in range(4)
     ]
     golds = [row for row in rows if row["judge"] == "gold"]
-    points = [gold(row["prompt"], row["response_a"]).score - gold(row["prompt"], row["response_b"]).score
-              for row in golds]  # fmt: skip
+    points = [
+        gold(row["prompt"], row["response_a"]).score - gold(row["prompt"], row["response_b"]).score
+        for row in golds
+    ]
     assert [row["outcome"] for row in golds] == [1.0 if p > 0 else 0.5 if p == 0 else 0.0 for p in points]
     rate = sum(row["outcome"] for row in golds) / 4
     assert win_rate(results, "gold", "models/policy", "models/sft").value == pytest.approx(rate)

@@ -15,13 +15,18 @@ import torch
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import ConfigError, UserError
-from rlhf_tasks.judging import statistics, summary, tables
-from rlhf_tasks.judging.judges import combined, prompt_templates
-from rlhf_tasks.judging.judges.build import MemoizedJudge, build_judges
-from rlhf_tasks.judging.judges.comparisons import Comparisons, Judge, check_failures
-from rlhf_tasks.judging.judges.optimised import optimised_judges
-from rlhf_tasks.judging.judges.pairwise import PairwiseJudge, Question, Reply
-from rlhf_tasks.judging.judges.scoring import ScoringJudge
+from rlhf_tasks.judging import statistics, summary
+from rlhf_tasks.judging.judges import comparisons
+from rlhf_tasks.judging.judges.build import ScoringJudge, build_judges
+from rlhf_tasks.judging.judges.comparisons import (
+    Comparisons,
+    Judge,
+    PairwiseJudge,
+    Question,
+    Reply,
+    check_failures,
+    optimised_judges,
+)
 from rlhf_tasks.judging.results import ComparisonResult
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, save_checkpoint
@@ -151,15 +156,15 @@ WIN, TIE, LOSS, FAILED = 1.0, 0.5, 0.0, math.nan
 )
 def test_combined_outcomes_by_hand(single: tuple[float, ...], together: float, most: float) -> None:
     outcomes = np.array(single)[:, None]
-    np.testing.assert_array_equal(combined.all_of(outcomes), [together])
-    np.testing.assert_array_equal(combined.majority(outcomes), [most])
-    np.testing.assert_array_equal(combined.majority(1 - outcomes), [1 - most])
+    np.testing.assert_array_equal(comparisons.all_of(outcomes), [together])
+    np.testing.assert_array_equal(comparisons.majority(outcomes), [most])
+    np.testing.assert_array_equal(comparisons.majority(1 - outcomes), [1 - most])
 
 
 def test_a_combined_judge_repeats_no_question() -> None:
     planted = [Planted(lambda first, second: float(first > second)) for _ in range(2)]
-    parts: list[Judge] = [MemoizedJudge(PairwiseJudge(f"j{i}", one, 1.0)) for i, one in enumerate(planted)]
-    both = combined.CombinedJudge("both", combined.all_of, parts)
+    parts: list[Judge] = [PairwiseJudge(f"j{i}", one, 1.0) for i, one in enumerate(planted)]
+    both = comparisons.CombinedJudge("both", comparisons.all_of, parts)
     alone = parts[0].compare(PROMPTS, OURS, THEIRS)
     np.testing.assert_array_equal(both.compare(PROMPTS, OURS, THEIRS).outcomes, alone.outcomes)
     assert [len(one.questions) for one in planted] == [2 * N, 2 * N]
@@ -286,19 +291,22 @@ def test_a_judge_that_ppo_optimised_is_identified_by_its_weights(models_here: Pa
     assert optimised_judges(judging, policy, Path()) == {}, "the policy does not name its reward model"
     parents = {"reward": contracts.fingerprint(models_here / "models/elsewhere")}
     save_checkpoint(
-        load_causal(policy), load_tokenizer(policy), policy,
-        identity=contracts.identity("policy", parents), card="a card",
-    )  # fmt: skip
+        load_causal(policy),
+        load_tokenizer(policy),
+        policy,
+        identity=contracts.identity("policy", parents),
+        card="a card",
+    )
     assert optimised_judges(judging, policy, Path()) == {"optimised": "models/elsewhere"}
 
 
 # ----------------------------------------------------------------------------------------- prompts
 
 
-@pytest.mark.parametrize("name", prompt_templates.shipped())
+@pytest.mark.parametrize("name", comparisons.shipped_prompts())
 def test_a_shipped_prompt_shows_all_fields_and_keeps_braces_of_responses(name: str) -> None:
-    template = prompt_templates.load(name, "judge.judges", Path())
-    text = prompt_templates.fill(template, Question("a {first} {prompt}", "one {second}", "22"))
+    template = comparisons.load_prompt(name, "judge.judges", Path())
+    text = comparisons.fill_prompt(template, Question("a {first} {prompt}", "one {second}", "22"))
     assert "a {first} {prompt}" in text
     assert text.index("one {second}") < text.index("22")
 
@@ -306,19 +314,19 @@ def test_a_shipped_prompt_shows_all_fields_and_keeps_braces_of_responses(name: s
 def test_a_prompt_of_the_user_must_contain_all_fields(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     with pytest.raises(UserError, match=r"cannot be read.*give hhh, ranker, tldr, or a file"):
-        prompt_templates.load("mine.txt", "judge.judges", tmp_path)
+        comparisons.load_prompt("mine.txt", "judge.judges", tmp_path)
     file.write_text("{prompt} {first}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"lacks \{second\}"):
-        prompt_templates.load("mine.txt", "judge.judges", tmp_path)
+        comparisons.load_prompt("mine.txt", "judge.judges", tmp_path)
     file.write_text("{prompt} {first} {second}\n\n", encoding="utf-8")
-    assert prompt_templates.load("mine.txt", "judge.judges", tmp_path) == "{prompt} {first} {second}"
+    assert comparisons.load_prompt("mine.txt", "judge.judges", tmp_path) == "{prompt} {first} {second}"
 
 
 def test_sources_with_few_prompts_have_no_win_rate() -> None:
     result = {summary.Key("j", "a", "b"): compared(lambda first, second: float(first > second))}
     sources = ["one.jsonl:3"] * 100 + ["torch==2.1 torch/nn/linear.py:Linear.forward"] * 196 + ["rare"] * 4
-    rows = tables.source_table(result, sources).to_pylist()
+    rows = summary.source_table(result, sources).to_pylist()
     assert [(row["source"], row["prompts"]) for row in rows] == [("one.jsonl", 100), ("torch", 196)]
     wins = [a > b for a, b in zip(OURS[:100], THEIRS[:100], strict=True)]
     assert rows[0]["win_rate"] == pytest.approx(sum(wins) / 100)
-    assert tables.source_table(result, ["synthetic"] * N).num_rows == 0
+    assert summary.source_table(result, ["synthetic"] * N).num_rows == 0

@@ -36,10 +36,15 @@ PATHS = Paths()
 def responses(project: Path) -> Path:
     """Responses `p…` of the policy and `s…` of the SFT model; both give the same to prompt 0."""
     rows = [
-        {"index": i, "prompt": f"ask {i}", "reference": f"r{i}", "sft": f"s{i}" if i else "p0",
-         "policy": f"p{i}"}
+        {
+            "index": i,
+            "prompt": f"ask {i}",
+            "reference": f"r{i}",
+            "sft": f"s{i}" if i else "p0",
+            "policy": f"p{i}",
+        }
         for i in range(COUNT)
-    ]  # fmt: skip
+    ]
     PATHS.judge_results.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), PATHS.judged_responses)
     console.set_quiet(False)

@@ -6,12 +6,8 @@ baseline on instruction i, with the lengths of their responses in characters:
     P(m wins on i) = σ(θ_m + φ_m · tanh((len_m(i) − len_b(i)) / s) + ψ_m · γ_i)
 
 γ_i is the difficulty of the instruction, s the standard deviation of the length difference. The published
-rate is the mean over the instructions of that probability at equal length. AlpacaEval's program has two
-forms: `length_controlled_v1` with ψ and γ, and `length_controlled_minimal` without. Both are fitted to
-preferences between 0 and 1 by a logistic regression with an L1 penalty on all weights, whose strength is
-chosen by cross-validation in five folds of instructions.
-
-The data here has AlpacaEval's shape: 805 instructions, several contenders, a judge that prefers length.
+rate is the mean over the instructions of that probability at equal length. The data here has AlpacaEval's
+shape: 805 instructions, several contenders, a judge that prefers length.
 """
 
 from __future__ import annotations
@@ -20,17 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from scipy.optimize import minimize
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import KFold
 
-from rlhf_tasks.judging.length_control import length_controlled
-from rlhf_tasks.judging.statistics import Floats, rate
+from rlhf_tasks.judging.statistics import Floats, length_controlled, rate
 
-Rows = NDArray[np.int64]
 NUM_INSTRUCTIONS = 805
-STRENGTHS = np.logspace(-4, 4, 10)  # scikit-learn's ten inverse penalties
 
 
 class Leaderboard(NamedTuple):
@@ -91,27 +81,6 @@ def published(length: Floats, baseline: Floats, y: Floats, difficulty: Floats | 
     return float(sigmoid(weights[0] * ones + extra).mean())
 
 
-def by_program(length: Floats, baseline: Floats, y: Floats) -> float:
-    """The rate by `length_controlled_minimal` as the program fits it: each row twice, won and lost."""
-    x = np.stack([np.ones_like(y), features(length, baseline)], axis=1)
-
-    def fit(rows: Rows, strength: float) -> Floats:
-        both = np.concatenate([x[rows], x[rows]])
-        won = np.concatenate([np.ones(len(rows)), np.zeros(len(rows))])
-        weights = np.concatenate([y[rows], 1 - y[rows]])
-        model = LogisticRegression(C=strength, l1_ratio=1, solver="liblinear", fit_intercept=False)
-        return np.asarray(model.fit(both, won, sample_weight=weights).coef_[0])
-
-    def loss(rows: Rows, w: Floats) -> float:
-        z = x[rows] @ w
-        return float((np.logaddexp(0, z) - y[rows] * z).mean())
-
-    folds = list(KFold(5).split(x))
-    losses = [np.mean([loss(test, fit(train, c)) for train, test in folds]) for c in STRENGTHS]
-    weights = fit(np.arange(len(y)), STRENGTHS[int(np.argmin(losses))])
-    return float(sigmoid(weights[:1])[0])
-
-
 def decided(preferences: Floats) -> Floats:
     return np.asarray((preferences > 0.5) * 1.0)
 
@@ -139,17 +108,12 @@ def test_it_is_the_published_minimal_formula_but_for_two_named_differences(seed:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_those_differences_are_a_tenth_of_a_point_unless_a_contender_is_much_longer(seed: int) -> None:
-    """They are at most two points for one that is longer by 1.7 standard deviations on the whole.
-
-    The program's L1 penalty sets θ to exactly 0 where a rate is close to ½.
-    """
+    """They are at most two points for one that is longer by 1.7 standard deviations on the whole."""
     board = leaderboard(seed, psi=0.0, sharpness=3.0)
     for length, y in contenders(board):
         ours = length_controlled(y, length, board.baseline).value
         most = 0.001 if mean_shift(length, board.baseline) < 0.5 else 0.02
         assert ours == pytest.approx(published(length, board.baseline, y), abs=most)
-        program = by_program(length, board.baseline, y)
-        assert ours == pytest.approx(program, abs=0.02) or (program == 0.5 and abs(ours - 0.5) < 0.05)
         if most == 0.02:
             assert abs(rate(y).value - published(length, board.baseline, y)) > 0.1, (
                 "there was much to correct"
@@ -169,17 +133,6 @@ def test_the_term_for_the_difficulty_of_instructions_changes_the_rate_by_three_p
     ]
     assert np.abs(gaps).max() < 0.03
     assert np.median(np.abs(gaps)) < 0.005
-
-
-def test_probabilities_are_the_preferences_of_a_judge_that_is_sure() -> None:
-    """AlpacaEval weighs a preference by the judge's probability; here a comparison is won, lost or a tie."""
-    for sharpness, most, least in ((8.0, 0.002, 0.0), (3.0, 0.1, 0.02)):
-        board = leaderboard(1, psi=0.0, sharpness=sharpness)
-        gaps = [
-            abs(published(n, board.baseline, p) - published(n, board.baseline, decided(p)))
-            for n, p in zip(board.lengths, board.preferences, strict=True)
-        ]
-        assert least <= max(gaps) < most
 
 
 def test_the_order_of_the_contenders_is_the_published_one() -> None:

@@ -21,10 +21,8 @@ from ruamel.yaml import YAML
 from rlhf_tasks.config.judge import LlmJudge
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges import llm
-from rlhf_tasks.judging.judges.cache import Cache
-from rlhf_tasks.judging.judges.llm import LlmComparer
-from rlhf_tasks.judging.judges.pairwise import PairwiseJudge, Question, Reply
-from rlhf_tasks.judging.judges.replies import Malformed, record_of, reply_of
+from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question, Reply
+from rlhf_tasks.judging.judges.llm import Cache, LlmComparer, Malformed, record_of, reply_of
 from rlhf_tasks.project.paths import Paths
 from tests import small
 from tests.judging import endpoint
@@ -45,10 +43,19 @@ def settings(server: Server, folder: Path, **changes: Any) -> LlmJudge:
     prompt = folder / "prompt.txt"
     prompt.write_text(endpoint.PROMPT, encoding="utf-8")
     values = {
-        "kind": "llm", "name": "gpt", "base_url": server.url, "model": MODEL, "key_variable": "JUDGE_KEY",
-        "prompt": prompt.name, "logprobs": False, "max_reply_tokens": 1, "concurrency": 4,
-        "timeout_seconds": 10.0, "max_retries": 2, "budget": None,
-    }  # fmt: skip
+        "kind": "llm",
+        "name": "gpt",
+        "base_url": server.url,
+        "model": MODEL,
+        "key_variable": "JUDGE_KEY",
+        "prompt": prompt.name,
+        "logprobs": False,
+        "max_reply_tokens": 1,
+        "concurrency": 4,
+        "timeout_seconds": 10.0,
+        "max_retries": 2,
+        "budget": None,
+    }
     return LlmJudge.model_validate(values | changes)
 
 
@@ -82,8 +89,11 @@ def test_every_pair_is_compared_in_both_orders(server: Server, tmp_path: Path) -
     result = judge.compare(["p", "q"], ["2", "x"], ["1", "y"])
     assert result.outcomes.tolist() == [1.0, 0.0]
     assert {(b["messages"][0]["content"][0], *endpoint.shown(b)) for b in server.bodies} == {
-        ("p", "2", "1"), ("p", "1", "2"), ("q", "x", "y"), ("q", "y", "x")
-    }  # fmt: skip
+        ("p", "2", "1"),
+        ("p", "1", "2"),
+        ("q", "x", "y"),
+        ("q", "y", "x"),
+    }
     assert (result.num_replies, result.num_tokens) == (4, 40)
 
 
@@ -105,10 +115,15 @@ def test_the_probability_comes_from_the_log_probs_if_the_server_gives_them(
 @pytest.mark.parametrize(
     ("text", "probability"),
     [
-        ("A", 1.0), ("B", 0.0), (" B\n", 0.0), ("**A**", 1.0), ("Verdict: B.", 0.0), ("answer: A", 1.0),
+        ("A", 1.0),
+        ("B", 0.0),
+        (" B\n", 0.0),
+        ("**A**", 1.0),
+        ("Verdict: B.", 0.0),
+        ("answer: A", 1.0),
         ("Both are short, but the first is true.\n\nBetter: A", 1.0),
     ],
-)  # fmt: skip
+)
 def test_the_preference_is_the_letter_on_the_last_line(text: str, probability: float) -> None:
     assert reply_of(record_of(json.dumps(completion(text)))) == Reply(probability, num_tokens=10)
 
@@ -127,12 +142,19 @@ def test_the_last_letter_of_a_reply_with_reasons_counts() -> None:
     tokens = [("A", 0.9, 0.1), (" says", 0, 0), (" B", 0.3, 0.7)]
     tree["choices"][0]["logprobs"] = {
         "content": [
-            {"token": token, "logprob": -0.1,
-             "top_logprobs": [{"token": "A", "logprob": math.log(a)},
-                              {"token": token, "logprob": math.log(b)}] if a else []}
+            {
+                "token": token,
+                "logprob": -0.1,
+                "top_logprobs": [
+                    {"token": "A", "logprob": math.log(a)},
+                    {"token": token, "logprob": math.log(b)},
+                ]
+                if a
+                else [],
+            }
             for token, a, b in tokens
         ]
-    }  # fmt: skip
+    }
     tree["choices"][0]["logprobs"]["content"][2]["logprob"] = math.log(0.7)
     assert reply_of(record_of(json.dumps(tree))).probability == pytest.approx(0.3)
 
@@ -368,7 +390,7 @@ KILLED = """
 import json, sys
 from pathlib import Path
 from rlhf_tasks.config.judge import LlmJudge
-from rlhf_tasks.judging.judges.pairwise import Question
+from rlhf_tasks.judging.judges.comparisons import Question
 from rlhf_tasks.judging.judges.llm import LlmComparer
 from rlhf_tasks.project.paths import Paths
 settings, questions, root = json.load(open(sys.argv[1]))

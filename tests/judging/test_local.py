@@ -27,9 +27,9 @@ from transformers import (
 
 from rlhf_tasks.config.judge import LlmJudge, LocalJudge, PairRmJudge
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question
 from rlhf_tasks.judging.judges.llm import LlmComparer
 from rlhf_tasks.judging.judges.local import LocalComparer, RankerComparer
-from rlhf_tasks.judging.judges.pairwise import PairwiseJudge, Question
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.project.paths import Paths
 from tests import toy
@@ -63,17 +63,25 @@ def prompt(folder: Path) -> str:
 
 def local(folder: Path, model: Path, **changes: Any) -> LocalComparer:
     values = {
-        "kind": "local", "name": "own", "path": str(model), "revision": None, "prompt": prompt(folder),
+        "kind": "local",
+        "name": "own",
+        "path": str(model),
+        "revision": None,
+        "prompt": prompt(folder),
         "micro_batch_tokens": 64,
-    }  # fmt: skip
+    }
     return LocalComparer(LocalJudge.model_validate(values | changes), CPU, Path())
 
 
 def ranker(folder: Path, model: Path, **changes: Any) -> RankerComparer:
     values = {
-        "kind": "pair_rm", "name": "rank", "path": str(model), "revision": None, "prompt": prompt(folder),
+        "kind": "pair_rm",
+        "name": "rank",
+        "path": str(model),
+        "revision": None,
+        "prompt": prompt(folder),
         "micro_batch_tokens": 64,
-    }  # fmt: skip
+    }
     return RankerComparer(PairRmJudge.model_validate(values | changes), CPU, Path())
 
 
@@ -122,9 +130,16 @@ def test_a_ranker_gives_the_probability_that_the_first_is_better(
 ) -> None:
     tokens, folder = words(), tmp_path / "model"
     shape = AutoConfig.for_model(
-        family, vocab_size=len(tokens), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=64, num_labels=labels, pad_token_id=2,
-    )  # fmt: skip
+        family,
+        vocab_size=len(tokens),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=64,
+        num_labels=labels,
+        pad_token_id=2,
+    )
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(shape).eval()
     model.save_pretrained(folder)
@@ -144,9 +159,16 @@ def test_the_limit_of_a_ranker_leaves_out_its_padding_positions(
     if declared is not None:
         tokens.model_max_length = declared
     shape = AutoConfig.for_model(
-        "roberta", vocab_size=len(tokens), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=16, num_labels=1, pad_token_id=2,
-    )  # fmt: skip
+        "roberta",
+        vocab_size=len(tokens),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=16,
+        num_labels=1,
+        pad_token_id=2,
+    )
     AutoModelForSequenceClassification.from_config(shape).save_pretrained(folder)
     tokens.save_pretrained(folder)
     template = len(tokens(text(Question("", "", "")))["input_ids"])
@@ -171,10 +193,18 @@ def always_first(folder: Path) -> Path:
     """A model whose next token is always A: all weights are equal except the head's row of that token."""
     tokens = words(chat=CHAT)
     shape = AutoConfig.for_model(
-        "llama", vocab_size=len(tokens), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, intermediate_size=16, max_position_embeddings=512, eos_token_id=0,
-        pad_token_id=2, bos_token_id=None,
-    )  # fmt: skip
+        "llama",
+        vocab_size=len(tokens),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=512,
+        eos_token_id=0,
+        pad_token_id=2,
+        bos_token_id=None,
+    )
     model = AutoModelForCausalLM.from_config(shape)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -218,10 +248,19 @@ def test_a_model_that_always_prefers_the_first_is_biased_here_and_behind_transfo
     local_result = PairwiseJudge("own", local(tmp_path, model), 0.0).compare(prompts, ours, theirs)
     with served(model, tmp_path / "log") as url:
         settings = LlmJudge(
-            kind="llm", name="served", base_url=url, model=str(model), key_variable=None,
-            prompt=prompt(tmp_path), logprobs=False, max_reply_tokens=1, concurrency=2,
-            timeout_seconds=60.0, max_retries=5, budget=None,
-        )  # fmt: skip
+            kind="llm",
+            name="served",
+            base_url=url,
+            model=str(model),
+            key_variable=None,
+            prompt=prompt(tmp_path),
+            logprobs=False,
+            max_reply_tokens=1,
+            concurrency=2,
+            timeout_seconds=60.0,
+            max_retries=5,
+            budget=None,
+        )
         judge = PairwiseJudge("served", LlmComparer(settings, 0.0, Paths(tmp_path)), 0.0)
         served_result = judge.compare(prompts, ours, theirs)
     for comparisons in (local_result, served_result):

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks.judging import progress
-from rlhf_tasks.judging.judges.scoring import ScoringJudge
+from rlhf_tasks.judging import summary
+from rlhf_tasks.judging.judges.build import ScoringJudge
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker
@@ -30,7 +30,7 @@ def curve(root: Path, *evaluations: tuple[int, list[str]]) -> list[dict[str, flo
     paths, tracker = Paths(root), NullTracker("judge")
     paths.ppo_samples.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), paths.ppo_responses)
-    progress.log(paths, [ScoringJudge("long", score_length)], tracker)
+    summary.log_curve(paths, [ScoringJudge("long", score_length)], tracker)
     return tracker.history()
 
 

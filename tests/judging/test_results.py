@@ -31,9 +31,18 @@ def interval(value: float) -> Interval:
 
 def comparison(judge: str, a: str, b: str, **optional: Any) -> ComparisonResult:
     return ComparisonResult(
-        judge=judge, a=a, b=b, win_rate=interval(10), decisive=interval(20), length_controlled=interval(30),
-        p_value=0.25, ties=3, examples=17, failures=2, **optional,
-    )  # fmt: skip
+        judge=judge,
+        a=a,
+        b=b,
+        win_rate=interval(10),
+        decisive=interval(20),
+        length_controlled=interval(30),
+        p_value=0.25,
+        ties=3,
+        examples=17,
+        failures=2,
+        **optional,
+    )
 
 
 def responses(length: float) -> ResponseStatistics:
@@ -43,10 +52,20 @@ def responses(length: float) -> ResponseStatistics:
 
 
 COMPARISON: dict[str, float] = {
-    "win_rate": 10, "low": 9, "high": 11, "ties": 3, "examples": 17, "failures": 2, "p_value": 0.25,
-    "decisive": 20, "decisive/low": 19, "decisive/high": 21,
-    "length_controlled": 30, "length_controlled/low": 29, "length_controlled/high": 31,
-}  # fmt: skip
+    "win_rate": 10,
+    "low": 9,
+    "high": 11,
+    "ties": 3,
+    "examples": 17,
+    "failures": 2,
+    "p_value": 0.25,
+    "decisive": 20,
+    "decisive/low": 19,
+    "decisive/high": 21,
+    "length_controlled": 30,
+    "length_controlled/low": 29,
+    "length_controlled/high": 31,
+}
 SCORED: dict[str, float] = {
     "matched_length_gain": 40,
     "matched_length_gain/low": 39,
@@ -59,8 +78,12 @@ COMPARED: dict[str, float] = {
     "cost/tokens": 90,
 }
 RESPONSES: dict[str, float] = {
-    "rouge_l": 0.1, "ended": 0.2, "distinct_1": 0.3, "distinct_2": 0.4, "repetition": 0.5,
-}  # fmt: skip
+    "rouge_l": 0.1,
+    "ended": 0.2,
+    "distinct_1": 0.3,
+    "distinct_2": 0.4,
+    "repetition": 0.5,
+}
 WHOLE = EvaluationResults(
     comparisons=(
         comparison("gold", "policy", "sft", matched_length_gain=interval(40)),

@@ -13,10 +13,9 @@ from rlhf_tasks.config.judge import Retention
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import encode, encode_rows
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import probe_texts, retention
-from rlhf_tasks.judging.probe_texts import Choice
+from rlhf_tasks.judging import retention
 from rlhf_tasks.judging.results import RetentionResult
-from rlhf_tasks.judging.retention import Probes
+from rlhf_tasks.judging.retention import Choice, Probes
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from tests import small
@@ -27,8 +26,12 @@ POLICY = Path("models/policy")
 
 def measure(folder: Path, **changes: object) -> RetentionResult:
     settings = {
-        "num_examples": 6, "micro_batch_tokens": 256, "general": None, "questions": None, "tasks": None,
-    }  # fmt: skip
+        "num_examples": 6,
+        "micro_batch_tokens": 256,
+        "general": None,
+        "questions": None,
+        "tasks": None,
+    }
     results, _ = Probes(Retention.model_validate(settings | changes), Paths()).measure_all({"x": folder}, CPU)
     return results["x"]
 
@@ -85,11 +88,11 @@ def test_questions_of_demonstrations_have_the_next_completions_as_wrong_endings(
 
 
 def test_the_shipped_texts_and_questions_can_be_measured(models_here: Path) -> None:
-    questions = probe_texts.questions("english", Path())
+    questions = retention.read_questions("english", Path())
     assert len(questions) >= 30
     assert {len(question.endings) for question in questions} == {4}
     assert all(len(set(one.endings)) == 4 and one.endings[0].startswith(" ") for one in questions)
-    assert len(probe_texts.texts("english", Path())) >= 12
+    assert len(retention.read_texts("english", Path())) >= 12
     result = measure(Path("models/sft"), general="english", questions="english")
     assert result.multiple_choice is not None
     assert result.multiple_choice.low <= result.multiple_choice.value <= result.multiple_choice.high
@@ -99,12 +102,12 @@ def test_the_shipped_texts_and_questions_can_be_measured(models_here: Path) -> N
 def test_a_file_of_another_form_is_refused_with_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "probe.txt"
     with pytest.raises(UserError, match=r"cannot be read.*give english, or a file"):
-        probe_texts.texts("probe.txt", tmp_path)
+        retention.read_texts("probe.txt", tmp_path)
     file.write_text("\n\n", encoding="utf-8")
     with pytest.raises(UserError, match="holds no text"):
-        probe_texts.texts("probe.txt", tmp_path)
+        retention.read_texts("probe.txt", tmp_path)
     with pytest.raises(UserError, match="holds no question"):
-        probe_texts.questions("probe.txt", tmp_path)
+        retention.read_questions("probe.txt", tmp_path)
     file.write_text("A beginning\nright\nwrong\n\nAnother\nright\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"three lines or more.*'Another right' has fewer lines"):
-        probe_texts.questions("probe.txt", tmp_path)
+        retention.read_questions("probe.txt", tmp_path)

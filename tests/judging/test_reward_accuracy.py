@@ -17,8 +17,8 @@ from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import reward_accuracy
-from rlhf_tasks.judging.reward_accuracy import Row, accuracies, is_right, read, score
+from rlhf_tasks.judging import reward_models
+from rlhf_tasks.judging.reward_models import Row, accuracies, is_right, read, score
 from rlhf_tasks.models.load import load_reward, score_head
 from tests.conftest import CHAT
 
@@ -45,8 +45,10 @@ def test_every_chosen_response_must_score_higher_than_every_rejected_one() -> No
 def test_accuracy_is_by_subset_with_wilsons_interval() -> None:
     found = accuracies(["b", "a", "b", "b"], [True, False, True, False])
     assert {name: (one.value, one.count) for name, one in found.items()} == {
-        "b": (2 / 3, 3), "a": (0.0, 1), "all": (0.5, 4),
-    }  # fmt: skip
+        "b": (2 / 3, 3),
+        "a": (0.0, 1),
+        "all": (0.5, 4),
+    }
     expected = binomtest(2, 3).proportion_ci(0.95, method="wilson")
     assert (found["b"].low, found["b"].high) == pytest.approx((expected.low, expected.high))
 
@@ -135,6 +137,6 @@ def test_the_command_shows_and_writes_the_accuracies(
 def test_a_model_without_a_head_and_rows_that_are_too_long_are_refused(models_here: Path) -> None:
     rows = [Row("my " * 200, ("a",), ("the",), "s")]
     with pytest.raises(UserError, match="models/sft lacks its trained head"):
-        reward_accuracy.score(Path("models/sft"), rows, CPU)
+        reward_models.score(Path("models/sft"), rows, CPU)
     with pytest.raises(UserError, match=r"can read 128 tokens, and 2 of 2 responses are longer"):
-        reward_accuracy.score(Path("models/reward"), rows, CPU)
+        reward_models.score(Path("models/reward"), rows, CPU)

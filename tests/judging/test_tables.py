@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_tasks.judging.tables import group_of
+from rlhf_tasks.judging.summary import group_of
 
 
 @pytest.mark.parametrize(

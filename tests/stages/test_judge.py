@@ -17,8 +17,7 @@ from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import human_labels, summary
 from rlhf_tasks.judging.human_labels import Label, Pair
-from rlhf_tasks.judging.judges.build import build_judges
-from rlhf_tasks.judging.judges.scoring import ScoringJudge
+from rlhf_tasks.judging.judges.build import ScoringJudge, build_judges
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, save_checkpoint

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_tasks.config import Judging
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.optimised import optimised_judges
+from rlhf_tasks.judging.judges.comparisons import optimised_judges
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.project.paths import Paths

@@ -1,54 +1,119 @@
-"""Builds the judges of `judge.judges`."""
+"""Builds the judges of `judge.judges`, and the judges that score: the higher score wins in either order."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf_tasks.config import Judging
 from rlhf_tasks.config import judge as config
+from rlhf_tasks.data import synthetic
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.combined import RULES, CombinedJudge
-from rlhf_tasks.judging.judges.comparisons import Comparisons, Judge
-from rlhf_tasks.judging.judges.function import FunctionComparer
+from rlhf_tasks.judging import statistics
+from rlhf_tasks.judging.judges.comparisons import (
+    RULES,
+    CombinedJudge,
+    Comparer,
+    Comparisons,
+    Judge,
+    PairwiseJudge,
+    Question,
+    Reply,
+    required_judges,
+)
 from rlhf_tasks.judging.judges.local import LocalComparer, RankerComparer
-from rlhf_tasks.judging.judges.optimised import required_judges
-from rlhf_tasks.judging.judges.pairwise import PairwiseJudge
-from rlhf_tasks.judging.judges.scoring import ScoringJudge, gold_facets, score_gold
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
-from rlhf_tasks.scoring.function import FunctionScorer
+from rlhf_tasks.scoring.function import ColumnsFunction, FunctionScorer
+from rlhf_tasks.scoring.protocol import Responses, Scorer, read_scores
 from rlhf_tasks.scoring.verifier import Verifier
 
 if TYPE_CHECKING:
     from rlhf_tasks.judging.human_labels import Label
     from rlhf_tasks.judging.judges.llm import Trace
 
+Facets = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
+"""Means of other measures over prompts and their responses."""
 
-class MemoizedJudge:
-    """A judge that remembers its comparisons, so that a combined judge does not repeat them."""
 
-    def __init__(self, judge: Judge) -> None:
-        self.name = judge.name
-        self._judge = judge
-        self._known: dict[tuple[tuple[str, ...] | str, ...], Comparisons] = {}
+class ScoringJudge:
+    """A judge made of a scorer; a score that is not finite is a failure.
+
+    A set of responses is scored once, however often it is compared.
+    """
+
+    def __init__(self, name: str, scorer: Scorer, facets: Facets = lambda prompts, responses: {}) -> None:
+        self.name = name
+        self._scorer, self._facets = scorer, facets
+        self._known: dict[tuple[tuple[str, ...], tuple[str, ...], str], list[float]] = {}
+
+    def _scores(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> list[float]:
+        key = (tuple(prompts), tuple(responses), repr(columns))
+        if key not in self._known:
+            scores: list[float] = self._scorer(Responses.of_texts(prompts, responses, columns)).tolist()
+            self._known[key] = [score if math.isfinite(score) else math.nan for score in scores]
+        return self._known[key]
 
     def compare(
         self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], columns: Columns = NONE
     ) -> Comparisons:
-        key = (tuple(prompts), tuple(a), tuple(b), repr(columns))
-        if key not in self._known:
-            self._known[key] = self._judge.compare(prompts, a, b, columns)
-        return self._known[key]
+        scores = np.array(self._scores(prompts, a, columns)), np.array(self._scores(prompts, b, columns))
+        outcomes = statistics.outcomes(*scores)
+        failed = np.isnan(outcomes).nonzero()[0].tolist()
+        return Comparisons(outcomes, scores=scores, failures=dict.fromkeys(failed, "no finite score"))
 
     def facets(
         self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
     ) -> dict[str, float]:
-        return self._judge.facets(prompts, responses, columns)
+        finite = [score for score in self._scores(prompts, responses, columns) if not math.isnan(score)]
+        mean = {"score": sum(finite) / len(finite)} if finite else {}
+        return self._facets(prompts, responses) | mean
+
+
+def score_gold(rows: Responses) -> Tensor:
+    """(B,) float64: the synthetic task's own score, which knows the facts of every post."""
+    return torch.tensor(synthetic.gold_scores(rows.prompts, rows.texts), dtype=torch.float64)
+
+
+def gold_facets(prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+    """What the gold score is made of."""
+    scores = [synthetic.gold(p, r) for p, r in zip(prompts, responses, strict=True)]
+    names = ("coverage", "faithfulness", "brevity")
+    return {name: sum(getattr(s, name) for s in scores) / len(scores) for name in names}
+
+
+class FunctionComparer:
+    """A `Comparer`: `function(prompts, a, b, **columns)` gives per pair the probability that `a` is better.
+
+    None is a failure.
+
+    Raises:
+        UserError: as `ColumnsFunction`, and if it does not return one number from 0 to 1, or None, per pair.
+    """
+
+    def __init__(self, function: str, key: str, root: Path, columns: Collection[str] = ()) -> None:
+        self._function = ColumnsFunction(function, key, root, columns, num_lists=3)
+
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
+        returned = self._function(*zip(*questions, strict=True), columns=columns)
+        if isinstance(returned, Iterable):
+            returned = [math.nan if x is None else x for x in returned]
+        found = read_scores(self._function.name, returned, len(questions), per="pair").tolist()
+        wrong = next((x for x in found if x < 0 or x > 1), None)
+        if wrong is not None:
+            raise UserError(
+                f"{self._function.name} must return a probability or None per pair, but gave {wrong:g}"
+            )
+        return [Reply.failed("the function cannot tell") if math.isnan(x) else Reply(x) for x in found]
 
 
 def build_judges(
@@ -83,16 +148,20 @@ def build_judges(
         raise UserError(
             f"judge.judges: gold knows the synthetic task only, data.source is {source!r}; use reward_model"
         )
-    judges: dict[str, Judge] = {
-        one.name: MemoizedJudge(
-            build_judge(
-                one, device, settings.max_failure_share, paths, trace=trace, num_traces=settings.num_traces,
-                labels=labels, functions_root=functions_root, columns=columns,
+    judges: dict[str, Judge] = {}
+    for one in settings.judges:
+        if not isinstance(one, config.CombinedJudge) and one.name in required:
+            judges[one.name] = build_judge(
+                one,
+                device,
+                settings.max_failure_share,
+                paths,
+                trace=trace,
+                num_traces=settings.num_traces,
+                labels=labels,
+                functions_root=functions_root,
+                columns=columns,
             )
-        )
-        for one in settings.judges
-        if not isinstance(one, config.CombinedJudge) and one.name in required
-    }  # fmt: skip
     for one in settings.judges:
         if isinstance(one, config.CombinedJudge) and one.name in selected:
             judges[one.name] = CombinedJudge(one.name, RULES[one.kind], [judges[name] for name in one.judges])
@@ -117,27 +186,30 @@ def build_judge(
     Raises:
         UserError: as `build_judges`.
     """
-    root = paths.root
-    if isinstance(one, config.GoldJudge):
-        return ScoringJudge(one.name, score_gold, gold_facets)
-    if isinstance(one, config.RewardModelJudge):
-        return ScoringJudge(one.name, reward_model.load(root / one.path, device))
-    if isinstance(one, config.FunctionJudge) and one.pairwise:
-        own = FunctionComparer(one.function, key, functions_root or root, columns)
-        return PairwiseJudge(one.name, own, max_failure_share)
-    if isinstance(one, config.FunctionJudge):
-        return ScoringJudge(one.name, FunctionScorer(one.function, key, functions_root or root, columns))
-    if isinstance(one, config.VerifierJudge):
-        return ScoringJudge(one.name, Verifier(one.checks, one.format))
-    if isinstance(one, config.LlmJudge):
-        # The import takes a second: only configurations with such a judge pay for it.
-        from rlhf_tasks.judging.judges.llm import LlmComparer
+    root, own_root = paths.root, functions_root or paths.root
+    comparer: Comparer
+    match one:
+        case config.GoldJudge():
+            return ScoringJudge(one.name, score_gold, gold_facets)
+        case config.RewardModelJudge():
+            return ScoringJudge(one.name, reward_model.load(root / one.path, device))
+        case config.VerifierJudge():
+            return ScoringJudge(one.name, Verifier(one.checks, one.format))
+        case config.FunctionJudge(pairwise=False):
+            return ScoringJudge(one.name, FunctionScorer(one.function, key, own_root, columns))
+        case config.FunctionJudge():
+            comparer = FunctionComparer(one.function, key, own_root, columns)
+        case config.LlmJudge():
+            # The import takes a second: only configurations with such a judge pay for it.
+            from rlhf_tasks.judging.judges.llm import LlmComparer
 
-        llm = LlmComparer(
-            one, max_failure_share, paths, key=key, trace=trace, num_traces=num_traces, labels=labels
-        )
-        return PairwiseJudge(one.name, llm, max_failure_share)
-    if isinstance(one, config.LocalJudge):
-        return PairwiseJudge(one.name, LocalComparer(one, device, root, key), max_failure_share)
-    assert isinstance(one, config.PairRmJudge), "a combined judge is built from other judges"
-    return PairwiseJudge(one.name, RankerComparer(one, device, root, key), max_failure_share)
+            comparer = LlmComparer(
+                one, max_failure_share, paths, key=key, trace=trace, num_traces=num_traces, labels=labels
+            )
+        case config.LocalJudge():
+            comparer = LocalComparer(one, device, root, key)
+        case config.PairRmJudge():
+            comparer = RankerComparer(one, device, root, key)
+        case _:
+            raise AssertionError("a combined judge is built from other judges")
+    return PairwiseJudge(one.name, comparer, max_failure_share)

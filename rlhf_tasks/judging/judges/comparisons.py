@@ -1,19 +1,29 @@
-"""What a judge is, and the outcomes of its comparisons. N prompts.
+"""What a judge is, and what needs no model: comparisons in both orders, combined judges, prompts. No torch.
 
-Two kinds of judges implement one Protocol: those that give each response a score (scoring.py), and those
-that compare two responses and prefer one (pairwise.py). combined.py makes one judge of several.
+Two kinds of judges implement the Protocol `Judge`: those that score each response (build.py), and those that
+compare two responses, each pair in both orders, since many models favor a place. N prompts.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from rlhf_tasks.data.columns import NONE, Columns
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_tasks.config import Judging
+from rlhf_tasks.config import judge as config
+from rlhf_tasks.data.columns import NONE, Columns, take
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.statistics import Floats
+from rlhf_tasks.models import contracts
 
 EXCERPT_CHARACTERS = 200
 
@@ -79,3 +89,205 @@ def too_many_failures(judge: str, reasons: Collection[str], what: str, max_share
 def excerpt(text: str) -> str:
     """The beginning of a text, short enough for a message."""
     return text[:EXCERPT_CHARACTERS] + ("…" if len(text) > EXCERPT_CHARACTERS else "")
+
+
+class Question(NamedTuple):
+    prompt: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Probability that the response shown first is the better one; NaN, with the reason, after a failure."""
+
+    probability: float
+    failure: str = ""
+    num_tokens: int = 0
+
+    @classmethod
+    def failed(cls, reason: str, num_tokens: int = 0) -> Reply:
+        return cls(math.nan, reason, num_tokens)
+
+
+class Comparer(Protocol):
+    """A model that replies to questions."""
+
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
+        """A reply to each question, in order; `columns` are those of the questions' rows.
+
+        Raises:
+            UserError: if the model cannot reply at all, or as soon as more than `max_failures` replies have
+                failed.
+        """
+
+
+class PairwiseJudge:
+    """A judge that compares each pair in both orders.
+
+    A preference that changes with the order is a tie. Two equal responses are a tie, and the model does not
+    see them. Comparisons are remembered, so that a combined judge repeats no question.
+    """
+
+    def __init__(self, name: str, comparer: Comparer, max_failure_share: float) -> None:
+        self.name = name
+        self._comparer, self._max_failure_share = comparer, max_failure_share
+        self._known: dict[tuple[tuple[str, ...] | str, ...], Comparisons] = {}
+
+    def compare(
+        self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], columns: Columns = NONE
+    ) -> Comparisons:
+        key = (tuple(prompts), tuple(a), tuple(b), repr(columns))
+        if key in self._known:
+            return self._known[key]
+        differ = [i for i in range(len(prompts)) if a[i] != b[i]]
+        questions = [Question(prompts[i], *order) for i in differ for order in ((a[i], b[i]), (b[i], a[i]))]
+        # Two failed replies to one pair are one failed comparison: fewer failed replies prove nothing yet.
+        max_failures = 2 * self._max_failure_share * len(prompts)
+        rows = take(columns, [i for i in differ for _ in range(2)])
+        replies = self._comparer(questions, max_failures, rows) if questions else []
+        a_first, a_second = np.full(len(prompts), np.nan), np.full(len(prompts), np.nan)
+        outcomes = np.full(len(prompts), 0.5)
+        failures: dict[int, str] = {}
+        for i, first, second in zip(differ, replies[0::2], replies[1::2], strict=True):
+            a_first[i], a_second[i] = first.probability, 1 - second.probability
+            if first.failure or second.failure:
+                failures[i] = first.failure or second.failure
+        outcomes[differ] = statistics.both_orders(a_first[differ], a_second[differ])
+        self._known[key] = Comparisons(
+            outcomes,
+            orders=(a_first, a_second),
+            failures=failures,
+            num_replies=len(replies),
+            num_tokens=sum(reply.num_tokens for reply in replies),
+        )
+        return self._known[key]
+
+    def facets(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> dict[str, float]:
+        return {}
+
+
+Rule = Callable[[Floats], Floats]
+"""(M, N) outcomes of M judges → (N,) outcomes of the combined judge."""
+
+
+def all_of(outcomes: NDArray[np.float64]) -> Floats:
+    """A win or a loss needs all judges; a failure of one is a failure; everything else is a tie."""
+    won, lost = (outcomes == 1).all(axis=0), (outcomes == 0).all(axis=0)
+    return np.where(np.isnan(outcomes).any(axis=0), np.nan, 0.5 + 0.5 * won - 0.5 * lost)
+
+
+def majority(outcomes: NDArray[np.float64]) -> Floats:
+    """The side that more judges prefer; equal numbers are a tie. Failures of half of them are a failure."""
+    lead = np.sign((outcomes == 1).sum(axis=0) - (outcomes == 0).sum(axis=0))
+    failed = 2 * np.isnan(outcomes).sum(axis=0) >= len(outcomes)
+    return np.where(failed, np.nan, 0.5 + 0.5 * lead)
+
+
+RULES: Mapping[str, Rule] = {"all_of": all_of, "majority": majority}
+
+
+class CombinedJudge:
+    """A judge made of others by one of the rules. It adds nothing to their cost."""
+
+    def __init__(self, name: str, rule: Rule, judges: Sequence[Judge]) -> None:
+        self.name = name
+        self._rule, self._judges = rule, judges
+
+    def compare(
+        self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], columns: Columns = NONE
+    ) -> Comparisons:
+        outcomes = self._rule(
+            np.stack([judge.compare(prompts, a, b, columns).outcomes for judge in self._judges])
+        )
+        failed = np.isnan(outcomes).nonzero()[0].tolist()
+        names = ", ".join(judge.name for judge in self._judges)
+        return Comparisons(outcomes, failures=dict.fromkeys(failed, f"too many of {names} failed"))
+
+    def facets(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> dict[str, float]:
+        return {}
+
+
+PROMPTS = Path(__file__).parent / "prompts"
+Question._fields = Question._fields
+LETTERS = ("A", "B")
+_FIELD = re.compile("{(" + "|".join(Question._fields) + ")}")
+
+
+def shipped_prompts() -> list[str]:
+    return sorted(file.stem for file in PROMPTS.glob("*.txt"))
+
+
+def load_prompt(name: str, key: str, root: Path) -> str:
+    """The text of a shipped prompt, or of a file below `root`; `key` is the parameter that names it.
+
+    Raises:
+        UserError: if the file cannot be read, or lacks a field.
+    """
+    file = PROMPTS / f"{name}.txt" if name in shipped_prompts() else root / name
+    try:
+        text = file.read_text(encoding="utf-8").rstrip("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{key}: the prompt {name!r} cannot be read ({error}); give "
+            f"{', '.join(shipped_prompts())}, or a file"
+        ) from None
+    missing = [f"{{{field}}}" for field in Question._fields if f"{{{field}}}" not in text]
+    if missing:
+        raise UserError(f"{key}: the prompt {file} lacks {', '.join(missing)}; add each of them to the file")
+    return text
+
+
+def fill_prompt(text: str, question: Question) -> str:
+    """The text with its fields replaced, in one pass: braces in a response stay as they are."""
+    return _FIELD.sub(lambda match: str(getattr(question, match[1])), text)
+
+
+def required_judges(settings: Judging, names: Sequence[str]) -> set[str]:
+    """The judges `names`, by default all, and the judges that the combined ones among them are made of."""
+    selected = set(names) or {judge.name for judge in settings.judges}
+    combined = (j for j in settings.judges if isinstance(j, config.CombinedJudge) and j.name in selected)
+    return selected | {part for judge in combined for part in judge.judges}
+
+
+def optimised_judges(
+    settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
+) -> dict[str, str]:
+    """Judges that are a reward model which PPO optimised for `policy`: name → folder as configured.
+
+    Only judges that `names` need are considered. Their folders are below `root`. Weights identify a reward
+    model, whatever its folder is called. Empty for a policy whose rlhf.json names no reward model.
+    """
+    return _with_weights(settings, contracts.optimized_rewards(policy), root, names)
+
+
+def selecting_judges(
+    settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
+) -> dict[str, str]:
+    """Judges that are the reward model by which PPO chose the checkpoint `policy`: as `optimised_judges`."""
+    chosen_by = contracts.read_identity(policy).get("chosen_by")
+    return _with_weights(settings, {chosen_by} if chosen_by else set(), root, names)
+
+
+def has_reward(policy: Path) -> bool:
+    """False for a policy that says of itself that only dummy scorers have trained it."""
+    return bool(contracts.read_identity(policy).get("reward") != "none")
+
+
+def _with_weights(settings: Judging, rewards: Set[str], root: Path, names: Sequence[str]) -> dict[str, str]:
+    required = required_judges(settings, names)
+    return {
+        judge.name: judge.path
+        for judge in settings.judges
+        if rewards
+        and isinstance(judge, config.RewardModelJudge)
+        and judge.name in required
+        and contracts.has_model(root / judge.path)
+        and contracts.fingerprint(root / judge.path) in rewards
+    }

@@ -2,15 +2,25 @@
 
 Each reply is kept under its question, model and endpoint: no question is paid for twice, and the preference
 is read from the kept text each time. The client library does the retries, the waiting and `Retry-After`.
+
+MLflow shows feedback beside a traced reply, under the judge's name: the judge's preference and people's, with
+the same values. From human feedback of that name MLflow measures and aligns a judge. A label is also an
+expectation of that name, the known answer that MLflow gives to its scorers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
+import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import openai
@@ -19,13 +29,16 @@ from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LlmJudge
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges import assessments, prompt_templates
-from rlhf_tasks.judging.judges.assessments import Labels
-from rlhf_tasks.judging.judges.cache import Cache
-from rlhf_tasks.judging.judges.comparisons import excerpt, too_many_failures
-from rlhf_tasks.judging.judges.pairwise import Question, Reply
-from rlhf_tasks.judging.judges.replies import Malformed, record_of, reply_of
-from rlhf_tasks.project import hashing
+from rlhf_tasks.judging.judges.comparisons import (
+    LETTERS,
+    Question,
+    Reply,
+    excerpt,
+    fill_prompt,
+    load_prompt,
+    too_many_failures,
+)
+from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking.events import Assessment
 
@@ -85,9 +98,12 @@ class LlmComparer:
     ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
         self._trace = trace if num_traces else None
-        self._num_traces, self._labels = num_traces, Labels(labels)
+        self._num_traces = num_traces
+        self._labels: dict[tuple[str, frozenset[str]], list[Label]] = defaultdict(list)
+        for label in labels:
+            self._labels[label.pair.key].append(label)
         self._traced = set[str]()
-        self._prompt = prompt_templates.load(settings.prompt, key, paths.root)
+        self._prompt = load_prompt(settings.prompt, key, paths.root)
         self._key, self._cache = _key(settings), Cache(paths.home / FILE)
         self._longest_wait_seconds = longest_wait_seconds
         self.spent = Spent()
@@ -95,7 +111,7 @@ class LlmComparer:
     def __call__(
         self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
     ) -> list[Reply]:
-        requests = [self._request(prompt_templates.fill(self._prompt, question)) for question in questions]
+        requests = [self._request(fill_prompt(self._prompt, question)) for question in questions]
         keys = [
             hashing.json_sha256({"endpoint": self._settings.base_url, "request": request})
             for request in requests
@@ -129,7 +145,7 @@ class LlmComparer:
         """
         now = round(time.time() * 1000)
         for question, request, key, reply in zip(questions, requests, keys, replies, strict=True):
-            labels = self._labels.of(question)
+            labels = self._labels.get((question.prompt, frozenset(question[1:])), [])
             if key in self._traced or not (labels or self._num_traces):
                 continue
             self._traced.add(key)
@@ -142,8 +158,8 @@ class LlmComparer:
             end = start + record.get("milliseconds", 0)
             name = self._settings.name
             said = [
-                assessments.of_judge(name, self._settings.model, reply, text, end),
-                *assessments.of_people(name, question, labels, end),
+                judge_assessment(name, self._settings.model, reply, text, end),
+                *human_assessments(name, question, labels, end),
             ]
             trace(f"judge {name}", request, outputs, start=start, end=end, assessments=said)
 
@@ -187,19 +203,20 @@ class LlmComparer:
                         too_many_failures(self._settings.name, failed.values(), what, self._max_failure_share)
                     )
 
-        with console.progress(f"judge {self._settings.name}", len(todo), unit="replies") as bar:
-            async with self._client() as client, asyncio.TaskGroup() as workers:
-                for _ in range(min(self._settings.concurrency, len(todo))):
+        settings = self._settings
+        client = openai.AsyncOpenAI(
+            base_url=settings.base_url,
+            api_key=self._key,
+            timeout=settings.timeout_seconds,
+            max_retries=settings.max_retries,
+        )
+        with console.progress(f"judge {settings.name}", len(todo), unit="replies") as bar:
+            async with client, asyncio.TaskGroup() as workers:
+                for _ in range(min(settings.concurrency, len(todo))):
                     workers.create_task(work())
         if stops:
             raise stops[0]
         return failed
-
-    def _client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=self._settings.base_url, api_key=self._key, timeout=self._settings.timeout_seconds,
-            max_retries=self._settings.max_retries,
-        )  # fmt: skip
 
     def _check_budget(self, num_requested: int) -> None:
         budget, spent = self._settings.budget, self.spent
@@ -233,7 +250,11 @@ class LlmComparer:
             took = round((time.monotonic() - start) * 1000)
             record = record_of(response.text) | {"asked_at": asked_at, "milliseconds": took}
         except REFUSED as error:
-            raise UserError(self._refusal(error)) from None
+            given = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
+            raise UserError(
+                f"judge {settings.name}: {settings.base_url} returned status {error.status_code} for model "
+                f"{settings.model!r}, {given}: {excerpt(error.message)}"
+            ) from None
         except openai.APIStatusError as error:
             return f"status {error.status_code}: {excerpt(error.message)}"
         except (openai.APIConnectionError, TimeoutError, Malformed) as error:
@@ -247,14 +268,6 @@ class LlmComparer:
             )
         return reply_of(record).failure
 
-    def _refusal(self, error: openai.APIStatusError) -> str:
-        settings = self._settings
-        key = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
-        return (
-            f"judge {settings.name}: {settings.base_url} returned status {error.status_code} for model "
-            f"{settings.model!r}, {key}: {excerpt(error.message)}"
-        )
-
 
 def _key(settings: LlmJudge) -> str:
     if settings.key_variable is None:
@@ -266,3 +279,172 @@ def _key(settings: LlmJudge) -> str:
             "it, or set key_variable to null for a server that needs none"
         )
     return key
+
+
+_PREFERENCE = re.compile(r"\W*(?:(?i:verdict|answer|better|preferred)\W+)?([AB])\W*")
+
+
+class Malformed(ValueError):
+    """A body that is not a chat completion; the message shows it."""
+
+
+def record_of(body: str) -> dict[str, Any]:
+    """What is kept of a chat completion: text, refusal, log-probs of the letter's rivals, tokens, model.
+
+    Raises:
+        Malformed: if the body is not a chat completion.
+    """
+    try:
+        tree = json.loads(body)
+        choice = tree["choices"][0]
+        message, usage = choice["message"], tree.get("usage") or {}
+        listed = (choice.get("logprobs") or {}).get("content") or []
+        place = _letter_token([token["token"] for token in listed])
+        rivals = (
+            {}
+            if place is None
+            else {
+                t["token"]: t["logprob"] for t in [*(listed[place].get("top_logprobs") or []), listed[place]]
+            }
+        )
+        text, refusal = message.get("content"), message.get("refusal")
+        if not isinstance(text, str | None) or not isinstance(refusal, str | None):
+            raise TypeError("content is not a text")
+        tokens = usage.get("total_tokens")
+        return {
+            "text": text or "",
+            "refusal": refusal or "",
+            "letters": rivals,
+            "tokens": tokens if isinstance(tokens, int) else None,
+            "model": str(tree.get("model", "")),
+        }
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise Malformed(f"this is not a chat completion: {excerpt(body)!r}") from error
+
+
+def _letter(token: str) -> str:
+    """The token without punctuation: `**B` and ` (B)` are the letter B."""
+    return re.sub(r"[\W_]", "", token)
+
+
+def _letter_token(tokens: Sequence[str]) -> int | None:
+    """The place of the token that is the last letter, if only an end-of-reply token comes after it."""
+    for place in reversed(range(len(tokens))):
+        if re.sub(r"<[^>]*>|[\W_]", "", tokens[place]):
+            return place if _letter(tokens[place]) in LETTERS else None
+    return None
+
+
+def reply_of(record: Mapping[str, Any]) -> Reply:
+    """The preference that a kept record states.
+
+    Its last line must be one letter; a word such as `Verdict:` may come before it. Where the server gave
+    the log-probs of that token, the probability is the letter's against the other's; else it is 1 or 0.
+    """
+    tokens = record["tokens"] or 0
+    lines = [line for line in record["text"].splitlines() if line.strip()]
+    match = _PREFERENCE.fullmatch(lines[-1]) if lines else None
+    if match is None:
+        text = f"a refusal: {record['refusal']}" if record["refusal"] else repr(record["text"])
+        return Reply.failed(f"the reply does not end with A or B: {excerpt(text)}", tokens)
+    if not record["letters"]:
+        return Reply(float(match[1] == LETTERS[0]), num_tokens=tokens)
+    masses = dict.fromkeys(LETTERS, 0.0)
+    for token, logprob in record["letters"].items():
+        if _letter(token) in masses:
+            masses[_letter(token)] += math.exp(logprob)
+    total = sum(masses.values())
+    probability = masses[LETTERS[0]] / total if total > 0 else float(match[1] == LETTERS[0])
+    return Reply(probability, num_tokens=tokens)
+
+
+class Cache:
+    """Records by key; the key is `hashing.json_sha256` of everything that decides a reply."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for line in path.read_bytes().splitlines():
+                self._read(line)
+
+    def _read(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if isinstance(record, dict) and isinstance(record.get("key"), str):
+            self._known[record["key"]] = record
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        return self._known.get(key)
+
+    def add(self, key: str, record: Mapping[str, Any]) -> None:
+        kept = {"key": key, **record}
+        atomic.append_line(self._path, json.dumps(kept))
+        self._known[key] = kept
+
+
+TIE = "tie"
+UNNAMED = "rlhf label"
+"""The source of a label that does not say who gave it."""
+
+
+def judge_assessment(name: str, model: str, reply: Reply, text: str, time: int) -> Assessment:
+    """The preference that a reply states, or the reason why it states none; `text` is the whole reply.
+
+    `time` is in milliseconds since 1970. A reply of several lines is its own rationale.
+    """
+    probability = {} if reply.failure else {"probability_of_A": f"{reply.probability:.4g}"}
+    return Assessment(
+        name=name,
+        kind="feedback",
+        source="LLM_JUDGE",
+        by=model,
+        time=time,
+        value=None if reply.failure else _preferred(reply.probability),
+        error=reply.failure,
+        rationale=text.strip() if len(text.strip().splitlines()) > 1 else "",
+        metadata=probability,
+    )
+
+
+def human_assessments(name: str, question: Question, labels: Sequence[Label], time: int) -> list[Assessment]:
+    """Each label as feedback and as an expectation, in the order in which the question shows its pair.
+
+    `time`, in milliseconds since 1970, stands in where a label has no time that can be read.
+    """
+    said: list[Assessment] = []
+    for label in labels:
+        if label.outcome is None:
+            continue
+        shows_a_first = label.pair.answer_a == question.first
+        feedback = Assessment(
+            name=name,
+            kind="feedback",
+            source="HUMAN",
+            by=label.by or UNNAMED,
+            time=_milliseconds(label.when) or time,
+            error="",
+            rationale="",
+            metadata={},
+            value=_preferred(label.outcome if shows_a_first else 1 - label.outcome),
+        )
+        said += [feedback, {**feedback, "kind": "expectation"}]
+    return said
+
+
+def _milliseconds(when: str) -> int | None:
+    """An ISO 8601 time in milliseconds since 1970; None for other text."""
+    try:
+        return round(datetime.fromisoformat(when).timestamp() * 1000)
+    except ValueError:
+        return None
+
+
+def _preferred(probability: float) -> str:
+    """The letter of the preferred response, by the probability that the first one is better."""
+    return TIE if probability == 0.5 else LETTERS[probability < 0.5]

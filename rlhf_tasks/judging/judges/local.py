@@ -19,9 +19,7 @@ from rlhf_tasks.data.batches import Batch, collate, load_tokenizer, micro_batche
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges import prompt_templates
-from rlhf_tasks.judging.judges.pairwise import Question, Reply
-from rlhf_tasks.judging.judges.prompt_templates import LETTERS
+from rlhf_tasks.judging.judges.comparisons import LETTERS, Question, Reply, fill_prompt, load_prompt
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_classifier, place
 
 
@@ -38,7 +36,7 @@ class LocalComparer:
 
     def __init__(self, settings: LocalJudge, device: torch.device, root: Path, key: str = LISTED) -> None:
         self._max_tokens = settings.micro_batch_tokens
-        self._prompt = prompt_templates.load(settings.prompt, key, root)
+        self._prompt = load_prompt(settings.prompt, key, root)
         source = _source(settings, root)
         self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
         self._model = place(load_causal(source, settings.revision), device).eval()
@@ -52,7 +50,7 @@ class LocalComparer:
     def __call__(
         self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
     ) -> list[Reply]:
-        ids = [self._ids(prompt_templates.fill(self._prompt, question)) for question in questions]
+        ids = [self._ids(fill_prompt(self._prompt, question)) for question in questions]
         longest = num_readable(self._model, self._tokenizer)
         return _replies(ids, longest, self._model, self._max_tokens, self._batch, self._probabilities)
 
@@ -73,9 +71,12 @@ class LocalComparer:
     def _probabilities(self, batch: Batch) -> Tensor:
         """(B,) probability of A."""
         out = self._model(
-            input_ids=batch.query_response, attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids, use_cache=False, logits_to_keep=1,
-        )  # fmt: skip
+            input_ids=batch.query_response,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=1,
+        )
         logits = out.logits[:, -1].float()
         a, b = (logits[:, tokens].logsumexp(dim=1) for tokens in self._letters)
         probability: Tensor = (a - b).sigmoid()
@@ -96,7 +97,7 @@ class RankerComparer:
 
     def __init__(self, settings: PairRmJudge, device: torch.device, root: Path, key: str = LISTED) -> None:
         self._max_tokens = settings.micro_batch_tokens
-        self._prompt = prompt_templates.load(settings.prompt, key, root)
+        self._prompt = load_prompt(settings.prompt, key, root)
         source = _source(settings, root)
         self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
         model = load_classifier(source, settings.revision)
@@ -112,7 +113,7 @@ class RankerComparer:
     def __call__(
         self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
     ) -> list[Reply]:
-        texts = [prompt_templates.fill(self._prompt, question) for question in questions]
+        texts = [fill_prompt(self._prompt, question) for question in questions]
         ids: list[Ids] = self._tokenizer(texts)["input_ids"]
         longest = num_readable(self._model, self._tokenizer)
         return _replies(ids, longest, self._model, self._max_tokens, self._batch, self._probabilities)
