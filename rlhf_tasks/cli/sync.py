@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rlhf_tasks.tracking.uploader import sync
+    from rlhf_tasks.tracking.sync import sync
 
     paths = Paths()
     dvc_files.graph(paths.root)  # refuses a folder without a project: it has no runs to deliver
