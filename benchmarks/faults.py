@@ -90,7 +90,7 @@ FAULTS: Sequence[Fault] = (
         "test_machines_that_the_launch_does_not_know_are_refused",
     ),
     Fault(
-        "A flow, DVC or the uploader is killed",
+        "A flow or DVC is killed",
         "the next run restores the stages that ended, and resumes the one that did not",
         "tests/training/test_killed.py",
         "test_a_flow_killed_at_random_moments_ends_with_the_same_bytes",
@@ -164,7 +164,7 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "MLflow stops during a run, and starts again",
         "training does not wait; MLflow gets every point once",
-        "tests/tracking/test_uploader.py",
+        "tests/tracking/test_sync.py",
         "test_a_server_that_dies_midway_gets_every_point_and_trace_once",
     ),
     Fault(

@@ -31,7 +31,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import HOST, Daemon, free_port, is_free
 from rlhf_tasks.tracking import context, dashboard, links, local_pages
 from rlhf_tasks.tracking.outbox import Outbox
-from rlhf_tasks.tracking.uploader import sync
+from rlhf_tasks.tracking.sync import sync
 
 READY_SECONDS = 180.0  # a busy machine needs minutes where a resting one needs seconds
 END_SECONDS = {"worker": 35.0, "mlflow": 5.0, "prefect": 10.0}  # the worker's runs save their state first

@@ -137,7 +137,7 @@ def test_torch_free_modules_load_no_torch(module: str) -> None:
 
 
 def test_training_stages_load_no_library_before_they_need_it() -> None:
-    """Each of these takes a second or more, and most runs do not use it; MLflow belongs to the uploader."""
+    """Each of these takes a second or more, and most runs do not use it; MLflow is loaded by a thread."""
     code = (
         f"import sys, {', '.join(TRAINING_STAGES)}\n"
         f"loaded = {set(LATE)} & sys.modules.keys()\n"

@@ -228,7 +228,7 @@ def generate(
 
 def sync() -> int:
     """Deliver runs to MLflow that could not be delivered before."""
-    from rlhf_tasks.tracking.uploader import sync as deliver
+    from rlhf_tasks.tracking.sync import sync as deliver
 
     delivered, failed = deliver(project().home)
     console.say(f"{delivered} run(s) delivered to MLflow")

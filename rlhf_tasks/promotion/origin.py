@@ -13,7 +13,7 @@ from rlhf_tasks.project import dvc_files, git, hashing
 from rlhf_tasks.promotion import weights
 from rlhf_tasks.promotion.candidate import Candidate
 from rlhf_tasks.promotion.registry import Registry
-from rlhf_tasks.tracking.uploader import sync
+from rlhf_tasks.tracking.sync import sync
 
 
 def describe(

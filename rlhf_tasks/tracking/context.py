@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -28,7 +27,8 @@ HTTP_BOUNDS = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",
-}  # MLflow's defaults block for minutes, and lose traces when the uploader ends
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}  # MLflow's defaults block for minutes, and lose traces when the process ends
 
 
 def is_main_rank() -> bool:
@@ -139,13 +139,6 @@ def device() -> str:
     if torch is not None and torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
     return f"cpu ({os.cpu_count()} cores, {platform.machine()})"
-
-
-def uploader_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Bounded requests and one thread, without the launcher's variables and the stage's run."""
-    others = ("MLFLOW_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", STAGE_RUN)
-    kept = {k: v for k, v in environment.items() if k not in others}
-    return {"MLFLOW_DISABLE_TELEMETRY": "true", **HTTP_BOUNDS, **kept, "OMP_NUM_THREADS": "1"}
 
 
 def bound_requests() -> None:

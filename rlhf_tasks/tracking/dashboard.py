@@ -11,8 +11,8 @@ from pathlib import Path
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.processes import HOST, free_port
-from rlhf_tasks.tracking import context, local_pages, view
-from rlhf_tasks.tracking.uploader import sync
+from rlhf_tasks.tracking import local_pages, view
+from rlhf_tasks.tracking.sync import sync
 
 UNNAMED = "0"  # MLflow's default experiment, for runs that name none
 
@@ -65,4 +65,5 @@ def server_command(home: Path, port: int) -> list[str]:
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """No telemetry, and no job runners: nothing here gives jobs to MLflow."""
-    return {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **context.uploader_environment(environment)}
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return {**quiet, **environment, "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from rlhf_tasks.config import Stage
 
 PIPELINE = "pipeline"  # the `stage` of a pipeline's own run
-REPORT_PAGE = "{report}"  # in a tag: the address of the run's report, which the uploader knows
+REPORT_PAGE = "{report}"  # in a tag: the address of the run's report, which MLflow knows by the run's id
 
 
 class Header(TypedDict):
@@ -112,7 +112,7 @@ class Artifact(TypedDict):
 
 
 class Figure(TypedDict):
-    """A figure that the uploader draws from the CSV file `table` of the run's folder."""
+    """A figure that is drawn on delivery, from the CSV file `table` of the run's folder."""
 
     kind: Literal["figure"]
     time: int

@@ -14,7 +14,7 @@ from rlhf_tasks.tracking import view
 
 MLFLOW_URL = "RLHF_MLFLOW_URL"  # the environment's name for the dashboard's address, as a browser sees it
 REQUEST_SECONDS = 5.0
-WAIT_SECONDS, POLL_SECONDS = 10.0, 0.25  # until the uploader has imported MLflow and created the first run
+WAIT_SECONDS, POLL_SECONDS = 10.0, 0.25  # until MLflow was imported and has the first run
 
 
 def server(uri: str | None) -> str | None:

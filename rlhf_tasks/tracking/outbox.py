@@ -37,12 +37,8 @@ class State:
     """Bytes of the record that MLflow has for certain."""
     size: int = 0
     """Bytes of the record at the last attempt; what follows holds for a record of this size only."""
-    ended: bool = False
-    """MLflow shows the run as over; its figure may be missing."""
     closed: bool = False
     """MLflow has all of the run."""
-    failed: bool = False
-    """The run is over and the last attempt failed: only `rlhf sync` tries again."""
     last_error: str | None = None
     """Why the last attempt failed; None if it succeeded."""
     rejected: Mapping[str, str] = field(default_factory=dict)
@@ -143,7 +139,8 @@ class Record:
         return DamagedRecordError(f"{self.file} has a damaged line: fix the line, or remove the file")
 
     def size(self) -> int:
-        return self.file.stat().st_size
+        """Bytes of the record; 0 if the user has removed it."""
+        return self.file.stat().st_size if self.file.exists() else 0
 
     def state(self) -> State:
         """How much MLflow has of the record as it is now; nothing for certain if the file is damaged."""
@@ -174,27 +171,16 @@ class Outbox:
 
     def lock(self, timeout: float = -1) -> FileLock:
         """Held during every delivery, by whoever delivers."""
-        return FileLock(self.folder / "uploader.lock", timeout=timeout)
-
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each record by key, the least recently changed first."""
-        if not self.folder.exists():
-            return {}
-        stats = dict[str, os.stat_result]()
-        with os.scandir(self.folder) as entries:  # an uploader does this often: pathlib would be slower
-            for entry in entries:
-                if entry.name.endswith(".jsonl"):
-                    with suppress(FileNotFoundError):  # removed by the user just now
-                        stats[entry.name.removesuffix(".jsonl")] = entry.stat()
-        return {key: stats[key].st_size for key in sorted(stats, key=lambda key: stats[key].st_mtime)}
-
-    def records(self) -> list[Record]:
-        """All runs, the least recently changed first."""
-        return [self.record(key) for key in self.sizes()]
+        return FileLock(self.folder / "sync.lock", timeout=timeout)
 
     def pending(self) -> list[Record]:
-        """The runs that MLflow does not have completely, or that are still running."""
-        return [record for record in self.records() if not record.state().closed]
+        """The runs that MLflow does not have completely, or that still run; the first one changed first."""
+        times = dict[str, float]()
+        for file in self.folder.glob("*.jsonl"):
+            with suppress(FileNotFoundError):  # removed by the user just now
+                times[file.stem] = file.stat().st_mtime
+        records = [self.record(key) for key in sorted(times, key=lambda key: times[key])]
+        return [record for record in records if not record.state().closed]
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> str:

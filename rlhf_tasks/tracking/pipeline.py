@@ -1,7 +1,6 @@
 """The run of a whole pipeline, under which MLflow shows its stages. No torch or MLflow here.
 
-A flow's pipeline has a record of its own, as a stage has. The flow starts the uploader, so that MLflow is
-imported early. At its end, the flow waits until its runs are delivered or have failed. Under a plain
+A flow's pipeline has a record of its own, as a stage has, and a thread that delivers it. Under a plain
 `dvc repro`, stage `report` writes that record at the end: only the curves of PPO are sent before.
 """
 
@@ -15,11 +14,11 @@ from typing import cast
 
 import psutil
 
-from rlhf_tasks import config, console
+from rlhf_tasks import config
 from rlhf_tasks.config import STAGES, Tracking
 from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking import context, curves, uploader
+from rlhf_tasks.tracking import context, curves
 from rlhf_tasks.tracking.events import (
     PIPELINE,
     REPORT_PAGE,
@@ -32,6 +31,7 @@ from rlhf_tasks.tracking.events import (
     now,
 )
 from rlhf_tasks.tracking.outbox import DamagedRecordError, Outbox, Record
+from rlhf_tasks.tracking.sync import Sender
 
 NAME, NOTE = "mlflow.runName", "mlflow.note.content"
 WAIT_SECONDS, KILLED_WAIT_SECONDS = 10.0, 1.0  # for the delivery, at the flow's end
@@ -43,9 +43,6 @@ class Pipeline:
     def tags(self, values: Mapping[str, str]) -> None:
         """Tag the run."""
 
-    def artifact(self, path: Path, folder: str | None = None) -> None:
-        """Keep a copy of a file with the run."""
-
     def results(self, paths: Paths) -> None:
         """Log what the folder holds: PPO's curves, the results of all stages, the report."""
 
@@ -55,7 +52,7 @@ class Pipeline:
 
 
 class RecordPipeline(Pipeline):
-    """Writes the flow's local record, which the uploader delivers."""
+    """Writes the flow's local record, which a thread delivers."""
 
     def __init__(self, outbox: Outbox, record: Record, parent: str) -> None:
         self._outbox, self._record, self._parent = outbox, record, parent
@@ -63,7 +60,7 @@ class RecordPipeline(Pipeline):
     def tags(self, values: Mapping[str, str]) -> None:
         self._record.append(Tags(kind="tags", time=now(), values=dict(values)))
 
-    def artifact(self, path: Path, folder: str | None = None) -> None:
+    def _artifact(self, path: Path, folder: str | None = None) -> None:
         file = self._record.copy(path, folder)
         artifact = Artifact(kind="artifact", time=now(), file=file, folder=folder, table=False)
         self._record.append(artifact)
@@ -73,7 +70,7 @@ class RecordPipeline(Pipeline):
             for row in curves.read_csv(table.read_text(encoding="utf-8")):
                 values = {name: row[name] for name in curves.HEADLINES if name in row}
                 self._headlines(int(row[curves.axis("ppo")]), values)
-            self.artifact(table, "plots")
+            self._artifact(table, "plots")
             figure = Figure(
                 kind="figure", time=now(), file="curves.png", table=f"plots/{table.name}", stage="ppo"
             )
@@ -83,24 +80,20 @@ class RecordPipeline(Pipeline):
                 values = config.flatten(json.loads(file.read_text(encoding="utf-8")))
                 self._headlines(None, curves.results(stage, values))
         if (report := paths.reports / "index.html").exists():
-            self.artifact(report, "report")
+            self._artifact(report, "report")
 
     def _headlines(self, step: int | None, values: Mapping[str, float]) -> None:
         if values:
             self._record.append(Headlines(kind="headlines", time=now(), step=step, values=dict(values)))
 
     def last_error(self) -> str | None:
-        is_running = uploader.is_running(self._outbox)
-        for record in self.pending():
-            if (reason := record.state().last_error) is not None:
-                return reason
-            if not is_running and record != self._record:
-                return f"no uploader runs, and {record.key} is not delivered"
+        for record in self._outbox.pending():
+            if _parent_of(record) == self._parent:
+                if (reason := record.state().last_error) is not None:
+                    return reason
+                if record != self._record:
+                    return f"{record.key} is not delivered"
         return None
-
-    def pending(self) -> list[Record]:
-        """The records of the run and of its stages that MLflow does not have completely."""
-        return [record for record in self._outbox.pending() if _parent_of(record) == self._parent]
 
 
 def note(facts: Mapping[str, str | None], *, has_report: bool = False) -> str:
@@ -153,7 +146,8 @@ def open_run(paths: Paths, flow_run: str, settings: Tracking, tags: Mapping[str,
     outbox = Outbox.of(paths.home)
     record = outbox.record(f"flow-{flow_run}")
     record.begin(_header(paths, flow_run, settings))
-    process = uploader.start_or_report(outbox, _report)
+    sender = Sender(outbox, record)
+    sender.start()
     pipeline = RecordPipeline(outbox, record, key(flow_run))
     pipeline.tags(tags)
     error = None
@@ -166,12 +160,7 @@ def open_run(paths: Paths, flow_run: str, settings: Tracking, tags: Mapping[str,
         end = ending(error)
         record.append(end)
         seconds = KILLED_WAIT_SECONDS if end["status"] == "KILLED" else WAIT_SECONDS
-        states = [record.state for record in pipeline.pending()]
-        uploader.wait(outbox, lambda: all(s().closed or s().failed for s in states), process, seconds)
-
-
-def _report(reason: str) -> None:
-    console.say(f"MLflow receives nothing before `rlhf sync`: {reason}")
+        sender.close(seconds)
 
 
 def _header(paths: Paths, flow_run: str, settings: Tracking) -> Header:

@@ -69,22 +69,21 @@ class Store:
         store.close_left_parents()
         return store
 
-    def run(self, header: Header, *, reopen: bool, live: bool) -> RemoteRun:
-        """The run in MLflow. If there is none, it is created with its parameters, tags and inputs.
+    def run(self, header: Header, *, live: bool) -> RemoteRun:
+        """The run in MLflow, RUNNING. If there is none, it is created with its parameters, tags and inputs.
 
-        `reopen`: set an existing run to RUNNING; False if MLflow has its end already.
         `live`: set its pipeline to RUNNING too; False for a pipeline that is over.
         """
         parent = self._parent(header, live=live)
         if header["stage"] == PIPELINE:
-            return RemoteRun(self.client, parent, parent, header, may_have_points=False)
+            return RemoteRun(self, parent, parent, header, may_have_points=False)
         run = known = self._find("rlhf.run", header["key"])
         if run is None:
             run = self._create(header, parent)
-        elif reopen:
+        else:
             self._reopen(run)
             self.client.set_tag(run, MLFLOW_PARENT_RUN_ID, parent)
-        return RemoteRun(self.client, run, parent, header, may_have_points=known is not None)
+        return RemoteRun(self, run, parent, header, may_have_points=known is not None)
 
     def _find(self, tag: str, value: str) -> str | None:
         runs = self.client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
@@ -180,7 +179,7 @@ def _dataset(path: str, md5: str) -> DatasetInput:
 class RemoteRun:
     """The run of a stage or of a pipeline in MLflow."""
 
-    client: MlflowClient
+    store: Store
     run: str
     parent: str
     header: Header
@@ -192,6 +191,11 @@ class RemoteRun:
 
     def __post_init__(self) -> None:
         self._traces = Traces(self.client, self.run, may_be_held=self.may_have_points)
+
+    @property
+    def client(self) -> MlflowClient:
+        """The store's client."""
+        return self.store.client
 
     @property
     def rejected(self) -> dict[str, str]:
@@ -209,7 +213,7 @@ class RemoteRun:
         self._tables = list(dict.fromkeys([*self._tables, *tables]))
 
     def send(self, events: Sequence[Event], files: Path) -> None:
-        """Deliver everything but figures; `files` holds the artifacts.
+        """Deliver these events; `files` holds the artifacts.
 
         Raises:
             MlflowException: at the end, if MLflow lacks traces that it has not rejected.
@@ -226,13 +230,15 @@ class RemoteRun:
                 self.client.set_tag(self.run, event["name"], f"at {event['step']}: {event['text']}"[:MAX_TAG])
             elif event["kind"] == "tags":
                 self._set_tags(event["values"])
+            elif event["kind"] == "figure":
+                self._send_figure(event, files)
             elif event["kind"] == "end":
                 self._end(event)
                 self._traces.check()
         if events and events[-1]["kind"] == "end" and self.header["last"]:
             self._show_columns()
 
-    def send_figure(self, figure: Figure, files: Path) -> None:
+    def _send_figure(self, figure: Figure, files: Path) -> None:
         """Draw the curves of a CSV table and deliver the figure. A tag gives the reason if that fails."""
         rows = curves.read_csv((files / figure["table"]).read_text(encoding="utf-8"))
         try:

@@ -24,7 +24,7 @@ NO_PREFERENCE = "NO_PREFERENCE"  # the code of the error of a reply that states 
 
 @dataclass
 class Traces:
-    """The traces of one run. Each is sent once, whatever happens to its uploader."""
+    """The traces of one run. Each is sent once, whatever happens to its process."""
 
     client: MlflowClient
     run: str
@@ -67,7 +67,7 @@ class Traces:
         )
         begun = InMemoryTraceManager.get_instance()  # type: ignore[no-untyped-call]
         with begun.get_trace(span.trace_id) as held:
-            # They travel in the trace's own request: a killed uploader leaves both or neither.
+            # They travel in the trace's own request: a killed process leaves both or neither.
             said = trace.get("assessments", ())
             if held is not None:  # it is where MLflow's own settings sample or disable traces
                 held.info.assessments += [_assessment(one, span.trace_id, self.run) for one in said]
@@ -92,9 +92,7 @@ class Traces:
             self.client.set_tag(self.run, REJECTED_TAG, text[:MAX_TAG])
         lost = self._known.keys() - self._held(self._experiment()) - self.rejected.keys()
         if lost:
-            raise MlflowException(
-                f"MLflow has not accepted {len(lost)} of {len(self._known)} traces; see the uploader's log"
-            )
+            raise MlflowException(f"MLflow has not accepted {len(lost)} of {len(self._known)} traces")
 
     def _experiment(self) -> str:
         return str(self.client.get_run(self.run).info.experiment_id)

@@ -1,16 +1,11 @@
 """A run per stage: metrics, sample tables, traces and artifacts, shown in MLflow. No torch or MLflow here.
 
-A stage writes what it logs to a local record (`outbox`), which is the truth. The uploader, a process of its
-own, reads the record as it grows and delivers it to MLflow. So neither MLflow's import nor a server that does
-not answer costs training anything. What was not delivered is delivered by `rlhf sync`. If a stage's process
-vanishes, the uploader closes its run as FAILED.
+A stage writes what it logs to a local record (`outbox`), a JSONL file, which is the truth. A daemon thread of
+the stage reads the file as it grows and delivers it to MLflow in batches (`sync`). A server that does not
+answer costs training nothing. What was not delivered is delivered by a later run of the project, or by
+`rlhf sync`, which also closes the run of a vanished process as FAILED.
 
-A sender thread in the stage would need less code but costs more. The smoke preset's stages base, sft and ppo
-(medians of four runs on two cores) use at most 0.5 s more CPU time with the uploader than without tracking,
-and 3.2 to 3.8 s more with a thread: every stage would import MLflow and matplotlib itself.
-
-At its end, a stage waits until MLflow has its run and the figure of its curves, because its container may
-end with it. In a flow, which waits for all figures at its own end, a stage does not wait for its figure.
+At its end, a stage waits until MLflow has its run, at most a minute, because its container may end with it.
 
 A stage's final metrics keep their names. If a curve has the same name and ends at another value, the final
 value is logged as `final/NAME`.
@@ -26,7 +21,6 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +28,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Stage, StageView
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking import context, curves, pipeline, uploader
+from rlhf_tasks.tracking import context, curves, pipeline
 from rlhf_tasks.tracking.events import (
     Artifact,
     Assessment,
@@ -47,9 +41,10 @@ from rlhf_tasks.tracking.events import (
     now,
 )
 from rlhf_tasks.tracking.outbox import Outbox, Record, table_json
+from rlhf_tasks.tracking.sync import Sender
 
 WAIT_SECONDS = 60.0  # for the delivery, after a stage's end: the first one also creates the database
-KILLED_WAIT_SECONDS = 3.0  # a killed run's uploader continues by itself
+KILLED_WAIT_SECONDS = 3.0
 MAX_SHOWN_ERROR = 120  # characters
 
 
@@ -132,13 +127,15 @@ class NullTracker(Tracker):
 
 
 class RecordTracker(Tracker):
-    """Writes the run's local record, which the uploader delivers."""
+    """Writes the run's local record, which a thread delivers."""
 
     def __init__(self, stage: Stage, record: Record) -> None:
         super().__init__(stage)
         self._stage, self._record = stage, record
         self._tables: dict[str, list[dict[str, Any]]] = {}
         self._has_reported = False
+        self.sender: Sender | None = None
+        """None until the record has begun."""
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
         super().metrics(values, step=step)
@@ -221,10 +218,10 @@ class RecordTracker(Tracker):
         self._record.append(figure)
 
     def report_error(self, reason: str | None = None) -> None:
-        """Print once that MLflow does not receive what is logged: the uploader's last error, or `reason`."""
+        """Print once that MLflow does not receive what is logged: the last error, or `reason`."""
         if self._has_reported:
             return
-        reason = self._record.state().last_error or reason
+        reason = (self.sender.error if self.sender else None) or reason
         if reason is not None:
             self._has_reported = True
             console.say(
@@ -248,14 +245,16 @@ def open_run(paths: Paths, stage: Stage, view: StageView, *, key: str | None = N
     header = context.header(paths, stage, view, key)
     record.begin(header)
     tracker = RecordTracker(stage, record)
-    process = uploader.start_or_report(outbox, tracker.report_error)
-    error, outs, records = None, dict[str, str](), [record]
+    tracker.sender = Sender(outbox, record)
+    tracker.sender.start()
+    error, outs, repro = None, dict[str, str](), None
     try:
         yield tracker
         tracker.keep_curves()
         outs = lineage.out_hashes(paths, stage)
         if header["last"] and header["parent"]["owner"] in ("dvc", "stage"):
-            records.append(pipeline.log_repro(paths, outbox, header))
+            repro = Sender(outbox, pipeline.log_repro(paths, outbox, header))
+            repro.start()
     except BaseException as raised:
         error = raised
         raise
@@ -264,13 +263,6 @@ def open_run(paths: Paths, stage: Stage, view: StageView, *, key: str | None = N
         end = ending(error, device=context.device(), outs=outs)
         record.append(end)
         seconds = KILLED_WAIT_SECONDS if end["status"] == "KILLED" else WAIT_SECONDS
-        in_flow = header["parent"].get("owner") == "flow"
-        is_done = partial(_are_delivered_or_failed, records, with_figures=not in_flow)
-        if not uploader.wait(outbox, is_done, process, seconds) or record.state().failed:
-            tracker.report_error(f"see {uploader.log_file(outbox)}")
-        uploader.report_rejected(record, {})
-
-
-def _are_delivered_or_failed(records: Sequence[Record], *, with_figures: bool) -> bool:
-    states = [record.state() for record in records]
-    return all(s.failed or s.closed or (s.ended and not with_figures) for s in states)
+        for sender in filter(None, (tracker.sender, repro)):
+            if not sender.close(seconds):
+                tracker.report_error(sender.error or f"no answer within {seconds:.0f} seconds")

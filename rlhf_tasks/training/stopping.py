@@ -193,7 +193,7 @@ def listening(stage: str) -> Iterator[Listener]:
 def kill_descendants() -> None:
     """Kill what this process has started: workers too, and all else in its session.
 
-    Programs with a session of their own, such as the uploader, see by themselves that it has gone.
+    Programs with a session of their own see by themselves that it has gone.
     """
     session = os.getsid(0)
     for process in psutil.Process().children(recursive=True):

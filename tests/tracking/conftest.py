@@ -1,4 +1,4 @@
-"""A project with a store of its own. Runs are delivered by the test, or by a real uploader."""
+"""A project with a store of its own. Runs are delivered by the test, or by their own threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlflow
 import pytest
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks.tracking import context, uploader
+from rlhf_tasks.tracking import context, sync
 from rlhf_tasks.tracking.store import embedded_uri
 
 
@@ -24,7 +24,7 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The project's `.rlhf` folder with a store; stages start real uploaders."""
+    """The project's `.rlhf` folder with a store; runs deliver themselves."""
     for name, value in context.HTTP_BOUNDS.items():
         monkeypatch.setenv(name, value if name != "MLFLOW_HTTP_REQUEST_MAX_RETRIES" else "0")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -37,8 +37,7 @@ def store(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def home(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same without uploaders: a test calls `sync`, or `step` of an uploader of its own."""
-    monkeypatch.setattr(uploader, "start", lambda outbox: None)
-    monkeypatch.setattr(uploader, "wait", lambda *_: True)
-    monkeypatch.setattr(uploader, "RETRY_SECONDS", 0.0)
+    """The same without threads: a test calls `sync`, or delivers live runs by `toy.step`."""
+    monkeypatch.setattr(sync.Sender, "start", lambda _: None)
+    monkeypatch.setattr(sync.Sender, "close", lambda *_: True)
     return store

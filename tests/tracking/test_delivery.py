@@ -1,13 +1,11 @@
-"""Nothing is lost or doubled, whatever happens to the stage, the uploader or the server."""
+"""Nothing is lost or doubled, whatever happens to the stage, the disk or the server."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,16 +15,13 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
-from rlhf_tasks.project import lineage
 from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking import context, rejections, uploader
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
-from rlhf_tasks.tracking.delivery import Delivery
+from rlhf_tasks.tracking import rejections
 from rlhf_tasks.tracking.events import Assessment
-from rlhf_tasks.tracking.outbox import Outbox, Record, State
-from rlhf_tasks.tracking.store import Store, embedded_uri
-from rlhf_tasks.tracking.uploader import RETRY_SECONDS, Uploader, sync
+from rlhf_tasks.tracking.store import embedded_uri
+from rlhf_tasks.tracking.sync import Delivery, sync
 from tests.tracking.toy import (
     UNREACHABLE,
     killed,
@@ -37,16 +32,10 @@ from tests.tracking.toy import (
     record,
     runs,
     status,
+    step,
     table,
     view,
 )  # fmt: skip
-
-
-@pytest.fixture
-def flow(home: Path, monkeypatch: pytest.MonkeyPatch) -> Uploader:
-    """An uploader in this process; the runs of the test belong to one flow."""
-    monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
-    return Uploader(Outbox.of(home))
 
 
 def last_error(home: Path, key: str) -> str | None:
@@ -56,24 +45,8 @@ def last_error(home: Path, key: str) -> str | None:
 # ---------------------------------------------------------------------------------- the server
 
 
-def test_a_run_is_kept_if_the_server_cannot_be_reached_and_that_is_printed_once(
-    home: Path, flow: Uploader, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with tracking.open_run(Paths(), "sft", view(uri=UNREACHABLE), key="k") as tracker:
-        tracker.metrics({"train/loss": 2.0}, step=1)
-        flow.step()
-        tracker.metrics({"train/loss": 1.0}, step=2)
-        tracker.metrics({"train/loss": 0.5}, step=3)
-    assert capsys.readouterr().out.count("MLflow cannot be reached (MlflowException: ") == 1
-    flow.serve()
-    assert record(home, "k").state().failed
-    delivered, failed = sync(home)
-    assert (delivered, list(failed)) == (0, ["k"])
-    assert failed["k"].startswith("MlflowException")
-
-
 def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests(
-    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
+    home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, away = MlflowClient.log_batch, list[bool]()
 
@@ -83,7 +56,7 @@ def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests
         return real(self, *args, **options)
 
     def errors() -> list[str | None]:
-        flow.step()
+        step(home)
         return [last_error(home, "sft-1"), last_error(home, "ppo-1")]
 
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
@@ -99,112 +72,22 @@ def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests
             away.clear()
             assert errors() == [None, None], "an error that is over is removed"
             away.append(True)
+            ppo.metrics({"train/loss": 2.0}, step=3)
         assert errors()[1] == "MlflowException: away"
         away.clear()
-        assert errors()[1] == "MlflowException: away", "only `rlhf sync` tries again after a run's end"
-    flow.serve()
-    assert pending(home) == {"ppo-1"}
+    assert sync(home) == (2, {})
     assert points(home, "sft") == [(1, 2.0), (2, 1.0)]
-    assert sync(home) == (1, {})
-    assert points(home, "ppo") == [(1, 4.0), (2, 3.0)]
-
-
-def test_mlflow_that_is_away_for_minutes_is_tried_again_and_gets_every_point_once(
-    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten simulated minutes, of which the server is away for five and a half; a point every ten seconds."""
-    clock, tries = 0.0, list[float]()
-
-    def answered(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            if 120.0 <= clock < 450.0:
-                tries.append(clock)
-                raise MlflowException("away")
-            return real(*args, **options)
-
-        return call
-
-    monkeypatch.setattr(uploader, "time", SimpleNamespace(monotonic=lambda: clock))
-    monkeypatch.setattr(uploader, "RETRY_SECONDS", RETRY_SECONDS)
-    monkeypatch.setattr(Store, "open", answered(Store.open))
-    monkeypatch.setattr(MlflowClient, "log_batch", answered(MlflowClient.log_batch))
-    logged = [(second, 1 / (1 + second)) for second in range(0, 600, 10)]
-    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-        for second, loss in logged:
-            tracker.metrics({"train/loss": loss}, step=second)
-            clock = float(second)
-            flow.step()
-            clock += 5.0
-            flow.step()
-        assert tries == [120.0 + RETRY_SECONDS * number for number in range(17)]
-        assert points(home) == logged, "nobody has to run `rlhf sync`"
-        assert last_error(home, "k") is None
-    flow.step()
-    assert (points(home), status(home, "sft")) == (logged, ["FINISHED"])
-
-
-def test_a_failure_delays_live_runs_together_and_the_end_of_a_run_not_at_all(
-    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempts, real = list[str](), Delivery.step
-
-    def step(self: Delivery) -> Any:
-        attempts.append(self.record.key)
-        if silent:
-            raise MlflowException("API request to http://x/y failed with timeout exception: read")
-        return real(self)
-
-    silent = True
-    monkeypatch.setattr(uploader, "RETRY_SECONDS", 600.0)
-    monkeypatch.setattr(Delivery, "step", step)
-    with (
-        tracking.open_run(Paths(), "sft", view(), key="sft-1"),
-        tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-1"),
-    ):
-        flow.step()
-        assert attempts == ["sft-1"], "the other one waits too"
-        flow.step()
-        assert attempts == ["sft-1"]
-        silent = False
-        log("judge-1", stage="judge")
-        flow.step()
-        assert attempts == ["sft-1", "judge-1"]
-    flow.serve()
-    assert pending(home) == set()
-
-
-def test_an_unexpected_error_with_one_run_does_not_end_the_delivery_of_others(
-    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real, faults = Delivery.step, 1
-
-    def step(self: Delivery) -> Any:
-        nonlocal faults
-        if self.record.key == "sft-1" and faults:
-            faults -= 1
-            raise ZeroDivisionError("by zero")
-        return real(self)
-
-    monkeypatch.setattr(Delivery, "step", step)
-    with tracking.open_run(Paths(), "sft", view(), key="sft-1"):
-        log("ppo-1", stage="ppo")
-        flow.step()
-        assert status(home, "ppo") == ["FINISHED"]
-        assert "ZeroDivisionError: by zero" in capsys.readouterr().err
-    flow.serve()
-    assert pending(home) == set(), "a run that is not over is tried again"
+    assert points(home, "ppo") == [(1, 4.0), (2, 3.0), (3, 2.0)]
 
 
 # ----------------------------------------------------------------------------------- the record
 
 
-def test_only_the_points_that_mlflow_lacks_are_sent_if_an_uploader_was_killed(
-    home: Path, flow: Uploader
-) -> None:
+def test_only_the_points_that_mlflow_lacks_are_sent_if_the_delivery_was_killed(home: Path) -> None:
     with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         tracker.metrics({"train/loss": 1.0}, step=1)
         tracker.metrics({"train/loss": 2.0}, step=2)
-        flow.step()
+        step(home)
         record(home, "k").state_file.unlink()  # killed after it had sent them, before it wrote that down
         tracker.metrics({"train/loss": 3.0}, step=3)
     assert sync(home) == (1, {})
@@ -218,54 +101,17 @@ def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
     assert runs(home) == {}
 
 
-def test_a_run_of_another_machine_is_left_to_its_uploader_and_to_sync(
-    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(context, "process_name", lambda _: "elsewhere:1:1")
-        log("there")
-    log("here")
-    flow.serve()
-    assert pending(home) == {"there"}
-    assert sync(home) == (1, {})
-
-
-def test_a_run_is_sent_before_its_figure_is_drawn(home: Path, flow: Uploader) -> None:
-    log("k", [(1, 1.0)])
-    flow.step()
-    state = record(home, "k").state()
-    assert (state.ended, state.closed, status(home, "sft")) == (True, False, ["FINISHED"])
-    flow.step()
-    assert record(home, "k").state().closed
-
-
-def test_a_figure_is_drawn_although_its_order_was_delivered_before_the_end(
-    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_hashes(paths: Paths, stage: str) -> dict[str, str]:
-        flow.step()  # hashing a large checkpoint takes longer than the uploader's poll
-        return {}
-
-    monkeypatch.setattr(lineage, "out_hashes", out_hashes)
-    log("k", [(1, 1.0)])
-    flow.serve()
-    files = MlflowClient(embedded_uri(home)).list_artifacts(runs(home)["sft"].info.run_id)
-    assert "curves.png" in [file.path for file in files]
-
-
-def test_a_run_that_was_resumed_while_the_uploader_was_busy_is_not_over(home: Path, flow: Uploader) -> None:
+def test_a_run_that_was_resumed_before_its_delivery_is_not_over(home: Path) -> None:
     with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         tracker.metrics({"train/loss": 1.0}, step=1)
     killed(home, "k")
-    header = record(home, "k").header()
-    assert header is not None
-    delivery = Delivery(record(home, "k"), header)
+    delivery = Delivery(record(home, "k"))
     with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         tracker.table("samples", [{"query": "a"}])
-        assert not delivery.step().ended
+        assert not delivery.step().closed
         assert record(home, "k").files.exists()
         tracker.table("samples", [{"query": "b"}])
-    flow.serve()
+    sync(home)
     assert (status(home, "sft"), pending(home)) == (["FINISHED"], set())
 
 
@@ -321,12 +167,12 @@ def test_a_clock_that_is_set_back_loses_no_point_and_doubles_none(
     assert (status(home, "sft"), pending(home)) == (["FINISHED"], set())
 
 
-def test_a_live_uploader_continues_with_a_resumed_run(home: Path, flow: Uploader) -> None:
+def test_delivery_continues_with_a_resumed_run(home: Path) -> None:
     log("k", [(1, 1.0)])
-    flow.step()
+    step(home)
     log("k", [(2, 2.0)])
-    flow.step()
-    flow.serve()
+    step(home)
+    sync(home)
     assert pending(home) == set()
     assert points(home) == [(1, 1.0), (2, 2.0)]
 
@@ -382,42 +228,15 @@ def test_a_damaged_state_is_replaced_and_doubles_nothing(home: Path, text: str) 
     assert points(home) == [(1, 1.0), (2, 2.0)]
 
 
-def test_an_uploader_ends_although_the_disk_takes_no_state(
-    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log("k", [(1, 1.0)])
-
-    def write_state(self: Record, state: State) -> None:
-        attempts.append(self.key)
-        if len(attempts) > 4:
-            pytest.fail("the uploader tries again without end")
-        raise OSError("No space left on device")
-
-    attempts = list[str]()
-    with monkeypatch.context() as full:
-        full.setattr(Record, "write_state", write_state)
-        flow.serve()
-    assert sync(home) == (1, {})
-
-
-def test_an_uploader_survives_the_removal_of_a_record(home: Path, flow: Uploader) -> None:
-    log("k", [(1, 1.0)])
-    flow.step()
-    record(home, "k").file.unlink()
-    log("other")
-    flow.serve()
-    assert record(home, "other").state().closed
-
-
 def test_damaged_records_are_reported_by_sync_and_hold_nothing_up(
-    home: Path, flow: Uploader, capsys: pytest.CaptureFixture[str]
+    home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log("sft-1")
     damaged = {"torn": b'{"kind": "run", "ti{"kind": "metrics"}\n', "bytes": b"\xff\x00\n", "number": b"5\n"}
     for name, line in damaged.items():
         (home / f"outbox/{name}.jsonl").write_bytes(line)
     (home / "outbox/partial.jsonl").write_bytes(b'{"kind": "ru')
-    flow.serve()
+    sync(home)
     assert pending(home) == {*damaged, "partial"}
     log("sft-2")
     with record(home, "sft-2").file.open("ab") as middle:
@@ -438,10 +257,7 @@ def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch
         assert pipeline.last_error() is None, "this stage belongs to another pipeline"
         monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
         log("ppo-1", stage="ppo", uri=UNREACHABLE)
-        assert pipeline.last_error() == "no uploader runs, and ppo-1 is not delivered"
-        with monkeypatch.context() as patch:
-            patch.setattr(uploader, "is_running", lambda _: True)
-            assert pipeline.last_error() is None
+        assert pipeline.last_error() == "ppo-1 is not delivered"
         sync(home)
         assert str(pipeline.last_error()).startswith("MlflowException")
 
@@ -479,13 +295,13 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> dict[int, MlflowException]:
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint")  # MLflow's own modules, when tracing begins
-def test_calls_of_models_are_traces_of_the_run_and_none_is_sent_twice(home: Path, flow: Uploader) -> None:
+def test_calls_of_models_are_traces_of_the_run_and_none_is_sent_twice(home: Path) -> None:
     reply = {"text": "A", "first_is_better": 1.0}
     with tracking.open_run(Paths(), "judge", view("judge"), key="judge-1") as tracker:
         tracker.trace("judge gpt", {"model": "m"}, {"failure": "no winner"}, start=5, end=5)
         tracker.trace("judge gpt", {"model": "m"}, reply, start=1_700_000_000_000, end=1_700_000_000_250)
-        flow.step()
-        record(home, "judge-1").state_file.unlink()  # that uploader was killed
+        step(home)
+        record(home, "judge-1").state_file.unlink()  # the process was killed
         tracker.trace("judge gpt", {"model": "m"}, reply, start=1_700_000_000_300, end=1_700_000_000_310)
     assert sync(home) == (1, {})
     rows = traces(home)
@@ -503,7 +319,7 @@ def said(name: str, kind: str, value: str | None, **changes: Any) -> Assessment:
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint")
-def test_assessments_arrive_with_their_trace_and_none_twice(home: Path, flow: Uploader) -> None:
+def test_assessments_arrive_with_their_trace_and_none_twice(home: Path) -> None:
     judge = {"source": "LLM_JUDGE", "by": "judge-1"}
     first = [
         said("gpt", "feedback", "A", rationale="Because.", metadata={"probability_of_A": "0.9"}, **judge),
@@ -513,8 +329,8 @@ def test_assessments_arrive_with_their_trace_and_none_twice(home: Path, flow: Up
     failed = said("gpt", "feedback", None, error="no preference", **judge)
     with tracking.open_run(Paths(), "judge", view("judge"), key="judge-1") as tracker:
         tracker.trace("judge gpt", {}, {"text": "A"}, start=5, end=6, assessments=first)
-        flow.step()
-        record(home, "judge-1").state_file.unlink()  # that uploader was killed
+        step(home)
+        record(home, "judge-1").state_file.unlink()  # the process was killed
         tracker.trace("judge gpt", {}, {"failure": "no preference"}, start=7, end=8, assessments=[failed])
         tracker.trace("judge gpt", {}, {"text": "A"}, start=9, end=9)
     assert sync(home) == (1, {})

@@ -21,10 +21,9 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, dashboard
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking import runs as stored
-from rlhf_tasks.tracking.delivery import VANISHED
-from rlhf_tasks.tracking.outbox import Outbox, table_json
+from rlhf_tasks.tracking.outbox import table_json
 from rlhf_tasks.tracking.store import embedded_uri
-from rlhf_tasks.tracking.uploader import Uploader, deliver, sync
+from rlhf_tasks.tracking.sync import VANISHED, Delivery, sync
 from tests.tracking.toy import (
     UNREACHABLE,
     artifact,
@@ -90,14 +89,6 @@ def test_a_killed_stage_is_shown_as_failed_by_sync(home: Path) -> None:
     killed(home, "k")
     assert sync(home) == (1, {})
     assert (status(home, "sft"), reason(home, "sft")) == (["FAILED"], VANISHED)
-
-
-def test_a_killed_stage_is_shown_as_failed_by_the_next_uploader(home: Path) -> None:
-    log("k", [(1, 1.0)])
-    killed(home, "k")
-    log("l", stage="ppo")
-    Uploader(Outbox.of(home)).serve()
-    assert status(home, "sft", "ppo") == ["FAILED", "FINISHED"]
 
 
 def test_stages_of_one_pipeline_share_a_parent_that_ends_with_the_last(
@@ -214,7 +205,7 @@ def test_a_late_delivery_leaves_a_failed_pipeline_failed(
     with pytest.raises(RuntimeError), tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-k"):
         raise RuntimeError("boom")
     if in_time:
-        assert deliver(record(home, "ppo-k"))
+        assert Delivery(record(home, "ppo-k")).step().closed
     monkeypatch.setattr(context, "is_alive", lambda _: False)
     assert sync(home) == (1 if in_time else 2, {})
     assert status(home, "sft", "pipeline") == ["FINISHED", "FAILED"]

@@ -22,6 +22,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import dashboard
 from rlhf_tasks.tracking.outbox import Outbox, Record
 from rlhf_tasks.tracking.store import embedded_uri
+from rlhf_tasks.tracking.sync import Delivery, attempt
 from tests.flows.toy import until
 
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: connections are refused at once
@@ -48,6 +49,12 @@ def record(home: Path, key: str) -> Record:
 def pending(home: Path) -> set[str]:
     """The keys of the runs that MLflow does not have completely."""
     return {record.key for record in Outbox.of(home).pending()}
+
+
+def step(home: Path) -> None:
+    """Deliver what there is of each run, also of live ones, as their threads do."""
+    for one in Outbox.of(home).pending():
+        attempt(Outbox.of(home), Delivery(one))
 
 
 def killed(home: Path, key: str) -> None:

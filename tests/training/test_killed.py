@@ -147,7 +147,7 @@ def test_two_processes_killed_ten_times_end_with_the_same_bytes(tmp_path: Path) 
 
 
 def test_a_flow_killed_at_random_moments_ends_with_the_same_bytes(untouched: Project, tmp_path: Path) -> None:
-    """With the record of MLflow; DVC and the uploader may be killed, too."""
+    """With the record of MLflow; DVC may be killed, too."""
     killed = project(tmp_path / "project", **{"tracking.enabled": True})
     killed.survive("flow", KILLS_OF_FLOW, random.Random(3), sum(untouched.seconds.values()) / 2)
     assert differences(untouched, killed) == []

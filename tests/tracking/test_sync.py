@@ -1,0 +1,169 @@
+"""A run's own thread delivers it: MLflow may die, come late or stay away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from rlhf_tasks import config, tracking
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.project.processes import free_port
+from rlhf_tasks.tracking import pipeline as tracking_pipeline
+from rlhf_tasks.tracking import sync as delivery
+from rlhf_tasks.tracking.outbox import Outbox
+from rlhf_tasks.tracking.store import embedded_uri
+from rlhf_tasks.tracking.sync import VANISHED, Sender, sync
+from tests.flows.toy import until
+from tests.tracking.toy import UNREACHABLE, log, pending, points, reason, record, runs, served, status, view
+
+pytestmark = pytest.mark.e2e
+
+STAGE = """\
+import sys, time
+from rlhf_tasks import config, tracking
+from rlhf_tasks.project.paths import Paths
+key, seconds = sys.argv[1:]
+with tracking.open_run(Paths(), "sft", config.VIEWS["sft"].of(config.load()), key=key) as tracker:
+    tracker.metrics({"train/loss": 1.0}, step=1)
+    print("begun", flush=True)
+    time.sleep(float(seconds))
+"""
+
+
+@pytest.fixture
+def real(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The `.rlhf` folder; runs deliver themselves, and try again soon after a failure."""
+    monkeypatch.setattr(delivery, "BATCH_SECONDS", 0.05)
+    monkeypatch.setattr(delivery, "RETRY_SECONDS", 0.2)
+    return store
+
+
+def stage(key: str, seconds: float, **environment: str) -> subprocess.Popen[str]:
+    """A stage in a process of its own."""
+    root = str(Path(tracking.__file__).parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-c", STAGE, key, str(seconds)],
+        env=os.environ | {"PYTHONPATH": root, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_dead_server_ends_nothing_loses_nothing_and_is_reported_once(
+    real: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
+    with tracking.open_run(Paths(), "sft", view(uri=UNREACHABLE), key="k") as tracker:
+        for step in range(1, 4):
+            tracker.metrics({"train/loss": float(step)}, step=step)
+            until(lambda: record(real, "k").state().last_error, "a failed delivery")
+    assert capsys.readouterr().out.count("MLflow cannot be reached (MlflowException: ") == 1
+    delivered, failed = sync(real)
+    assert (delivered, list(failed)) == (0, ["k"])
+    file = record(real, "k").file
+    file.write_text(file.read_text(encoding="utf-8").replace(f'"{UNREACHABLE}"', "null"), encoding="utf-8")
+    assert sync(real) == (1, {})
+    assert points(real) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_a_run_is_delivered_while_it_grows_and_completely_at_its_end(real: Path) -> None:
+    """Its container may end with it."""
+    with tracking_pipeline.open_run(Paths(), "1", config.load().tracking, {"a": "b"}) as pipeline:
+        with tracking.open_run(Paths(), "sft", view(), key="sft-1") as tracker:
+            tracker.metrics({"train/loss": 2.0}, step=1)
+            until(lambda: points(real), "the first point")
+            tracker.metrics({"train/loss": 1.0}, step=2)
+        assert pipeline.last_error() is None
+    assert pending(real) == set()
+    assert points(real) == [(1, 2.0), (2, 1.0)]
+    run = runs(real)["sft"].info.run_id
+    assert "curves.png" in [file.path for file in MlflowClient(embedded_uri(real)).list_artifacts(run)]
+
+
+def test_a_killed_stage_is_shown_as_failed_by_a_run_that_goes_on(
+    real: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
+    with stage("sft-1", 600) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        os.kill(process.pid, signal.SIGKILL)
+    with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-1") as tracker:
+        tracker.metrics({"lr": 1.0}, step=1)
+        until(lambda: pending(real) == {"ppo-1"}, "the delivery of the killed stage")
+    assert (status(real, "sft", "ppo"), reason(real, "sft")) == (["FAILED", "FINISHED"], VANISHED)
+
+
+def test_two_first_stages_at_once_share_one_store(project: Path) -> None:
+    """They belong to two pipelines, and there is no database yet."""
+    both = [stage(flow, 0, RLHF_PARENT_RUN=flow) for flow in ("flow-2", "flow-3")]
+    assert [process.communicate()[0] for process in both] == ["begun\n"] * 2
+    home = project / ".rlhf"
+    assert pending(home) == set()
+    names = [run.info.run_name.split("-")[0] for run in MlflowClient(embedded_uri(home)).search_runs(["1"])]
+    assert sorted(names) == ["repro", "repro", "sft", "sft"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Any type hint")  # MLflow's own modules, when tracing begins
+@pytest.mark.parametrize("is_back", ["before the end", "after it"])
+def test_a_server_that_dies_midway_gets_every_point_and_trace_once(
+    real: Path, capsys: pytest.CaptureFixture[str], is_back: str
+) -> None:
+    port = free_port(28700)
+    url, losses = f"http://127.0.0.1:{port}", [(step, 1 / step) for step in range(1, 31)]
+
+    def train(tracker: tracking.Tracker, first: int, last: int) -> None:
+        for step, loss in losses[first - 1 : last]:
+            tracker.metrics({"train/loss": loss}, step=step)
+        tracker.trace("judge gpt", {"model": "m"}, {"text": "A"}, start=first, end=last)
+
+    with ExitStack() as again:
+        with tracking.open_run(Paths(), "sft", view(uri=url), key="sft-1") as tracker:
+            with served(real, port):
+                train(tracker, 1, 10)
+                until(lambda: len(points(real, uri=url)) == 10, "the first points")
+            train(tracker, 11, 20)
+            until(lambda: record(real, "sft-1").state().last_error, "a failed delivery")
+            train(tracker, 21, 30)
+            tracker.final({"perplexity": 2.0})
+            assert "Training continues, and metrics are kept in" in capsys.readouterr().out
+            if is_back == "before the end":
+                again.enter_context(served(real, port))
+        if is_back == "after it":
+            assert pending(real) == {"sft-1"}
+            again.enter_context(served(real, port))
+            assert sync(real) == (1, {})
+        assert pending(real) == set()
+        assert points(real, uri=url) == losses
+        assert points(real, name="perplexity", uri=url) == [(30, 2.0)]
+        assert status(real, "sft") == ["FINISHED"]
+        run = runs(real)["sft"].info
+        rows = MlflowClient(url).search_traces(locations=[run.experiment_id], run_id=run.run_id)
+        assert sorted(trace.info.request_time for trace in rows) == [1, 11, 21]
+
+
+def test_a_disk_without_locks_ends_no_stage_and_is_reported_once(
+    real: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (real / "outbox/sync.lock").mkdir(parents=True)  # a lock that cannot be taken
+    log("sft-1", [(1, 1.0)])
+    assert capsys.readouterr().out.count("MLflow cannot be reached (") == 1
+    assert list(sync(real)[1]) == ["sft-1"]
+    (real / "outbox/sync.lock").rmdir()
+    assert sync(real) == (1, {})
+
+
+def test_the_wait_for_a_delivery_is_bounded(real: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tracking.open_run(Paths(), "sft", view(), key="sft-1"):
+        pass
+    blocked = Sender(Outbox.of(real), record(real, "sft-2"))
+    monkeypatch.setattr(blocked, "is_alive", lambda: True)
+    assert not blocked.close(0.01)
