@@ -178,7 +178,8 @@ class Model(Section):
     """The base model that SFT starts from."""
 
     base: str = "scratch"
-    """Base model: `scratch`, a local folder, or a hub id."""
+    """Base model: `scratch`, a local folder, a hub id, a GGUF file, or `package:NAME/FILE` for one that an
+    installed package ships."""
     revision: t.Revision | None = None
     """Commit hash of a hub id; null for anything else."""
     scratch: Scratch | None = Scratch()

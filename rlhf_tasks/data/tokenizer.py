@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlhf_tasks.config import Model, Scratch
 from rlhf_tasks.data.chat import DATE, Rendering, end_of_turn, template
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import disk
+from rlhf_tasks.project import disk, packaged
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -120,8 +120,9 @@ def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase
     """
     from transformers import AutoTokenizer
 
+    folder, file = packaged.gguf(model.base)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.base, revision=model.revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(folder, revision=model.revision or "main", **file)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"the tokenizer of model.base={model.base!r} (revision {model.revision}) could not be loaded: "

@@ -31,7 +31,7 @@ VALUE_HEADS = ("v_head.summary", "value_head")
 SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 """How the names of heads that score or classify texts begin."""
 OF_NO_MODEL = {
-    "*.gguf": "a GGUF file, which holds quantized weights for inference",
+    "*.gguf": "GGUF files; name one of them as `model.base: FOLDER/FILE.gguf`",
     "*.distcp": "a distributed checkpoint of PyTorch (torch.distributed.checkpoint)",
     "zero_to_fp32.py": "a training state of DeepSpeed, whose zero_to_fp32.py writes the weights",
     "global_step*": "a training state of DeepSpeed",
@@ -75,7 +75,7 @@ def refuse_others(source: str | Path, config: PretrainedConfig | None = None) ->
             f"`peft.AutoPeftModelFor{kind}.from_pretrained({str(source)!r}).merge_and_unload()"
             ".save_pretrained(FOLDER)`, with the tokenizer beside it"
         )
-    if folder.is_file():
+    if folder.is_file() and folder.suffix != ".gguf":
         raise ContractError(f"{source} is a file; give the folder that holds config.json and the weights")
     if folder.is_dir() and not (folder / "config.json").exists():
         found = (what for pattern, what in OF_NO_MODEL.items() if any(folder.glob(pattern)))

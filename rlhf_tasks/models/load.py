@@ -50,7 +50,7 @@ from rlhf_tasks.models.contracts import IDENTITY, ContractError
 from rlhf_tasks.models.ends import ends_of
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.foreign import ANY_WEIGHTS, SCORE_HEADS, Head, find_head, put_head, refuse_others
-from rlhf_tasks.project import disk
+from rlhf_tasks.project import disk, packaged
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -116,20 +116,34 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
     """
     refuse_others(source)
     try:
-        config = cast(PretrainedConfig, AutoConfig.from_pretrained(source, revision=revision))
+        folder, file = packaged.gguf(str(source))
+        config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, revision=revision, **file))
+    except ImportError as error:
+        raise ContractError(f"{source}: {str(error).splitlines()[0]} (`pip install gguf`)") from None
     except (OSError, ValueError) as error:
         raise _cannot_load(source, error) from error
+    if file and hasattr(config, "quantization_config"):
+        del config.quantization_config  # its weights are read as float32
     refuse_others(source, config)
     return config
 
 
 def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedModel:
-    """A causal LM from a folder or the hub, in float32 and eval mode.
+    """A causal LM from a folder, the hub or a GGUF file, in float32 and eval mode.
 
     Raises:
         ContractError: if it cannot be read, or weights are missing from it.
     """
-    return _load(AutoModelForCausalLM, source, revision)
+    folder, file = packaged.gguf(str(source))
+    if not file:
+        return _load(AutoModelForCausalLM, source, revision)
+    # transformers saves no model that it has read from GGUF: its weights go into a new one
+    config = load_config(source)
+    read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    return cast(PreTrainedModel, model.eval())
 
 
 def load_classifier(source: str | Path, revision: str | None = None) -> PreTrainedModel:

@@ -33,7 +33,7 @@ from rlhf_tasks.config import VIEWS, Config, ModelView, Stage
 from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED
 from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, precision
+from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, packaged, precision
 from rlhf_tasks.project.dvc_files import INPUTS, is_in
 from rlhf_tasks.project.paths import Paths
 
@@ -204,6 +204,12 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
         maker = next((name for name, node in graph.items() if is_in(path, node.outs)), None)
         if is_in(path, deps):
             continue  # DVC compares it
+        if path.startswith(packaged.PREFIX):
+            try:
+                files[path] = hashing.dvc_md5(Path(packaged.locate(path)), paths.home / "hashes.json")
+            except UserError as error:
+                problems.append(f"{key}: {error}")
+            continue
         if maker is not None:
             problems.append(
                 f"{key}={path} is made by stage {maker}, and is not among the deps of stage {stage} in "

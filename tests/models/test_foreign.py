@@ -98,7 +98,7 @@ def test_a_head_of_several_scores_is_no_reward_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (["model-q4.gguf"], "a GGUF file"),
+        (["model-q4.gguf"], "GGUF files; name one"),
         (["__0_0.distcp", ".metadata"], "a distributed checkpoint of PyTorch"),
         (["zero_to_fp32.py", "latest"], "zero_to_fp32.py writes the weights"),
         (["consolidated.00.pth", "params.json"], "in the form of their authors"),

