@@ -27,11 +27,9 @@ THOUGHTS = re.compile(r"\s*<think>\n?(.*?)\s*</think>\s*", re.DOTALL)
 """The thoughts at the start of a message, as models write them."""
 OPEN_THOUGHTS = re.compile(r"<think>\s*\Z")
 OTHER_NAMES = {
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
+    **dict.fromkeys(("human", "prompter", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
+    "system": "system",
 }
 """Names of roles that no chat template knows."""
 DATE = "chat_date"
@@ -136,20 +134,21 @@ def message(name: str, number: int, item: Any) -> Message:
     found = {key: value for key, value in _without_nulls(item).items() if value not in ([], {})}
     if "role" not in found and "from" in found:  # ShareGPT
         found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
-    if found.get("role") in OTHER_NAMES:
-        found["role"] = OTHER_NAMES[found["role"]]
     if not isinstance(found.get("role"), str):
         raise Unusable("malformed", f"{where} has no text under 'role'")
+    found["role"] = OTHER_NAMES.get(found["role"].casefold(), found["role"])
     content = found.get("content", "" if "tool_calls" in found else None)
     if isinstance(content, list):
         kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content}
         if strange := sorted(str(kind) for kind in kinds - {"text"}):
             raise Unusable("malformed", f"{where}.content has parts of type {', '.join(strange)}, not text")
-        content = "".join(part.get("text", "") for part in content)
+        content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise Unusable("malformed", f"{where} has no text under 'content'")
     if LONE_SURROGATE.search(content):
         raise Unusable("not_utf8", f"{where}.content is not UTF-8")
+    if not isinstance(found.get("tool_calls", []), list):
+        raise Unusable("malformed", f"{where}.tool_calls is no list")
     if "tool_calls" in found:
         found["tool_calls"] = [_call(where, call) for call in found["tool_calls"]]
     return found | {"content": content}
@@ -159,6 +158,8 @@ def _call(where: str, call: Any) -> Any:
     """A tool call whose arguments are an object: in OpenAI's form they are JSON as text."""
     if not isinstance(call, Mapping):
         raise Unusable("malformed", f"{where}.tool_calls has a {type(call).__name__}, not an object")
+    if not isinstance(call.get("function", call), Mapping):
+        raise Unusable("malformed", f"{where}.tool_calls: the function is no object")
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
         try:
@@ -188,7 +189,9 @@ def tools_of(value: Any) -> list[Any] | None:
             raise Unusable("malformed", f"tools is text that is not JSON: {error}") from None
     if not value:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+    if not isinstance(value, list) or not all(
+        isinstance(tool, Mapping) and isinstance(tool.get("function", tool), Mapping) for tool in value
+    ):
         raise Unusable("malformed", "tools is not a list of objects")
     return [_without_nulls(tool) for tool in value]
 

@@ -51,7 +51,7 @@ def load(
     """
     found, unused = discover(path)
     if unused:
-        console.say(f"Not read, because no suffix says data: {', '.join(unused)}")
+        console.say(f"Not read, because it is no data file: {', '.join(unused)}")
     tables = [(role, split, read_file(file, name, problems)) for role, split, name, file in found]
     return fill_splits(assemble(tables, data, rendering, problems, own), seed=seed, sizes=sizes)
 
@@ -73,9 +73,10 @@ def discover(path: Path) -> tuple[list[tuple[Role | None, Split, str, Path]], li
     for file in sorted(path.rglob("*")):
         relative = file.relative_to(path)
         hidden = any(part.startswith((".", "__")) for part in relative.parts)
-        if not file.is_file() or hidden or file.name in _ABOUT:
+        if hidden or file.name in _ABOUT or (not file.is_file() and not file.is_symlink()):
             continue
-        if _suffix(file) in _READERS:
+        is_cache = file.suffix == ".arrow" and file.name.startswith("cache-")  # of `datasets`, of older rows
+        if _suffix(file) in _READERS and file.is_file() and not is_cache:
             found.append((*_meaning(relative), relative.as_posix(), file))
         else:
             unused.append(relative.as_posix())
@@ -87,7 +88,7 @@ def discover(path: Path) -> tuple[list[tuple[Role | None, Split, str, Path]], li
 
 def _suffix(file: Path) -> str:
     """The suffix of the data, below that of a compression."""
-    return Path(file.stem).suffix if file.suffix in _PACKED else file.suffix
+    return (Path(file.stem).suffix if file.suffix in _PACKED else file.suffix).lower()
 
 
 def _meaning(relative: Path) -> tuple[Role | None, Split]:
@@ -103,7 +104,7 @@ def _meaning(relative: Path) -> tuple[Role | None, Split]:
 
 _PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 """Compressions by suffix."""
-_ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_ABOUT = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files in which `datasets` describes the others."""
 
 # ---------------------------------------------------------------------------------------- readers
@@ -137,7 +138,7 @@ def _read_json(file: Path, name: str, problems: Problems) -> Table:
             problems.add(where, {"line": text}, "not_utf8", fault)
             continue
         try:
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
             problems.add(where, {"line": text}, "malformed", f"not JSON: {error}")
             continue
@@ -150,10 +151,19 @@ def _array(content: str) -> list[Any] | None:
     if not content.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(content)
+        found = json.loads(content, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, list) and all(isinstance(value, dict) for value in found) else None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a key that stands there twice would lose its first value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return found
 
 
 def _add(lines: list[Line], where: str, values: Any, problems: Problems) -> None:
@@ -239,6 +249,9 @@ def _num_columns(header: str, separator: str) -> int:
         return len(next(csv.reader([header], delimiter=separator, strict=True), []))
     except csv.Error:
         return 0
+
+
+csv.field_size_limit(2**31 - 1)
 
 
 def _csv_records(text: str, separator: str) -> Iterator[tuple[int, list[str], str | None]]:

@@ -58,7 +58,7 @@ def look(
         [[table.name, role or "none", part, len(table.lines)] for role, part, table in given],
     )
     if unused:
-        console.say(f"Not read, because no suffix says data: {', '.join(unused)}")
+        console.say(f"Not read, because it is no data file: {', '.join(unused)}")
     corpus = tables.assemble(given, data, rendering, problems, own)
     rows.check_texts(corpus, rendering.eos, problems)
     rows.check_duplicates(corpus, problems)

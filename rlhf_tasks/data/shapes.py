@@ -38,13 +38,24 @@ CONTEXTS = ("input", "context")
 ANSWERS = ("completion", "output", "response", "answer", "target", "reference")
 STEMS = ("response", "answer", "human_ref", "completion", "output", "summary", "conversation", "chat")
 SUFFIXES = (("_0", "_1"), ("_1", "_2"), ("_a", "_b"), ("_A", "_B"), ("0", "1"), ("1", "2"), ("A", "B"))
+SYSTEMS = ("system", "system_prompt")
 VOTES = ("better_response_id", "winner", "choice", "preference", "chosen_id")
 SCORES = ("overall_score", "score", "rating", "helpfulness")
 TEXTS_OF_ANSWERS = ("response", "answer", "text", "completion", "output", "content")
-LABELS = ("label", "labels", "is_good", "thumbs_up", "desirable")
+LABELS = ("label", "labels", "feedback", "correct", "is_correct", "is_good", "thumbs_up", "desirable")
+GOOD = ("true", "1", "good", "chosen", "positive", "thumbs_up", "thumbs up", "up", "desirable")
+BAD = ("false", "0", "-1", "bad", "rejected", "negative", "thumbs_down", "thumbs down", "down", "undesirable")
+LIKE_ANSWERS = re.compile(
+    r"(chosen|reject|response|answer|generation|completion|label|output|preference|winner)"
+)
+THIRD = {"_0": "_2", "_1": "_3", "_a": "_c", "_A": "_C", "0": "2", "1": "3", "A": "C"}
+"""The suffix of a third answer, by that of the first."""
 MARKS = {"human": "user", "user": "user", "assistant": "assistant", "system": "system"}
 TURN = re.compile(r"(?:^|\n\n)(Human|Assistant|System): ?")
+TEXT_KEYS = ("full_text", "text", "content", *PROMPTS)
+"""The keys of the text in an object that is a prompt."""
 EXTRA_ID = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
+TIE = re.compile(r"(tie|both|draw)\b.*|both_(good|bad)")
 FINAL = re.compile(r"^####\s*(\S.*?)\s*$", re.MULTILINE)
 SAMPLE = 1000  # rows by which the type of a column is known
 MOST_LISTED = 5
@@ -82,6 +93,8 @@ class Reading:
     """The place of each row that makes no row here, and why."""
     bad: list[tuple[Line, Unusable]] = field(default_factory=list)
     """Records that are no rows, and their faults."""
+    columns: tuple[str, ...] = ()
+    """The columns of the table that was read."""
 
 
 class LeftOut(Exception):
@@ -166,11 +179,11 @@ def read(
     """
     found, faults = list[tuple[Split, Reading]](), list[str]()
     named = (data.columns.prompt, data.columns.completion, data.columns.chosen, data.columns.rejected)
-    for role, split, table in tables:
-        alike = [other for _, _, other in tables if other.columns == table.columns]
+    for role, split, table in _joined(tables):
+        alike = [other for _, _, other in tables if {*other.columns} == {*table.columns}]
         shape = _Shape(table, kinds_of(table, named), data, chat, alike)
         try:
-            readings = [Reading("sft", "no rows", table, table.columns)]
+            readings = [Reading("sft", "no rows", table, table.columns, columns=table.columns)]
             if table.lines:
                 readings = shape.by_function(own) if own is not None else shape.readings(role)
             found += [(split, _as_role(reading, role)) for reading in readings]
@@ -179,6 +192,20 @@ def read(
     if faults:
         raise UserError("the data cannot be read as it is:\n  " + "\n  ".join(faults))
     return found
+
+
+def _joined(
+    tables: Sequence[tuple[Role | None, Split, Table]],
+) -> list[tuple[Role | None, Split, Table]]:
+    """Tables of one role, split and set of columns as one: the answers to a prompt may be in several."""
+    groups: dict[tuple[Any, ...], list[Table]] = {}
+    for role, split, table in tables:
+        groups.setdefault((role, split, frozenset(table.columns)), []).append(table)
+    joined: list[tuple[Role | None, Split, Table]] = []
+    for (role, split, _), some in groups.items():
+        name = some[0].name if len(some) == 1 else f"{some[0].name} and {len(some) - 1} more"
+        joined.append((role, split, Table(name, some[0].columns, [line for t in some for line in t.lines])))
+    return joined
 
 
 def _as_role(reading: Reading, role: Role | None) -> Reading:
@@ -244,17 +271,43 @@ class _Shape:
         texts = (line.values.get(name) for table in self.alike for line in table.lines)
         return self.chat and any(isinstance(text, str) and dialogue(text) for text in texts)
 
-    def with_system(self, prompt: Any, values: Values) -> Any:
-        """The prompt after the system message of its row."""
-        name = self.columns.system or ("system" if self.kinds.get("system") == "text" else None)
-        system = values.get(name) if name else None
-        if name is None:
-            return prompt
-        has_text = isinstance(system, str) and bool(system.strip())
+    def asked(self, values: Values, prompt: str | None = None) -> Any:
+        """The whole prompt of a record: text or messages, an input below it, a system message before it."""
+        text = values[prompt or self.prompt() or "prompt"]
+        if isinstance(text, Mapping):
+            text = next(text[key] for key in TEXT_KEYS if isinstance(text.get(key), str))
+        below = self.context and values.get(self.context)
+        if isinstance(text, str) and below is not None and str(below or "").strip():
+            text = f"{text}\n{below}"
+        text, system = self.given(text), values.get(self.system) if self.system else None
+        if self.system is None:
+            return text
+        has_system = isinstance(system, str) and bool(system.strip())
         if not self.chat:
-            return f"{system}\n\n{prompt}" if has_text and isinstance(prompt, str) else prompt
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return [{"role": "system", "content": system}, *turns] if has_text else turns
+            return f"{system}\n\n{text}" if has_system and isinstance(text, str) else text
+        turns = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        return [{"role": "system", "content": system}, *turns] if has_system else turns
+
+    @property
+    def context(self) -> str | None:
+        """The column of what stands below the prompt."""
+        of_prompt = self.prompt()
+        names = (name for name in CONTEXTS if name != of_prompt)
+        return next((name for name in names if self.kinds.get(name) in ("text", "number")), None)
+
+    @property
+    def system(self) -> str | None:
+        """The column of a system message."""
+        return self.columns.system or self.first(SYSTEMS)
+
+    @property
+    def beside(self) -> tuple[str | None, ...]:
+        """The columns that `asked` reads beside the prompt."""
+        return self.context, self.system
+
+    def answers_unread(self, *used: str | None) -> bool:
+        """Whether a column that no rule has read looks like an answer: then this is another shape."""
+        return any(LIKE_ANSWERS.match(name) for name, kind in self.kinds.items() if name not in used)
 
     def rows(
         self, role: Role, rule: str, used: Iterable[str | None], convert: Callable[[Values], Row]
@@ -284,9 +337,10 @@ class _Shape:
             lines.append(Line(line.where, kept | tools | row))
         names = dict.fromkeys(name for line in lines for name in line.values)
         extra = ("split",) if splits else ()
+        used = (*used, *self.beside) if role != "sft" or rule.startswith("demonstrations") else used
         table = Table(self.table.name, tuple(names), lines)
         taken = (*(name for name in used if name), *keep, *extra, "tools")
-        return [Reading(role, rule, table, taken, splits, left_out, bad)]
+        return [Reading(role, rule, table, taken, splits, left_out, bad, self.table.columns)]
 
     def by_function(self, own: Callable[[Row], Any]) -> list[Reading]:
         """The rows of a function of the user's: a record goes in, a row, several or None come out."""
@@ -303,7 +357,8 @@ class _Shape:
         return self.reading(role, f"by {path}", self.table.columns, made)
 
 
-def _converted(convert: Callable[[Values], Row], line: Line) -> Row | str | Unusable:
+def _converted(convert: Callable[[Values], Any], line: Line) -> Any:
+    """What `convert` makes of a record; why it makes no row, as text; or its fault."""
     try:
         return convert(line.values)
     except LeftOut as reason:
@@ -312,14 +367,20 @@ def _converted(convert: Callable[[Values], Row], line: Line) -> Row | str | Unus
         return fault
     except KeyError as missing:
         return Unusable("malformed", f"has no {missing}")
-    except (TypeError, ValueError, IndexError) as error:  # a value of another type than in the other rows
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        IndexError,
+        StopIteration,
+    ) as error:  # a value of another type than in the other rows
         return Unusable("malformed", f"has values of another type: {error}")
 
 
 def _split(values: Values) -> Split | None:
-    """The split that a row names in the column `split`."""
+    """The split that a row names in the column `split`: valid1 and test_prefs are known too."""
     name = values.get("split")
-    return SPLIT_NAMES.get(re.sub(r"\d+$", "", name)) if isinstance(name, str) else None
+    return SPLIT_NAMES.get(re.split(r"[-_\d]", name.casefold())[0]) if isinstance(name, str) else None
 
 
 def _pair(prompt: Any, chosen: Any, rejected: Any) -> Row:
@@ -364,61 +425,85 @@ def _number(value: Any) -> float | None:
 # ----------------------------------------------------------------------------------------------- rules
 
 
+def _is_good(value: Any) -> bool | None:
+    """Whether a label says good; None for one that says nothing."""
+    text = str(int(value) if isinstance(value, float) and value.is_integer() else value).casefold()
+    return True if text in GOOD else False if text in BAD else None
+
+
 def _unpaired(shape: _Shape) -> list[Reading]:
     """Answers marked good or bad: never demonstrations unless somebody says so."""
     prompt, answer = shape.prompt(), shape.first((shape.columns.completion, *ANSWERS))
     answer = answer or shape.first((shape.columns.completion, *ANSWERS), "messages")
-    named = next((name for name in LABELS if name in shape.kinds), None)
-    label = named or next((name for name, kind in shape.kinds.items() if kind == "flag"), None)
-    if prompt is None or answer is None or label is None or shape.data.format == "demonstrations":
+    talk = shape.first(shape.kinds, "messages") if answer is None else None
+    flags = (name for name, kind in shape.kinds.items() if kind == "flag")
+    named = [name for name in LABELS if name in shape.kinds and name not in (prompt, answer)]
+    label = next(iter((*named, *(flags if talk is None else ()))), None)
+    if label is None or (talk is None and None in (prompt, answer)) or shape.data.format == "demonstrations":
         return []
-    values = [line.values.get(label) for line in shape.table.lines]
-    if not all(value in (True, False, None) for value in values):
+    labels = [_is_good(line.values.get(label)) for line in shape.table.lines]
+    if any(
+        good is None and line.values.get(label) is not None
+        for good, line in zip(labels, shape.table.lines, strict=True)
+    ):
         return []
-    used = (prompt, answer, label)
+    used = (prompt, answer, talk, label)
+
+    def parts(values: Values) -> tuple[Any, Any]:
+        if talk is not None:
+            return values[talk][:-1], values[talk][-1:]
+        return shape.asked(values), values[str(answer)]
+
+    def good(values: Values) -> Row:
+        if not _is_good(values[label]):
+            raise LeftOut(f"{label} is {'null' if values[label] is None else 'false'}")
+        asked, given = parts(values)
+        return {"prompt": asked, "completion": given}
+
+    def rated(values: Values) -> tuple[Any, float | None, Any]:
+        asked, given = parts(values)
+        is_good = _is_good(values[label])
+        return asked, None if is_good is None else float(is_good), given
+
     match shape.data.format:
         case "good_answers":
-
-            def good(values: Values) -> Row:
-                if not values[label]:
-                    raise LeftOut(f"{label} is false")
-                return {"prompt": values[prompt], "completion": values[answer]}
-
             return shape.rows("sft", f"the answers whose {label} is true", used, good)
         case "label_pairs":
-            return shape.reading(
-                "preferences", f"pairs of a good and a bad answer by {label}", used,
-                _by_prompt(shape, prompt, lambda values: (float(bool(values[label])), values[answer])),
-            )  # fmt: skip
-    bad = sum(value is False or value == 0 for value in values)
+            rule = f"pairs of a good and a bad answer by {label}"
+            return shape.reading("preferences", rule, used, _by_prompt(shape, rated))
     raise UserError(
-        f"{shape.table.name}: the column {label!r} marks {bad} of {len(values)} rows as false, so these "
-        "single answers are neither demonstrations nor pairs. Set data.format to label_pairs (a good and a "
-        "bad answer to a prompt become a pair), good_answers (those that are true are demonstrations), or "
-        f"demonstrations (all of them are, and {label!r} says something else)"
+        f"{shape.table.name}: the column {label!r} marks {labels.count(False)} of {len(labels)} rows as "
+        "false, so these single answers are neither demonstrations nor pairs. Set data.format to label_pairs "
+        "(a good and a bad answer to a prompt become a pair), good_answers (those that are true are "
+        f"demonstrations), or demonstrations (all of them are, and {label!r} says something else)"
     )
 
 
 def _by_prompt(
-    shape: _Shape, prompt: str, rated: Callable[[Values], tuple[float | None, Any]]
+    shape: _Shape, rated: Callable[[Values], tuple[Any, float | None, Any]]
 ) -> Iterator[tuple[Line, Any]]:
-    """Pairs of the rated answers that several rows give to a prompt, at the place of its first row."""
-    groups: dict[str, list[Line]] = {}
+    """Pairs of the answers that several rows give to a prompt, at the place of its first row.
+
+    `rated` gives prompt, rating and answer of a record.
+    """
+    groups: dict[str, list[tuple[Line, Any]]] = {}
     for line in shape.table.lines:
-        groups.setdefault(repr(line.values[prompt]), []).append(line)
-    for lines in groups.values():
-        found = [
-            (score, answer) for line in lines for score, answer in [rated(line.values)] if score is not None
-        ]
+        made = _converted(rated, line)
+        if isinstance(made, tuple):
+            groups.setdefault(repr(made[0]), []).append((line, made))
+        else:
+            yield line, made
+    for group in groups.values():
+        found = [(score, answer) for _, (_, score, answer) in group if score is not None]
         try:
             pairs = _ordered(found, shape.data)
         except LeftOut as reason:
             scores = " and ".join(f"{score:g}" for score, _ in found)
             why = "its prompt has one answer only" if len(found) < 2 else f"{reason} ({scores})"
-            yield from ((line, why) for line in lines)
+            yield from ((line, why) for line, _ in group)
             continue
-        given = shape.given(lines[0].values[prompt])
-        yield from ((lines[0], _pair(given, chosen, rejected)) for chosen, rejected in pairs)
+        first, (asked, *_) = group[0]
+        yield from ((first, _pair(asked, chosen, rejected)) for chosen, rejected in pairs)
 
 
 def _pairs(shape: _Shape) -> list[Reading]:
@@ -431,18 +516,15 @@ def _pairs(shape: _Shape) -> list[Reading]:
     )
 
     def convert(values: Values) -> Row:
-        sides = [shape.given(values[name]) for name in (chosen, rejected)]
-        if prompt is None and not all(isinstance(side, list) for side in sides):
-            turns = [dialogue(str(side)) for side in sides]
-            if not all(turns):
-                raise Unusable("malformed", "has no prompt, and its answers are no dialogues")
-            return _cut(*map(str, sides))
-        row = {"chosen": sides[0], "rejected": sides[1]}
-        return (
-            row
-            if prompt is None
-            else row | {"prompt": shape.with_system(shape.given(values[prompt]), values)}
-        )
+        sides = values[chosen], values[rejected]
+        if prompt is not None:
+            return _pair(shape.asked(values), *sides)
+        if all(isinstance(side, list) for side in sides):
+            return {"chosen": sides[0], "rejected": sides[1]}
+        turns = [dialogue(str(side)) for side in sides]
+        if not all(turns):
+            raise Unusable("malformed", "has no prompt, and its answers are no dialogues")
+        return {"chosen": turns[0], "rejected": turns[1]} if shape.chat else _cut(*map(str, sides))
 
     texts = [str(line.values[chosen]) for line in shape.table.lines[:SAMPLE] if line.values.get(chosen)]
     if prompt is None and shape.kinds[chosen] == "text" and not all(dialogue(text) for text in texts):
@@ -474,6 +556,8 @@ def _voted(shape: _Shape) -> list[Reading]:
     if found is None:
         return []
     first, second, a, b = found
+    if first.removesuffix(a) + THIRD[a] in shape.kinds:
+        return []  # of three answers a pair would be a guess
     asked = shape.data.format if shape.data.format in shape.kinds else None
     vote = asked or next((name for name in VOTES if name in shape.kinds), None)
     is_shp = first == "human_ref_A" and "labels" in shape.kinds
@@ -487,22 +571,28 @@ def _voted(shape: _Shape) -> list[Reading]:
 
     def is_first(values: Values) -> bool:
         if is_shp:
-            return values["labels"] in (1, True)
+            return _is_first(values["labels"], "labels", ("1", "true"), ("0", "false"))
         if vote is not None:
-            return _is_first(values[vote], vote, a, b)
-        one, two = (float(values[f"{scores}{suffix}"]) for suffix in (a, b))
+            return _is_first(values[vote], vote, _names(first, a), _names(second, b))
+        one, two = (_number(values[f"{scores}{suffix}"]) for suffix in (a, b))
+        if one is None or two is None:
+            raise Unusable("malformed", f"{scores}{a} or {scores}{b} is no finite number")
         if abs(one - two) <= shape.data.margin:
             raise LeftOut(
                 f"a tie: both scores are {one:g}" if one == two else f"the scores are {one:g} and {two:g}"
             )
         return one > two
 
+    strange = [made for line in shape.table.lines if isinstance(made := _converted(is_first, line), Unusable)]
+    if vote is not None and strange:
+        raise UserError(
+            f"{shape.table.name}: {strange[0]}, as in {len(strange)} row(s); write the column as {a} or {b} "
+            "(or tie), or give data.format: my_module:rows, a function that gets a record and returns a row"
+        )
+
     def convert(values: Values) -> Row:
         better = is_first(values)
         chosen, rejected = (values[name] for name in ((first, second) if better else (second, first)))
-        asked = "" if prompt is None else values[prompt]
-        if isinstance(asked, Mapping):
-            asked = asked[_text_of(shape, str(prompt))]
         if isinstance(chosen, list):
             turn = int(values.get("turn") or 1)
             chosen, rejected = chosen[: 2 * turn], rejected[: 2 * turn]
@@ -510,7 +600,7 @@ def _voted(shape: _Shape) -> list[Reading]:
                 raise LeftOut(f"turn {turn}: the first answers differ, so the prompts differ")
             row = {"chosen": chosen, "rejected": rejected}
         else:
-            row = _pair(shape.given(asked), chosen, rejected)
+            row = _pair(shape.asked(values, prompt), chosen, rejected)
         if repr(row) in seen:
             raise LeftOut("the same pair as an earlier row, by another judge")
         seen.add(repr(row))
@@ -524,32 +614,33 @@ def _voted(shape: _Shape) -> list[Reading]:
     )
 
 
-def _is_first(value: Any, vote: str, a: str, b: str) -> bool:
-    """Whether a vote is for the first answer: its number, its letter, or the name that ends with it.
+def _names(column: str, suffix: str) -> tuple[str, ...]:
+    """What a vote may call an answer: its letter or number, its column, or its model."""
+    name = suffix.strip("_").casefold()
+    kinds = ("model", "response", "answer", "output", "completion", "assistant", "chat", "summary")
+    return (name, column.casefold(), *(f"{kind}_{name}" for kind in kinds))
+
+
+def _is_first(value: Any, vote: str, first: Sequence[str], second: Sequence[str]) -> bool:
+    """Whether a vote is for the first answer.
 
     Raises:
         LeftOut: for a tie.
         Unusable: for another value.
     """
-    number = _number(value)
-    names = [suffix.strip("_").lower() for suffix in (a, b)]
-    if number is not None and not isinstance(value, str):
-        name = str(int(number))
-    else:
-        name = str(value).lower().rpartition("_")[2] if "tie" not in str(value).lower() else "tie"
-    if name == "tie":
+    name = str(int(value) if isinstance(value, float) and value.is_integer() else value).casefold().strip()
+    if TIE.fullmatch(name):
         raise LeftOut("a tie")
-    if name in names:
-        return name == names[0]
+    if name in first or name in second:
+        return name in first
     raise Unusable("malformed", f"{vote} is {value!r}, which names none of the two answers")
 
 
-def _text_of(shape: _Shape, column: str) -> str | None:
-    """The key of the text in a column of objects, such as question.full_text."""
-    value = shape.table.lines[0].values.get(column) or {}
-    return next(
-        (key for key in ("full_text", "text", "content", *PROMPTS) if isinstance(value.get(key), str)), None
-    )
+def _text_of(shape: _Shape, column: str) -> bool:
+    """Whether a column of objects has a text, such as question.full_text."""
+    values = (line.values.get(column) for line in shape.table.lines)
+    first = next((value for value in values if isinstance(value, Mapping)), {})
+    return any(isinstance(first.get(key), str) for key in TEXT_KEYS)
 
 
 def _better_of_two(shape: _Shape) -> list[Reading]:
@@ -560,7 +651,7 @@ def _better_of_two(shape: _Shape) -> list[Reading]:
     rule = f"pairs: prompt = {prompt}, chosen = response_j, rejected = response_k"
     return shape.rows(
         "preferences", rule, (prompt, "response_j", "response_k"),
-        lambda values: _pair(shape.given(values[prompt]), values["response_j"], values["response_k"]),
+        lambda values: _pair(shape.asked(values), values["response_j"], values["response_k"]),
     )  # fmt: skip
 
 
@@ -613,18 +704,18 @@ def _question(item: Values) -> str | None:
 
 def _from_list(shape: _Shape, name: str, text: str, rating: str, asked: str) -> Iterator[tuple[Line, Any]]:
     sign = -1 if rating == "rank" else 1
-    for line in shape.table.lines:
-        items = line.values.get(name) or []
-        prompt = _question(items[0]) if asked == name and items else line.values.get(asked)
+
+    def pairs(values: Values) -> list[Row]:
+        items = values.get(name) or []
+        prompt = shape.given(_question(items[0])) if asked == name and items else shape.asked(values)
         rated = [(sign * n, one[text]) for one in items if (n := _number(one.get(rating))) is not None]
-        try:
-            if len(rated) == 2 and rated[0][0] == rated[1][0]:
-                raise LeftOut(f"a tie: both scores are {rated[0][0]:g}")
-            pairs = _ordered(rated, shape.data)
-        except LeftOut as reason:
-            yield line, str(reason)
-            continue
-        yield from ((line, _pair(shape.given(prompt), *pair)) for pair in pairs)
+        if len(rated) == 2 and rated[0][0] == rated[1][0]:
+            raise LeftOut(f"a tie: both scores are {rated[0][0]:g}")
+        return [_pair(prompt, *pair) for pair in _ordered(rated, shape.data)]
+
+    for line in shape.table.lines:
+        made = _converted(pairs, line)
+        yield from ((line, row) for row in made) if isinstance(made, list) else [(line, made)]
 
 
 def _rated_rows(shape: _Shape) -> list[Reading]:
@@ -633,10 +724,10 @@ def _rated_rows(shape: _Shape) -> list[Reading]:
     score = next((s for s in (shape.data.format or "", *SCORES) if shape.kinds.get(s) == "number"), None)
     if prompt is None or answer is None or score is None:
         return []
-    asked = [line.values.get(prompt) for line in shape.table.lines]
-    if len(set(map(repr, asked))) == len(asked):
+    asked = [repr(_converted(shape.asked, line)) for line in shape.table.lines]
+    if len(set(asked)) == len(asked):
         return []  # one answer to each prompt: the score is a property of a demonstration
-    made = _by_prompt(shape, prompt, lambda values: (_number(values[score]), values[answer]))
+    made = _by_prompt(shape, lambda values: (shape.asked(values), _number(values[score]), values[answer]))
     rule = f"pairs of the rows that have the same {prompt}, by {score}"
     return shape.reading("preferences", rule, (prompt, answer, score), made)
 
@@ -647,33 +738,44 @@ def _tree(shape: _Shape) -> list[Reading]:
         return []
 
     def made() -> Iterator[tuple[Line, Any]]:
-        by_id = {line.values["message_id"]: line for line in shape.table.lines}
-        answers: dict[str, list[Line]] = {}
+        by_id, answers = dict[str, Line](), dict[str, list[Line]]()
         for line in shape.table.lines:
-            parent = str(line.values.get("parent_id"))
-            if parent in by_id and line.values["role"] == "assistant":
-                answers.setdefault(parent, []).append(line)
+            if all(isinstance(line.values.get(key), str) for key in ("message_id", "text", "role")):
+                by_id[line.values["message_id"]] = line
+            else:
+                yield line, Unusable("malformed", "has no message_id, text or role")
+        for line in by_id.values():
+            parent = line.values.get("parent_id")
+            if line.values["role"] != "assistant":
+                continue
+            if line.values.get("deleted"):
+                yield line, "it is deleted"
+            elif parent in by_id:
+                answers.setdefault(str(parent), []).append(line)
+            else:
+                yield line, "the message that it answers is not here"
         for parent, lines in answers.items():
-            path, at = [], by_id.get(parent)
-            while at is not None:
-                role = "user" if at.values["role"] == "prompter" else "assistant"
+            path, at = list[Message](), by_id.get(parent)
+            while at is not None and len(path) <= len(by_id):
+                role = "assistant" if at.values["role"] == "assistant" else "user"
                 path.append({"role": role, "content": at.values["text"]})
-                at = by_id.get(at.values.get("parent_id"))
-            rated = [
-                (-n, line.values["text"])
-                for line in lines
-                if (n := _number(line.values.get("rank"))) is not None
-            ]
-            if len(rated) < 2:
-                few = (
-                    "the only answer of its message has no rank"
-                    if not rated
-                    else "the only ranked answer of its message"
-                )
-                yield from ((line, few) for line in lines)
+                at = by_id.get(str(at.values.get("parent_id")))
+            if at is not None:
+                loop = Unusable("malformed", f"the parents of {parent} form a circle")
+                yield from ((line, loop) for line in lines)
+                continue
+            ranks = [(_number(line.values.get("rank")), line.values["text"]) for line in lines]
+            rated = [(-rank, text) for rank, text in ranks if rank is not None]
+            try:
+                if len(rated) < 2:
+                    few = "has no rank" if not rated else "is alone"
+                    raise LeftOut(f"the only answer of its message {few}")
+                pairs = _ordered(rated, shape.data, "best_each")
+            except LeftOut as reason:
+                yield from ((line, str(reason)) for line in lines)
                 continue
             prompt = path[::-1] if shape.chat or len(path) > 1 else path[0]["content"]
-            yield from ((lines[0], _pair(prompt, *pair)) for pair in _ordered(rated, shape.data, "best_each"))
+            yield from ((lines[0], _pair(prompt, *pair)) for pair in pairs)
 
     rule = "pairs of the ranked answers to the same message, prompt = the path from the root"
     return shape.reading("preferences", rule, ("message_id", "parent_id", "text", "role", "rank"), made())
@@ -715,17 +817,17 @@ def _instructions(shape: _Shape) -> list[Reading]:
     answer = shape.first(names) or shape.first(names, "messages")
     if prompt is None or answer is None:
         return []
-    context = shape.first(CONTEXTS)
+    if shape.answers_unread(prompt, answer, *LABELS) and any(
+        re.match("chosen|reject", n) for n in shape.kinds
+    ):
+        return []
+    below = f" and {shape.context} below it" if shape.context else ""
+    rule = f"demonstrations: prompt = {prompt}{below}, completion = {answer}"
 
     def convert(values: Values) -> Row:
-        asked = values[prompt]
-        if context and isinstance(asked, str) and str(values.get(context) or "").strip():
-            asked = f"{asked}\n{values[context]}"
-        return {"prompt": shape.with_system(shape.given(asked), values), "completion": values[answer]}
+        return {"prompt": shape.asked(values), "completion": values[answer]}
 
-    below = f" and {context} below it" if context else ""
-    rule = f"demonstrations: prompt = {prompt}{below}, completion = {answer}"
-    return shape.rows("sft", rule, (prompt, context, answer, "system"), convert)
+    return shape.rows("sft", rule, (prompt, answer), convert)
 
 
 def _conversations(shape: _Shape) -> list[Reading]:
@@ -734,14 +836,24 @@ def _conversations(shape: _Shape) -> list[Reading]:
         name for name, kind in shape.kinds.items() if kind == "messages" and name != shape.columns.prompt
     ]
     name = "messages" if "messages" in names else names[0] if len(names) == 1 else None
-    if name is None:
+    rejected = shape.first(("rejected_response",))
+    if name is None or (rejected is None and any(re.match("chosen|reject", n) for n in shape.kinds)):
         return []
 
     def convert(values: Values) -> Row:
-        turns = values[name]
-        if isinstance(values.get("system"), str) and values["system"].strip() and isinstance(turns, list):
-            turns = [{"role": "system", "content": values["system"]}, *turns]
-        return {"messages": turns}
+        turns, system = values[name], values.get(shape.system) if shape.system else None
+        if isinstance(system, str) and system.strip() and isinstance(turns, list):
+            turns = [{"role": "system", "content": system}, *turns]
+        if rejected is None:
+            return {"messages": turns}
+        return {
+            "chosen": turns,
+            "rejected": [*turns[:-1], {"role": "assistant", "content": values[rejected]}],
+        }
+
+    if rejected is not None:  # ms-swift
+        rule = f"pairs: chosen = the last message of {name}, rejected = {rejected}"
+        return shape.rows("preferences", rule, (name, rejected), convert)
 
     rule = f"demonstrations: prompt = all of {name} but its last message, completion = the last"
     return shape.rows("sft", rule, (name, "system"), convert)
@@ -750,10 +862,10 @@ def _conversations(shape: _Shape) -> list[Reading]:
 def _prompts(shape: _Shape) -> list[Reading]:
     """Prompts alone."""
     prompt = shape.prompt()
-    if prompt is None:
+    if prompt is None or shape.answers_unread(prompt, *shape.columns.keep, "answer"):
         return []
     rule = f"prompts: prompt = {prompt}"
-    return shape.rows("prompts", rule, (prompt,), lambda v: {"prompt": shape.given(v[prompt])})
+    return shape.rows("prompts", rule, (prompt,), lambda values: {"prompt": shape.asked(values)})
 
 
 _KINDS: Sequence[Callable[[_Shape], list[Reading]]] = (

@@ -49,7 +49,7 @@ def assemble(
         UserError: naming every table whose shape is not known, or that lacks a column.
     """
     known = shapes.read(tables, data, chat=rendering.chat is not None, own=own)
-    _say([reading for _, reading in known], {table.name: table.columns for *_, table in tables})
+    _say([reading for _, reading in known])
     judged = evaluated_role({reading.role for _, reading in known}) if known else None
     prompts = [reading.table for _, reading in known if reading.role == judged]
     faults = [
@@ -73,11 +73,11 @@ def assemble(
     return corpus
 
 
-def _say(readings: Sequence[Reading], columns: Mapping[str, Sequence[str]]) -> None:
+def _say(readings: Sequence[Reading]) -> None:
     """What was read how, and what was not used, by file; equal lines once."""
     said = dict[str, list[str]]()
     for reading in readings:
-        unused = [name for name in columns[reading.table.name] if name not in reading.used]
+        unused = [name for name in reading.columns if name not in reading.used]
         text = reading.rule + (f"; not used: {', '.join(unused)}" if unused else "")
         said.setdefault(text, []).append(reading.table.name)
     for text, names in said.items():

@@ -87,7 +87,9 @@ def test_all_missing_columns_are_in_one_error_with_the_columns_of_the_file(
     with pytest.raises(UserError) as error:
         load(tmp_path, columns, plain)
     assert "sft.jsonl has no known shape; its columns are topic (text), words (text)" in str(error.value)
-    assert "preferences.jsonl is preferences by its name, and holds prompts" in str(error.value)
+    assert "preferences.jsonl has no known shape; its columns are prompt (text), best (text)" in str(
+        error.value
+    )
 
 
 def test_columns_are_mapped(tmp_path: Path, plain: Rendering) -> None:

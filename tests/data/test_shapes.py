@@ -1,0 +1,153 @@
+"""Variants of public shapes that are easily read wrongly: read right, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.config import Data
+from rlhf_tasks.data import shapes
+from rlhf_tasks.data.shapes import Line, Reading, Table
+from rlhf_tasks.errors import UserError
+
+Record = dict[str, Any]
+
+
+def read(*records: Record, chat: bool = True, **data: Any) -> Reading:
+    columns = tuple(dict.fromkeys(key for record in records for key in record))
+    lines = [Line(f"f:{number}", record) for number, record in enumerate(records, start=1)]
+    [(_, reading)] = shapes.read([(None, "train", Table("f", columns, lines))], Data(**data), chat=chat)
+    return reading
+
+
+def rows(reading: Reading) -> list[Any]:
+    return [dict(line.values) for line in reading.table.lines]
+
+
+def pair(prompt: Any, chosen: Any, rejected: Any) -> Record:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+@pytest.mark.parametrize("label", [1, "1", True])
+def test_shp_names_the_first_answer_by_1_also_in_csv(label: Any) -> None:
+    shp = {"history": "q", "human_ref_A": "a", "human_ref_B": "b"}
+    assert rows(read(shp | {"labels": label})) == [pair("q", "a", "b")]
+    assert rows(read(shp | {"labels": 0}, shp | {"labels": label})) == [
+        pair("q", "b", "a"),
+        pair("q", "a", "b"),
+    ]
+
+
+def test_answers_beside_a_marked_prompt_are_the_assistants() -> None:
+    record = {"prompt": "\n\nHuman: Hi\n\nAssistant:", "response": " A", "chosen": " A", "rejected": " B"}
+    assert rows(read(record)) == [pair([{"role": "user", "content": "Hi"}], " A", " B")]
+
+
+@pytest.mark.parametrize("votes", [[1.6], [0.9], [0, 1, 0, 1], [-3, 1, 2], ["worse_b"], ["prettier_1"]])
+def test_votes_that_name_no_answer_refuse_the_file(votes: list[Any]) -> None:
+    two = {"prompt": "q", "response_1": "a", "response_2": "b"}
+    with pytest.raises(UserError, match="which names none of the two answers"):
+        read(*({**two, "preference": vote} for vote in votes))
+
+
+@pytest.mark.parametrize("tie", ["tie", "tie (bothbad)", "both_bad", "Both good", "draw"])
+def test_a_tie_is_left_out(tie: str) -> None:
+    two = {"prompt": "q", "response_a": "a", "response_b": "b"}
+    found = read(two | {"winner": "model_a"}, two | {"winner": tie})
+    assert rows(found) == [pair("q", "a", "b")]
+    assert found.left_out == [("f:2", "a tie")]
+
+
+def test_the_input_is_part_of_the_prompt_in_every_shape() -> None:
+    farm = [
+        {"instruction": "Translate", "input": word, "output_1": "a", "output_2": "b", "preference": 2}
+        for word in ("dog", "cat")
+    ]
+    assert rows(read(*farm)) == [pair(f"Translate\n{word}", "b", "a") for word in ("dog", "cat")]
+    scored = [
+        {"instruction": "Classify", "input": word, "output": "x", "score": score}
+        for word, score in (("dog", 5), ("crow", 3), ("dog", 1))
+    ]
+    assert [row["prompt"] for row in rows(read(*scored))] == ["Classify\ndog"]
+    given = {"instruction": "i", "input": "x", "chosen": "a", "rejected": "b", "system": "s"}
+    assert rows(read(given, chat=False)) == [pair("s\n\ni\nx", "a", "b")]
+
+
+@pytest.mark.parametrize(
+    "marked",
+    [
+        {
+            "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+            "label": False,
+        },
+        {"prompt": "q", "completion": "a", "label": "bad"},
+        {"prompt": "q", "completion": "a", "label": "False"},
+        {"prompt": "q", "completion": "a", "label": -1},
+        {"prompt": "q", "completion": "a", "feedback": "thumbs_down"},
+        {"prompt": "q", "completion": "a", "correct": "false"},
+    ],
+)
+def test_a_bad_answer_is_no_demonstration_however_it_is_marked(marked: Record) -> None:
+    with pytest.raises(UserError, match="as false, so these single answers are neither"):
+        read(marked)
+    assert read(marked, format="good_answers").table.lines == []
+
+
+def test_a_score_that_is_no_number_makes_no_pair() -> None:
+    found = read({"prompt": "q", "answer_a": "x", "answer_b": "y", "score_a": 2.0, "score_b": float("nan")})
+    assert (rows(found), len(found.bad)) == ([], 1)
+
+
+def test_a_rejected_response_beside_a_conversation_makes_a_pair() -> None:
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    [row] = rows(read({"messages": talk, "rejected_response": "b"}))
+    assert (row["chosen"], row["rejected"][-1]["content"]) == (talk, "b")
+
+
+def test_a_tree_with_a_circle_equal_ranks_or_orphans_is_named() -> None:
+    def node(name: str, parent: str | None, role: str, rank: int | None = None) -> Record:
+        return {"message_id": name, "parent_id": parent, "text": name, "role": role, "rank": rank}
+
+    circle = read(node("a", "b", "prompter"), node("b", "a", "assistant", 0), node("c", "a", "assistant", 1))
+    assert "circle" in circle.bad[0][1].detail
+    equal = read(
+        node("a", None, "prompter"), node("b", "a", "assistant", 0), node("c", "a", "assistant", 0),
+        node("d", "gone", "assistant", 1),
+    )  # fmt: skip
+    assert [why for _, why in equal.left_out] == [
+        "the message that it answers is not here", "all scores are equal", "all scores are equal",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [
+            {"prompt": "q", "response": "a", "score": 1},
+            {"prompt": "q", "response": "b", "score": 2},
+            {"score": 3},
+        ],
+        [{"prompt": "q", "responses": [{"text": "a", "score": 2}, {"score": 3}]}],
+        [
+            {"prompt": "q", "responses": [{"text": "a", "score": 2}, {"text": "b", "score": 1}]},
+            {"responses": ["a"]},
+        ],
+    ],
+)
+def test_a_record_of_another_form_is_malformed(records: list[Record]) -> None:
+    assert read(*records).bad[0][1].reason == "malformed"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "q", "chosen_response": "a", "rejected_response": "b"},
+        {"prompt": "q", "chosen": "a", "reject": "b"},
+        {"prompt": "q", "generations": ["a", "b"], "ratings": [1, 2]},
+        {"prompt": "q", "response_0": "a", "response_1": "b", "response_2": "c", "preference": 1},
+    ],
+)
+def test_answers_that_no_rule_reads_are_refused_by_name(record: Record) -> None:
+    with pytest.raises(UserError, match="has no known shape; its columns are prompt"):
+        read(record)
