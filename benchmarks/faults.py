@@ -170,8 +170,8 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "MLflow is away for minutes",
         "delivery is tried every 20 seconds, and training does not wait; MLflow gets every point once",
-        "tests/tracking/test_delivery.py",
-        "test_mlflow_that_is_away_for_minutes_is_tried_again_and_gets_every_point_once",
+        "tests/tracking/test_sync.py",
+        "test_mlflow_that_is_away_for_long_is_tried_again_and_gets_every_point_once",
     ),
     Fault(
         "An HTTP scorer is down",

@@ -421,8 +421,6 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
 @pytest.mark.parametrize(
     "command",
     [
-        "preset small --show",
-        "preset --show --upgrade",
         "promote models/other --rollback",
         "judge models/reward --rows x.jsonl --against models/sft",
         "judge --rows x.jsonl",

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
@@ -71,6 +73,30 @@ def test_a_dead_server_ends_nothing_loses_nothing_and_is_reported_once(
     file.write_text(file.read_text(encoding="utf-8").replace(f'"{UNREACHABLE}"', "null"), encoding="utf-8")
     assert sync(real) == (1, {})
     assert points(real) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_mlflow_that_is_away_for_long_is_tried_again_and_gets_every_point_once(
+    real: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run's failures delay no other run, and logging waits for neither."""
+    sent, tries = MlflowClient.log_batch, list[str]()
+
+    def log_batch(self: MlflowClient, run_id: str, *args: Any, **options: Any) -> Any:
+        tries.append(run_id)
+        if len(tries) <= 5:
+            raise MlflowException("away")
+        return sent(self, run_id, *args, **options)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        for number in range(1, 4):
+            tracker.metrics({"train/loss": float(number)}, step=number)
+        until(lambda: len(tries) > 5 and record(real, "k").state().last_error is None, "the delivery")
+        with tracking.open_run(Paths(), "ppo", view("ppo"), key="other") as other:
+            other.metrics({"train/loss": 9.0}, step=1)
+        tracker.metrics({"train/loss": 4.0}, step=4)
+    assert points(real, "sft") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert points(real, "ppo") == [(1, 9.0)]
 
 
 def test_a_run_is_delivered_while_it_grows_and_completely_at_its_end(real: Path) -> None:
