@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from rlhf_tasks.config import Columns, Data, Split
 from rlhf_tasks.data.chat import Message, Unusable
@@ -48,6 +48,8 @@ BAD = ("false", "0", "-1", "bad", "rejected", "negative", "thumbs_down", "thumbs
 LIKE_ANSWERS = re.compile(
     r"(chosen|reject|response|answer|generation|completion|label|output|preference|winner)"
 )
+FORMATS = ("demonstrations", "good_answers", "label_pairs")
+"""The words that `data.format` knows; else it names a column, or a function."""
 THIRD = {"_0": "_2", "_1": "_3", "_a": "_c", "_A": "_C", "0": "2", "1": "3", "A": "C"}
 """The suffix of a third answer, by that of the first."""
 MARKS = {"human": "user", "user": "user", "assistant": "assistant", "system": "system"}
@@ -58,7 +60,6 @@ EXTRA_ID = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 TIE = re.compile(r"(tie|both|draw)\b.*|both_(good|bad)")
 FINAL = re.compile(r"^####\s*(\S.*?)\s*$", re.MULTILINE)
 SAMPLE = 1000  # rows by which the type of a column is known
-MOST_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,12 @@ def read(
         UserError: naming each that has no known shape, one that `data.format` must decide, or another role.
     """
     found, faults = list[tuple[Split, Reading]](), list[str]()
+    columns = {name for *_, table in tables for name in table.columns}
+    if data.format is not None and own is None and data.format not in (*FORMATS, *columns):
+        raise UserError(
+            f"data.format={data.format} is no column of the data; give a column with a vote or score, "
+            f"{', '.join(FORMATS)}, or module:function"
+        )
     named = (data.columns.prompt, data.columns.completion, data.columns.chosen, data.columns.rejected)
     for role, split, table in _joined(tables):
         alike = [other for _, _, other in tables if {*other.columns} == {*table.columns}]
@@ -872,5 +879,3 @@ _KINDS: Sequence[Callable[[_Shape], list[Reading]]] = (
     _pairs, _unpaired, _summaries, _voted, _better_of_two, _rated_list, _tree, _rated_rows, _solutions,
     _instructions, _conversations, _prompts,
 )  # fmt: skip
-FORMATS: tuple[str, ...] = ("demonstrations", "good_answers", "label_pairs")
-PairRule = Literal["best_worst", "best_each", "adjacent", "all"]

@@ -151,3 +151,10 @@ def test_a_record_of_another_form_is_malformed(records: list[Record]) -> None:
 def test_answers_that_no_rule_reads_are_refused_by_name(record: Record) -> None:
     with pytest.raises(UserError, match="has no known shape; its columns are prompt"):
         read(record)
+
+
+def test_a_format_that_names_nothing_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"data\.format=label_pair is no column of the data; give .* label_pairs"
+    ):
+        read({"prompt": "q", "completion": "a"}, format="label_pair")
