@@ -312,6 +312,11 @@ class _Shape:
         """The columns that `asked` reads beside the prompt."""
         return self.context, self.system
 
+    @property
+    def has_sides(self) -> bool:
+        """Whether columns are called after the two sides of a pair, which are no demonstrations."""
+        return any(name.startswith(("chosen", "reject")) for name in self.kinds)
+
     def answers_unread(self, *used: str | None) -> bool:
         """Whether a column that no rule has read looks like an answer: then this is another shape."""
         return any(LIKE_ANSWERS.match(name) for name, kind in self.kinds.items() if name not in used)
@@ -819,14 +824,9 @@ def _is_named(shape: _Shape) -> bool:
 
 def _instructions(shape: _Shape) -> list[Reading]:
     """A prompt, perhaps with an input below it, and the answer."""
-    prompt, answer = shape.prompt(), None
-    names = (shape.columns.completion, *ANSWERS)
+    prompt, names = shape.prompt(), (shape.columns.completion, *ANSWERS)
     answer = shape.first(names) or shape.first(names, "messages")
-    if prompt is None or answer is None:
-        return []
-    if shape.answers_unread(prompt, answer, *LABELS) and any(
-        re.match("chosen|reject", n) for n in shape.kinds
-    ):
+    if prompt is None or answer is None or shape.has_sides:
         return []
     below = f" and {shape.context} below it" if shape.context else ""
     rule = f"demonstrations: prompt = {prompt}{below}, completion = {answer}"
@@ -844,7 +844,7 @@ def _conversations(shape: _Shape) -> list[Reading]:
     ]
     name = "messages" if "messages" in names else names[0] if len(names) == 1 else None
     rejected = shape.first(("rejected_response",))
-    if name is None or (rejected is None and any(re.match("chosen|reject", n) for n in shape.kinds)):
+    if name is None or (rejected is None and shape.has_sides):
         return []
 
     def convert(values: Values) -> Row:
