@@ -289,8 +289,8 @@ class Preferences(Section):
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of the SFT model."""
     label_noise: Annotated[float, Field(ge=0, le=0.5)] = 0.05
-    """Share of the gold judge's train labels that are flipped, for `data.source: synthetic`; 0.5: all labels
-    are drawn by lot."""
+    """Share of the gold judge's train labels that are flipped, for `data.source: synthetic`; 0.5: random
+    labels."""
 
 
 class Reward(Trained):
