@@ -181,6 +181,7 @@ def ppo(**changes: Any) -> Ppo:
         "num_mini_batches": 2,
         "learning_rate": 1e-3,
         "schedule": "constant",
+        "micro_batch_tokens": 4096,
         "response_length": 8,
         "temperature": 0.8,
         "kl_coef": 0.05,

@@ -25,10 +25,12 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_tasks.benchmark import shapes
 from rlhf_tasks.config import Config, Lora, Ppo, is_hub_id
 from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
+from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import from_scratch
 from rlhf_tasks.models.logprobs import GPU_LOGITS
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.project.precision import tokens_that_fit
 
 Layout = Literal["ddp", "zero2", "fsdp2", "zero3"]  # from the simplest to those that spread most
 SHARDING = ("fsdp2", "zero3")
@@ -128,14 +130,18 @@ class Run:
     chunk: int = GPU_LOGITS  # logits that the training passes make at a time
 
     @classmethod
-    def of_params(cls, config: Config, policy: Sizes, num_gpus: int) -> Run:
-        """PPO as params.yaml has it, of this policy."""
+    def of_params(cls, config: Config, policy: Sizes, num_gpus: int, gpu: float) -> Run:
+        """PPO as params.yaml has it, of this policy, on GPUs of so many bytes."""
+        ppo, is_bf16 = config.ppo, config.launch.precision != "fp32"
+        if ppo.micro_batch_tokens == AUTO:
+            tokens = tokens_that_fit(gpu, (BF16 if is_bf16 else FP32) * policy.activations)
+            ppo = ppo.model_copy(update={"micro_batch_tokens": tokens})
         return cls(
             policy=policy,
-            ppo=config.ppo,
+            ppo=ppo,
             longest=config.data.max_prompt_tokens,
             num_gpus=num_gpus,
-            is_bf16=config.launch.precision != "fp32",
+            is_bf16=is_bf16,
             has_reward_model=config.reward.train,
             offload=config.launch.offload,
         )

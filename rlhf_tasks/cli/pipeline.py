@@ -141,7 +141,7 @@ def plan(
     policy = fit.sizes_of_params(settings, Path(), model)
     plans: dict[int, dict[str, Any]] = {}
     for number in map(int, gpus.split(",")):
-        run = fit.Run.of_params(settings, policy, number)
+        run = fit.Run.of_params(settings, policy, number, size * fit.GB)
         plans[number] = fit.describe(run, size * fit.GB, machine_memory * fit.GB)
     if as_json:
         counts = {"parameters": policy.parameters, "trained, with the critic": run.trained}

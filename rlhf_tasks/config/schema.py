@@ -239,8 +239,9 @@ class Optimization(Section):
     """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
     batch_size: t.BatchSize = 64
     """Rows per optimizer step, over all processes."""
-    micro_batch_tokens: t.PositiveInt = 4096
-    """Maximum padded tokens per micro-batch and rank."""
+    micro_batch_tokens: t.MicroBatchTokens = t.AUTO
+    """Maximum padded tokens per micro-batch and rank; `auto`: by the model and the memory of the device, at
+    most 4,096 on a CPU."""
     num_epochs: NumEpochs = 1.0
     """Passes over the train rows; may be a fraction."""
 

@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    PlainSerializer,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -50,6 +51,24 @@ Count = Annotated[int, Between(0, LARGEST)]
 NumRows = Annotated[int, Between(1, 10_000_000)]  # held in memory: about a kilobyte each
 Tokens = Annotated[int, Between(1, 2**20)]  # the length of one text
 BatchSize = Annotated[int, Between(1, 2**20)]
+AUTO = 0
+
+
+def _tokens_or_auto(value: Any) -> Any:
+    if value == "auto":
+        return AUTO
+    if isinstance(value, bool) or not isinstance(value, int) or value == AUTO:
+        raise ValueError("must be auto, or a whole number of tokens above 0")
+    return value
+
+
+MicroBatchTokens = Annotated[
+    int,
+    Between(AUTO, LARGEST),
+    BeforeValidator(_tokens_or_auto),
+    PlainSerializer(lambda value: value or "auto", return_type=int | str),
+]
+"""Tokens, or `auto`, which is AUTO until the stage begins: project/precision.py says what it stands for."""
 Width = Annotated[int, Between(1, 2**16)]  # a side of a weight matrix
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -3,7 +3,7 @@
 The first stage, `rlhf inputs`, writes a file for each other stage, which depends on it:
 
     inputs/STAGE.json
-      values      the parameters that the stage reads, defaults included; `launch.precision: auto` is resolved
+      values      the parameters that the stage reads, defaults included; what `auto` stands for is resolved
       files       the md5 of the files and folders that they name, and of the code of the functions
       packages    the versions of the packages on whose code the results depend
 
@@ -32,6 +32,7 @@ from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, Config, ModelView, Stage
 from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED
 from rlhf_tasks.config.stages import PRECISION
+from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, packaged, precision
 from rlhf_tasks.project.dvc_files import INPUTS, is_in
@@ -66,6 +67,8 @@ FUNCTIONS = (
 FUNCTION = re.compile(r"[\w.]+:\w+")
 HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
 LIST_INDEX = re.compile(r"\.\d+(?=\.)")
+TRAINED = ("base", "sft", "reward", "ppo")
+"""Sections with `micro_batch_tokens`, which may be `auto`."""
 READS_NO_FILES: tuple[Stage, ...] = ("verdict", "report")
 """Stages that read what the stages before them wrote, and not what params.yaml names."""
 TOKENIZER_PACKAGES = ("tokenizers", "transformers")
@@ -103,7 +106,7 @@ def write(paths: Paths) -> None:
         ConfigError: if params.yaml has a problem.
         UserError: naming everything that does not exist.
     """
-    settings = resolved(config.load(paths.params))
+    settings = resolved(paths.root, config.load(paths.params))
     stages = [name for name in VIEWS if name in dvc_files.graph(paths.root)]
     found = {stage: _collect(paths, stage, VIEWS[stage].of(settings).declared) for stage in stages}
     if problems := dict.fromkeys(problem for _, several in found.values() for problem in several):
@@ -127,15 +130,23 @@ def used(root: Path, stage: str) -> Inputs:
     return Inputs({}, {}, {}) if text is None else Inputs(**json.loads(text))
 
 
-def resolved(settings: Config, number_format: str | None = None) -> Config:
-    """The parameters with this `launch.precision`, by default the one that `auto` stands for here."""
-    chosen = number_format or precision.resolve(settings.launch.precision)
-    launch = settings.launch.model_copy(update={"precision": chosen})
-    return settings.model_copy(update={"launch": launch})
+def resolved(root: Path, settings: Config, recorded: Mapping[str, Any] | None = None) -> Config:
+    """The parameters with what `auto` stands for: values `recorded` by dotted key, else this machine's."""
+    known, launch = recorded or {}, settings.launch
+    if launch.precision == "auto":
+        number_format = known.get(PRECISION) or precision.resolve("auto")
+        launch = launch.model_copy(update={"precision": number_format})
+    changed: dict[str, Any] = {"launch": launch}
+    for name in TRAINED:
+        section, key = getattr(settings, name), f"{name}.micro_batch_tokens"
+        if section.micro_batch_tokens == AUTO:
+            tokens = known.get(key) or precision.micro_batch_tokens(settings, root, launch.precision)
+            changed[name] = section.model_copy(update={"micro_batch_tokens": tokens})
+    return settings.model_copy(update=changed)
 
 
 def in_force(paths: Paths, stage: Stage, settings: Config, *, check: bool = True) -> Config:
-    """The parameters with the precision that inputs/STAGE.json records; without the file, that of here.
+    """The parameters with what inputs/STAGE.json records for `auto`; without the file, what it is here.
 
     `check`: whether the file must hold what the stage would read now. So a stage and its record agree.
 
@@ -144,9 +155,9 @@ def in_force(paths: Paths, stage: Stage, settings: Config, *, check: bool = True
     """
     record = recorded(paths, stage)
     if record is None:
-        return resolved(settings)
+        return resolved(paths.root, settings)
     is_auto = settings.launch.precision == "auto"
-    values = resolved(settings, record.values.get(PRECISION) if is_auto else None)
+    values = resolved(paths.root, settings, record.values)
     if not check:
         return values
     if is_auto and values.launch.precision == "bf16" and precision.resolve("auto") != "bf16":

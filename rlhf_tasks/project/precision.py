@@ -1,18 +1,32 @@
-"""The number format that `launch.precision: auto` stands for on this machine. No torch here."""
+"""What `auto` stands for on this machine: `launch.precision` and `micro_batch_tokens`. No torch here.
+
+It depends on the machine and on the model's shape, and never on a timing: the same ones give the same value.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from rlhf_tasks.config import Precision
+import psutil
+
+from rlhf_tasks.config import Config, Precision
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import packaged
 
 DRIVER = "libcuda.so.1"  # NVIDIA's driver, which sees the devices of CUDA_VISIBLE_DEVICES only
 CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 AMPERE = 8  # the first compute capability whose matrix units compute in bfloat16
+MOST_TOKENS = {"cpu": 4096, "cuda": 65_536}  # beyond these a pass gets no faster
+LEAST_TOKENS = 256
+ACTIVATIONS_SHARE = 1 / 8  # of the device's memory; weights, moments and caches need the rest
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def resolve(precision: Precision) -> Literal["fp32", "bf16"]:
@@ -23,21 +37,102 @@ def resolve(precision: Precision) -> Literal["fp32", "bf16"]:
     return "bf16" if capabilities and min(capabilities) >= AMPERE else "fp32"
 
 
+def micro_batch_tokens(config: Config, root: Path, number_format: Literal["fp32", "bf16"]) -> int:
+    """What `micro_batch_tokens: auto` stands for here, for the model that SFT starts from.
+
+    It is the most that is allowed where nothing tells the model's shape.
+    """
+    gpus = gpu_memories() if _torch_has_cuda() else []
+    most = MOST_TOKENS["cuda" if gpus else "cpu"]
+    if (shape := _shape(config, root)) is None:
+        return most
+    hidden, layers, intermediate = shape
+    numbers = layers * (9 * hidden + 3 * intermediate)  # in and out of all linear layers, at most
+    a_token = numbers * (2 if number_format == "bf16" else 4)
+    return tokens_that_fit(min(gpus) if gpus else machine_memory(), a_token, most)
+
+
+def tokens_that_fit(memory: float, bytes_of_a_token: int, most: int = MOST_TOKENS["cuda"]) -> int:
+    """The tokens whose activations fill an eighth of the memory in bytes: a power of two, so that machines
+    of about the same memory agree."""
+    tokens = int(ACTIVATIONS_SHARE * memory / bytes_of_a_token)
+    return max(LEAST_TOKENS, min(most, 1 << max(tokens.bit_length() - 1, 0)))
+
+
+def _shape(config: Config, root: Path) -> tuple[int, int, int] | None:
+    """Width, layers and width of the MLP of the model that SFT starts from; None if nothing tells them."""
+    source, revision, scratch = config.sft.source, config.sft.revision, config.model.scratch
+    if source is None and scratch is not None:
+        return scratch.hidden_size, scratch.num_layers, 4 * scratch.hidden_size
+    if source is None:
+        source, revision = config.model.base, config.model.revision
+    with suppress(OSError, ValueError, KeyError, UserError):  # whoever loads the model says what is wrong
+        if source.endswith(".gguf"):
+            return _shape_of_gguf(Path(packaged.locate(source)))
+        file = root / source / "config.json"
+        if not file.exists():
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(source, "config.json", revision=revision))
+        known: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        known = known.get("text_config", known)
+        hidden = known.get("hidden_size") or known["n_embd"]
+        intermediate = known.get("intermediate_size") or known.get("n_inner") or 4 * hidden
+        return hidden, known.get("num_hidden_layers") or known["n_layer"], intermediate
+    return None
+
+
+def _shape_of_gguf(file: Path) -> tuple[int, int, int]:
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    family = fields["general.architecture"].contents()
+    keys = ("embedding_length", "block_count", "feed_forward_length")
+    hidden, layers, intermediate = (int(fields[f"{family}.{key}"].contents()) for key in keys)
+    return hidden, layers, intermediate
+
+
+def machine_memory() -> int:
+    """The bytes of memory that this machine has, or its container may use."""
+    found = [psutil.virtual_memory().total]
+    for file in map(Path, CGROUP_LIMITS):
+        with suppress(OSError, ValueError):  # no such file, or `max`
+            found.append(int(file.read_text(encoding="ascii")))
+    return min(found)
+
+
+def gpu_memories() -> list[int]:
+    """The bytes of memory of each NVIDIA GPU that this process may use; empty without one."""
+    size, found = ctypes.c_size_t(), []
+    for driver, device in _gpus():
+        if not driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+            found.append(size.value)
+    return found
+
+
 def gpu_capabilities() -> list[int]:
     """The major compute capability of each NVIDIA GPU that this process may use; empty without one."""
+    found = []
+    for driver, device in _gpus():
+        major = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device)
+        found.append(major.value)
+    return found
+
+
+def _gpus() -> list[tuple[ctypes.CDLL, ctypes.c_int]]:
+    """NVIDIA's driver with each GPU that this process may use."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
         return []
-    count = ctypes.c_int()
+    count, found = ctypes.c_int(), []
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return []
-    found = []
     for number in range(count.value):
-        device, major = ctypes.c_int(), ctypes.c_int()
+        device = ctypes.c_int()
         if not driver.cuDeviceGet(ctypes.byref(device), number):
-            driver.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device)
-        found.append(major.value)
+            found.append((driver, device))
     return found
 
 

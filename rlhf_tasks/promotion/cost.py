@@ -25,6 +25,7 @@ from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.project import inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.gate import Kl
 
@@ -80,7 +81,8 @@ def measure_kl(settings: Config, paths: Paths, policy: Path, device: torch.devic
     sums = []
     for folder in (policy, paths.sft):
         model = place(load_causal(folder), device).eval()
-        most, temperature = settings.ppo.micro_batch_tokens, settings.ppo.temperature
+        most = inputs.resolved(paths.root, settings).ppo.micro_batch_tokens
+        temperature = settings.ppo.temperature
         sums.append(_logprob_sums(model, queries, responses, pad, most, temperature))
     kls = [ours - theirs for ours, theirs in zip(*sums, strict=True)]
     error = statistics.stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else abs(kls[0])

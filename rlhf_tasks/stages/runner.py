@@ -61,6 +61,9 @@ def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
         return launch.run(paths, stage, settings.launch)
     start = time.monotonic()
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
+    section = getattr(view, stage, None)
+    if is_main and (tokens := getattr(section, "micro_batch_tokens", None)):
+        console.say(f"{stage}: {view.launch.precision}, at most {tokens:,} tokens a micro-batch")
     with checkpoint.claim(paths, view, main=is_main) as claim:
         listener.next_run = claim.next_run
         with tracking.open_run(paths, stage, view, key=claim.key) as tracker:

@@ -364,7 +364,7 @@ def test_auto_is_bf16_where_every_gpu_has_it(
 
 def test_with_auto_an_unfinished_run_in_another_precision_is_refused_by_name(record: Path) -> None:
     """Only where nothing else differs; a precision that is written out starts from the beginning."""
-    paths, view = Paths(record), config.VIEWS["sft"].of(inputs.resolved(config.load()))
+    paths, view = Paths(record), config.VIEWS["sft"].of(inputs.resolved(Path(), config.load()))
     identity = lineage.identity(paths, "sft", view.declared)
     assert identity is not None
     snapshot = record / ".rlhf/state/sft/other/sft/step-000000001"

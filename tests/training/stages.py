@@ -47,7 +47,7 @@ def curve(stage: str) -> list[dict[str, str]]:
 
 def loop(view: SftView | None = None, dist: Distributed | None = None) -> AbstractContextManager[Checkpoint]:
     """The snapshots of a loop of stage sft."""
-    view = view or SftView.of(inputs.resolved(config.load()))
+    view = view or SftView.of(inputs.resolved(Path(), config.load()))
     return checkpoint.open(dist or small.distributed(), Paths(), view, "loop")
 
 

@@ -169,7 +169,7 @@ def test_a_stage_that_had_stopped_early_is_not_trained_further(here: Path, train
 @pytest.fixture
 def view(project: Path) -> SftView:
     """The view of stage sft, with a snapshot after every step."""
-    settings = inputs.resolved(config.load())
+    settings = inputs.resolved(Path(), config.load())
     quick = settings.resume.model_copy(update={"every_seconds": 1e-6, "keep": 2})
     return SftView.of(settings.model_copy(update={"resume": quick}))
 
@@ -314,7 +314,7 @@ def test_snapshots_of_other_parameters_and_inputs_are_an_error(project: Path, vi
     [snapshot] = snapshots_of(project)
     was = view.sft.learning_rate
     (project / "data/sft/train.txt").write_text("other rows\n", encoding="utf-8")
-    settings = inputs.resolved(config.load())
+    settings = inputs.resolved(Path(), config.load())
     other = settings.model_copy(update={"sft": view.sft.model_copy(update={"learning_rate": 0.5})})
     changed = SftView.of(other)
     assert loaded(changed) is None

@@ -1,0 +1,89 @@
+"""What `micro_batch_tokens: auto` stands for: by the shape of the model and the memory, and recorded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks import config
+from rlhf_tasks.cli import main
+from rlhf_tasks.errors import ConfigError
+from rlhf_tasks.project import inputs, precision
+from rlhf_tasks.project.paths import Paths
+from tests.flows import toy
+
+ROOT = Path(__file__).parents[2]
+GB = 10**9
+LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
+SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536}
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory", "gpu", "number_format", "tokens"),
+    [
+        # 32 · (9 · 4096 + 3 · 14336) · 2 = 5.1 MB a token; an eighth of 80 GB holds 1,956 of them
+        (LLAMA_8B, 80 * GB, True, "bf16", 1024),
+        (LLAMA_8B, 16 * GB, False, "fp32", 256),  # never fewer
+        # 30 · (9 · 576 + 3 · 1536) · 4 = 1.2 MB; an eighth of 24 GB holds 2,553
+        (SMOLLM2, 24 * GB, False, "fp32", 2048),
+        (SMOLLM2, 24 * GB, False, "bf16", 4096),
+        ({"n_embd": 64, "n_layer": 2}, 8 * GB, False, "fp32", 4096),  # GPT-2's names; never more on a CPU
+        ({"n_embd": 64, "n_layer": 2}, 8 * GB, True, "fp32", 65_536),
+        ({"text_config": SMOLLM2}, 24 * GB, False, "fp32", 2048),
+        (None, 24 * GB, False, "fp32", 4096),  # nothing tells the shape
+    ],
+)
+def test_an_eighth_of_the_memory_holds_the_activations(
+    shape: Any, memory: int, gpu: bool, number_format: Any, tokens: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "given").mkdir()
+    if shape is not None:
+        (tmp_path / "given/config.json").write_text(json.dumps(shape), encoding="utf-8")
+    monkeypatch.setattr(precision, "_torch_has_cuda", lambda: gpu)
+    monkeypatch.setattr(precision, "gpu_memories", lambda: [2 * memory, memory] if gpu else [])
+    monkeypatch.setattr(precision, "machine_memory", lambda: memory)
+    settings = config.Config.model_validate({"model": {"base": "given"}})
+    assert precision.micro_batch_tokens(settings, tmp_path, number_format) == tokens
+
+
+def test_a_container_has_the_memory_that_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, none = tmp_path / "limit", tmp_path / "none"
+    limit.write_text("1073741824\n", encoding="ascii")
+    none.write_text("max\n", encoding="ascii")
+    whole = precision.machine_memory()
+    monkeypatch.setattr(precision, "CGROUP_LIMITS", (str(none), str(tmp_path / "absent")))
+    assert precision.machine_memory() >= whole
+    monkeypatch.setattr(precision, "CGROUP_LIMITS", (str(none), str(limit)))
+    assert precision.machine_memory() == 2**30
+
+
+def test_the_record_holds_the_tokens_in_force_and_a_stage_uses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    toy.write_params(tmp_path, ppo={"micro_batch_tokens": "auto"}, sft={"micro_batch_tokens": 128})
+    (tmp_path / "given").mkdir(exist_ok=True)
+    assert main.main(["inputs"]) == 0
+    record = json.loads((tmp_path / "inputs/ppo.json").read_text(encoding="utf-8"))
+    assert record["values"]["ppo.micro_batch_tokens"] == precision.MOST_TOKENS["cpu"]
+    monkeypatch.setattr(precision, "machine_memory", lambda: 1000)  # another machine resumes the run
+    paths, settings = Paths(tmp_path), config.load()
+    assert inputs.in_force(paths, "ppo", settings).ppo.micro_batch_tokens == precision.MOST_TOKENS["cpu"]
+    assert inputs.in_force(paths, "sft", settings).sft.micro_batch_tokens == 128, "what is set is kept"
+    (tmp_path / "inputs/ppo.json").unlink()
+    assert inputs.in_force(paths, "ppo", settings).ppo.micro_batch_tokens == precision.LEAST_TOKENS
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "all"])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"micro_batch_tokens: must be"):
+        config.validate({"ppo": {"micro_batch_tokens": value}}, "params.yaml")
+
+
+def test_auto_is_written_as_auto() -> None:
+    assert config.in_force(config.Config())["ppo.micro_batch_tokens"] == "auto"
