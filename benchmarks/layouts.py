@@ -48,7 +48,7 @@ PPO = {
     "schedule": "constant", "learning_rate": 1e-2, "total_episodes": 96, "num_selections": 2, "kl_coef": 0.01,
 }  # fmt: skip
 """Steps that are large enough for the selection to keep trained weights."""
-UNEQUAL = ("time/", "eps", "val/first_ratio_error", "train/epoch", "engine/load_seconds")
+UNEQUAL = ("time/", "eps", "val/first_ratio_error", "train/epoch", "sampler/load_seconds")
 """Metrics that differ by their nature: times, the cut into micro-batches, and rounding itself."""
 PARTITIONED = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
 

@@ -188,10 +188,7 @@ class VllmSampler(Section):
     """Words that start the server, such as `[/opt/vllm/bin/vllm, serve]`; the stage adds the folder of the
     weights and its options; null: there is a `url`."""
     weights_folder: str | None = None
-    """Folder, on a disk that the server reads too, for each version of the weights; null: .rlhf/engine."""
-    transfer: Literal["folder", "ipc"] = "folder"
-    """How new weights reach the server: by files in `weights_folder`, or by vLLM's weight transfer (`ipc`)
-    within the GPU that training and server share. The first weights are always in files."""
+    """Folder, on a disk that the server reads too, for each version of the weights; null: .rlhf/vllm."""
     ahead: Literal[0, 1] = 0
     """Rollouts sampled ahead: 1 samples the next one while the policy learns from this one, by weights that
     are one update older (arXiv 2410.18252)."""
@@ -533,7 +530,5 @@ class Ppo(Section):
             yield f"sampler: vLLM samples at a temperature of at least {LOWEST_TEMPERATURE}; raise it"
         if self.ratio_from == "reference":
             yield "sampler: its importance weights are for ratios to the rollout; set ratio_from to rollout"
-        if self.sampler.transfer == "ipc" and self.lora is not None:
-            yield "sampler.transfer=ipc: lora's weights are merged beside the policy; set transfer to folder"
         if self.sampler.ahead and self.total_episodes // self.rollout_batch_size < 2:
             yield "sampler.ahead=1 needs a next rollout, and there is one update only; set sampler.ahead to 0"

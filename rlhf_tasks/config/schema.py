@@ -558,7 +558,7 @@ class Config(Section):
             yield from self.promotion.conflicts(self.judge, self.ppo)
 
     def _launch_problems(self) -> Iterator[str]:
-        launch, guards, sampler = self.launch, self.ppo.guards, self.ppo.sampler
+        launch, guards = self.launch, self.ppo.guards
         how, processes = f"launch.parallelism: {launch.parallelism}", launch.num_processes
         if launch.parallelism != "ddp" and guards is not None and guards.action == "roll_back":
             yield (
@@ -569,12 +569,6 @@ class Config(Section):
             yield f"launch.compile: true compiles whole layers, which {how} splits; set it to false"
         if launch.parallelism == "ddp" and launch.offload:
             yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
-        is_ipc = sampler.kind == "vllm" and sampler.transfer == "ipc"
-        if is_ipc and (launch.parallelism != "ddp" or processes > 1):
-            yield (
-                "ppo.sampler.transfer=ipc needs PPO in one process with whole weights, and launch has "
-                f"num_processes={processes} and parallelism={launch.parallelism}; set it to folder"
-            )
         rollout = self.ppo.rollout_batch_size
         for key, size in {
             "base.batch_size": self.base.batch_size,

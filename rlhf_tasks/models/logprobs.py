@@ -19,8 +19,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch
@@ -76,9 +76,7 @@ def token_stats(
         # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = states[0][:, :-1][mask].to(head.weight.dtype)  # (N, H)
-            stats: Tensor = _ChunkedStats.apply(  # type: ignore[no-untyped-call]
-                hidden, head.weight, head.bias, labels, temperature, entropy_grad, linear
-            )  # (N, 3)
+            stats = _chunked_stats(hidden, head, labels, temperature, entropy_grad, linear)  # (N, 3)
         found = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
         found = torch.cat([found, found.new_zeros(len(mask), 1, 3)], dim=1)
         given.append((found.detach(), found._version))
@@ -122,92 +120,37 @@ def head_width(model: PreTrainedModel) -> int:
     return cast(nn.Linear, model.get_output_embeddings()).in_features
 
 
-class _ChunkedStats(torch.autograd.Function):
-    """`_stats` of (N, H) states, (N, 3), from as many logits at a time as one chunk may have.
+def _chunked_stats(
+    hidden: Tensor,
+    head: nn.Linear,
+    labels: Tensor,
+    temperature: float,
+    entropy_grad: bool,
+    linear: LinearFunction,
+) -> Tensor:
+    """`_stats` of (N, H) states, (N, 3), from as many logits at a time as one chunk may have."""
 
-    With z = logits / T and p = softmax(z): ∂ log p_y / ∂z = 1_y − p, and ∂H / ∂z = −p · (log p + H).
-    """
+    def stats_of_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
+        return _stats(linear(hidden, head.weight, head.bias), labels, temperature, entropy_grad)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        temperature: float,
-        entropy_grad: bool,
-        linear: LinearFunction,
-    ) -> Tensor:
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        stats = torch.empty(len(hidden), 3, dtype=dtype, device=hidden.device)
-        totals = torch.empty(len(hidden), dtype=dtype, device=hidden.device)  # log Σ e^z
-        for rows in _chunks(len(hidden), len(weight), hidden.device):
-            z = linear(hidden[rows], weight, bias).to(dtype).div_(temperature)  # (n, V)
-            top = z.amax(-1)
-            chosen = z.gather(1, labels[rows, None]).squeeze(1)
-            p = z.sub_(top[:, None]).exp()  # unnormalized
-            total = p.sum(-1)
-            entropy = total.log() - torch.einsum("nv,nv->n", p, z) / total
-            totals[rows] = top + total.log()
-            stats[rows, 0], stats[rows, 1], stats[rows, 2] = (
-                chosen - totals[rows],
-                entropy,
-                (chosen >= top).to(dtype),
-            )
-        ctx.save_for_backward(hidden, weight, bias, labels, totals, stats)
-        ctx.temperature, ctx.entropy_grad, ctx.linear = temperature, entropy_grad, linear
-        return stats
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, totals, stats = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        grads = [
-            torch.zeros_like(x) if is_needed else None
-            for x, is_needed in zip((hidden, weight, bias), needs, strict=True)
-        ]
-        for rows in _chunks(len(hidden), len(weight), hidden.device):
-            with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
-                own = [None if x is None else x.detach() for x in (hidden[rows], weight, bias)]
-                wanted = [
-                    x.requires_grad_() for x, yes in zip(own, needs, strict=True) if yes and x is not None
-                ]
-                logits = ctx.linear(*own)
-            by_label, by_entropy = grad[rows, 0, None], grad[rows, 1, None]  # (n, 1)
-            z = logits.detach().to(totals.dtype).div_(ctx.temperature).sub_(totals[rows, None])  # log p
-            if ctx.entropy_grad:
-                d = z.exp().mul_(z.add_(stats[rows, 1, None]).mul_(-by_entropy).sub_(by_label))
-            else:
-                d = z.exp_().mul_(-by_label)
-            d.scatter_add_(1, labels[rows, None], by_label).div_(ctx.temperature)
-            found = iter(torch.autograd.grad(logits, wanted, d.to(logits.dtype)))
-            if grads[0] is not None:
-                grads[0][rows] = next(found)
-            for total in grads[1:]:
-                if total is not None:
-                    total += next(found)
-        return *grads, None, None, None, None
-
-
-def _chunks(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
-    """Slices of the tokens, each of at least one and of as many logits as a chunk may have."""
-    size = max(1, (CPU_LOGITS if device.type == "cpu" else GPU_LOGITS) // vocab)
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+    size = max(1, (CPU_LOGITS if hidden.device.type == "cpu" else GPU_LOGITS) // len(head.weight))
+    chunks = zip(hidden.split(size), labels.split(size), strict=True)
+    return torch.cat(
+        [checkpoint(stats_of_chunk, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
+    )
 
 
 def _stats(logits: Tensor, labels: Tensor, temperature: float, entropy_grad: bool) -> Tensor:
     """(N, V) logits, (N,) labels → (N, 3): log-prob, entropy, and 1 if no token is more likely.
 
-    H = log Σ e^z − Σ p · z, with z = logits / temperature. At least in float32.
+    H = −Σ p · log p, with p = softmax(logits / temperature). At least in float32.
     """
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    total = z.logsumexp(-1)
-    chosen = z.gather(1, labels[:, None]).squeeze(1)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logp = (z if temperature == 1 else z / temperature).log_softmax(-1)  # (N, V)
+    chosen = logp.gather(1, labels[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        entropy = total - ((z - total[:, None]).exp() * z).sum(-1)
-    return torch.stack([chosen - total, entropy, (chosen >= z.amax(-1)).to(z.dtype)], dim=1)
+        entropy = -torch.einsum("nv,nv->n", logp.exp(), logp)
+    return torch.stack([chosen, entropy, (chosen >= logp.amax(-1)).to(z.dtype)], dim=1)
 
 
 def _left_aligned(stats: Tensor, batch: Batch, states: Tensor) -> TokenStats:

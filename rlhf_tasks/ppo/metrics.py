@@ -117,7 +117,7 @@ def _floats(sums: dict[str, Tensor]) -> Metrics:
 
 
 def sampler_metrics(rollout: Rollout, sampler_logprobs: Tensor, cap: float | None) -> Metrics:
-    """Metrics `engine/…` of (B, R) log-probs by a sampler beside the policy's own.
+    """Metrics `sampler/…` of (B, R) log-probs by a sampler beside the policy's own.
 
     The KL is that of the sampler's distribution from the policy's, by k3, in nats per token.
     """

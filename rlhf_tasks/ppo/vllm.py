@@ -1,18 +1,15 @@
 """Responses by vLLM's server, which this process starts and ends, or finds at an address.
 
 In the order of this file: the request for a query's responses and what its reply must hold (`/v1/completions`
-with token ids, of vLLM's OpenAI-compatible server); how requests are sent; new weights from the memory of a
-GPU that both share; and `VllmServer`. What it calls besides `/v1/completions` is vLLM's development mode
-(version 0.32).
+with token ids, of vLLM's OpenAI-compatible server); how requests are sent; and `VllmServer`. What it calls
+besides `/v1/completions` is vLLM's development mode (version 0.32).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
 import os
-import pickle
 import platform
 import shutil
 import signal
@@ -27,11 +24,7 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 import torch
-from safetensors import safe_open
-from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
@@ -227,64 +220,6 @@ class Client:
             raise VllmError(f"vLLM's answer to {path} is no JSON: {text}") from None
 
 
-# ------------------------------------------------------------------------------ weights in a GPU's memory
-#
-# vLLM's weight transfer by CUDA IPC, as its page on weight transfer describes it for a trainer without vLLM:
-# `/init_weight_transfer_engine` once, and for each version `/start_weight_update`, `/update_weights` and
-# `/finish_weight_update`. A handle is that of `torch.multiprocessing`, pickled.
-
-
-def names_in(folder: Path) -> list[str]:
-    """The names of the weights in a folder of safetensors, which the server knows them by."""
-    names = list[str]()
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
-            names += stored.keys()
-    return names
-
-
-def weights_on_gpu(weights: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
-    """The weights by their names in a saved file, which in some families are not those of the modules.
-
-    Raises:
-        UserError: if they are not on a GPU, or have other names.
-    """
-    if not _is_on_gpu(weights):
-        raise UserError(
-            f"ppo.sampler.transfer=ipc needs a GPU, and PPO runs on: {weights.device.type}; set it to folder"
-        )
-    stored: dict[str, Tensor] = revert_weight_conversion(weights, weights.state_dict())
-    unknown = [name for name in names if name not in stored]
-    if unknown:
-        raise UserError(
-            f"ppo.sampler.transfer=ipc: {type(weights).__name__} is saved with weights that it does not "
-            f"name, such as {unknown[0]}; set it to folder"
-        )
-    return {name: stored[name].detach().contiguous() for name in names}
-
-
-def transfer_update(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The body of `/update_weights`. Keep the tensors until the server has copied them."""
-    handles = [_handle(tensor) for tensor in tensors.values()]
-    return {
-        "update_info": {
-            "names": list(tensors),
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in tensors.values()],
-            "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
-        }
-    }
-
-
-def _is_on_gpu(weights: PreTrainedModel) -> bool:
-    return weights.device.type == "cuda"
-
-
-def _handle(tensor: Tensor) -> dict[str, tuple[Any, ...]]:
-    """By the id of the GPU, the arguments with which torch's `rebuild_cuda_tensor` opens a tensor."""
-    return {str(torch.cuda.get_device_properties(tensor.device).uuid): reduce_tensor(tensor)[1]}
-
-
 # -------------------------------------------------------------------------------------------- the server
 
 GRACE_SECONDS = (
@@ -294,7 +229,6 @@ HEALTH_SECONDS = 5.0  # for one answer to whether it is healthy
 VARIABLES = dict.fromkeys(
     ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1"
 )
-UNPICKLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # as it does with the handles of `transfer: ipc`
 WEIGHTS, OWNER = "weights-", "owner"  # a folder's name begins so; the file in it with its process's name
 
 
@@ -322,7 +256,7 @@ def open_server(
         longest_query=longest_query,
         is_float32=dist.is_float32,
     )
-    server = VllmServer(config.sampler, home / "engine", tokenizer, sampling)
+    server = VllmServer(config.sampler, home / "vllm", tokenizer, sampling)
     try:
         yield server
     finally:
@@ -332,9 +266,8 @@ def open_server(
 class VllmServer:
     """A server that samples from the weights that it was given last.
 
-    Weights reach it through a folder of safetensors for each version, or from the memory of the GPU that both
-    share. A server that was started here and stops answering is started again, once, if its weights are in a
-    folder.
+    Weights reach it through a folder of safetensors for each version. A server that was started here and
+    stops answering is started again, once.
     """
 
     def __init__(
@@ -350,8 +283,7 @@ class VllmServer:
         remove_abandoned(place)
         self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
         self._client: Client | None = None
-        self._version, self._vocab, self._names = 0, 0, list[str]()
-        self._by_ipc = settings.transfer == "ipc"
+        self._version, self._vocab = 0, 0
         self._has_restarted = self._is_closed = False
 
     def load(self, weights: PreTrainedModel) -> None:
@@ -364,17 +296,11 @@ class VllmServer:
         before = self._weights
         self._version += 1
         self._vocab = int(weights.config.get_text_config().vocab_size)
-        if self._by_ipc and self._client is not None:
-            self._renew(lambda: self._transfer(weights))
-            return
         self._folder.mkdir(parents=True, exist_ok=True)
         write_text(self._folder / OWNER, context.process_name(psutil.Process()))
         with whole(self._weights) as folder:
             weights.save_pretrained(folder)
             self._tokenizer.save_pretrained(folder)
-        if self._by_ipc:
-            self._names = names_in(self._weights)
-            weights_on_gpu(weights, self._names)  # or no server is started
         if self._client is None:
             self._begin()
         else:
@@ -418,27 +344,17 @@ class VllmServer:
                 "something else uses it"
             )
 
-    def _renew(self, load: Callable[[], object]) -> None:
-        """Let the server `load` weights of this version while it samples nothing."""
+    def _reload(self) -> None:
+        """Let the server read the weights of this version while it samples nothing."""
         client = self._connected
         client.post("/pause?mode=wait")
-        load()
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self._weights)}}
+        client.post("/collective_rpc", reload)
         done = client.post("/reset_prefix_cache")
         if isinstance(done, dict) and done.get("success") is False:
             raise VllmError("vLLM could not empty its prefix cache, which has states of older weights")
         client.post("/update_weight_version", {"new_version": str(self._version)})
         client.post("/resume")
-
-    def _reload(self) -> None:
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._weights)}}
-        self._renew(lambda: self._connected.post("/collective_rpc", body))
-
-    def _transfer(self, weights: PreTrainedModel) -> None:
-        tensors = weights_on_gpu(weights, self._names)
-        torch.cuda.synchronize(weights.device)  # the last step may still be writing them
-        self._connected.post("/start_weight_update")
-        self._connected.post("/update_weights", transfer_update(tensors))
-        self._connected.post("/finish_weight_update")
 
     @property
     def _weights(self) -> Path:
@@ -459,8 +375,6 @@ class VllmServer:
             self._reload()
         else:
             self._start(self._daemon)
-        if self._by_ipc:  # each weight has a handle of its own
-            self._connected.post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
         version: Any = self._connected.get("/version")
         self.name = f"vLLM {version['version'] if isinstance(version, dict) else version}"
 
@@ -490,9 +404,6 @@ class VllmServer:
             "--generation-config": "vllm",
         }
         variables = launch.without_worker(os.environ) | VARIABLES
-        if self._by_ipc:
-            options["--weight-transfer-config"] = '{"backend": "ipc"}'
-            variables |= UNPICKLES
         words = [*self._settings.command, str(self._weights)]
         words += [str(word) for option in options.items() for word in option]
         daemon.start(processes.attached(words), variables, Path.cwd(), url=url)
@@ -513,7 +424,7 @@ class VllmServer:
         try:
             return call()
         except VllmGone as error:
-            if self._daemon is None or self._is_closed or self._by_ipc:
+            if self._daemon is None or self._is_closed:
                 raise
             if self._has_restarted:
                 raise VllmGone(

@@ -410,10 +410,7 @@ def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: 
         ({}, {"batch_size": 8}, "ppo.sampler.batch_size: unknown key"),
         ({"ppo.temperature": 0.001}, {}, "samples at a temperature of at least 0.01"),
         ({"ppo.ratio_from": "reference"}, {}, "set ratio_from to rollout"),
-        ({"ppo.lora": {}}, {"transfer": "ipc"}, "lora's weights are merged beside"),
         ({"ppo.total_episodes": 512, "ppo.rollout_batch_size": 512}, {"ahead": 1}, "one update only"),
-        ({"launch.num_processes": 2}, {"transfer": "ipc"}, "transfer=ipc needs PPO in one process"),
-        ({"launch.parallelism": "zero2"}, {"transfer": "ipc"}, "transfer=ipc needs PPO in one process"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused_before_training(

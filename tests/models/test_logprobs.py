@@ -78,7 +78,7 @@ def test_statistics_in_a_model_are_those_of_its_logits(family: str) -> None:
 @pytest.mark.parametrize("family", [*FAMILIES, *ADJUSTING])
 @pytest.mark.parametrize("has_autocast", [False, True])
 def test_every_weight_gets_the_gradient_that_full_logits_give(family: str, has_autocast: bool) -> None:
-    """In bfloat16 the layers are rounded equally in both, and the head's logits are float32."""
+    """In bfloat16 the head's logits are float32; below it, the last bit of both may round to neighbors."""
     gradients = []
     for is_chunked in (True, False):
         model = model_of(family)
@@ -95,7 +95,8 @@ def test_every_weight_gets_the_gradient_that_full_logits_give(family: str, has_a
     if has_autocast and family in ADJUSTING:
         return  # their logits are the model's own, in bfloat16
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-4, rtol=1e-4)
+        bound = 1e-2 if has_autocast and "head" not in name else 1e-4  # 2⁻⁷ is a step of bfloat16 at 1
+        torch.testing.assert_close(gradient, gradients[1][name], atol=bound, rtol=bound)
 
 
 def exact_head(head: torch.nn.Linear) -> Callable[[Tensor], Tensor]:

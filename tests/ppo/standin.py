@@ -9,13 +9,10 @@ wrong, or fail, in the ways that the tests name.
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import os
-import pickle
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,9 +38,6 @@ class Canned:
     def load(self, folder: Path) -> None:
         assert (folder / "model.safetensors").exists()
 
-    def receive(self, update: Mapping[str, Any]) -> None:
-        assert update["names"]
-
     def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]:
         return [[([one["stop_token_ids"][0]], [-1.0]) for _ in range(one["n"])] for one in requests]
 
@@ -55,19 +49,6 @@ class Model(Canned):
         from rlhf_tasks.models.load import load_causal
 
         self.model = load_causal(folder)
-
-    def receive(self, update: Mapping[str, Any]) -> None:
-        """A handle holds the weight itself: there is no GPU whose memory two processes could share."""
-        from safetensors.torch import save_file
-
-        handles = pickle.loads(base64.b64decode(update["ipc_handles_pickled"]))
-        given = {name: handle[GPU] for name, handle in zip(update["names"], handles, strict=True)}
-        sizes = [(str(x.dtype).removeprefix("torch."), list(x.shape)) for x in given.values()]
-        assert sizes == list(zip(update["dtype_names"], update["shapes"], strict=True))
-        with tempfile.TemporaryDirectory() as folder:  # as vLLM does, it knows them by their stored names
-            save_file(given, Path(folder) / "model.safetensors", {"format": "pt"})
-            self.model.config.save_pretrained(folder)
-            self.load(Path(folder))
 
     def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]:
         import torch
@@ -100,7 +81,6 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.backend, self.fault, self.marker = backend, fault, marker
         self.version, self.is_paused, self.calls = "default", False, list[str]()
-        self.has_ipc, self.takes_weights, self.is_updating = True, False, False
         self.closing = threading.Event()
         self._one_at_a_time = threading.Lock()
 
@@ -148,27 +128,12 @@ class Handler(BaseHTTPRequestHandler):
             assert server.is_paused
             server.backend.load(Path(body["kwargs"]["weights_path"]))
             return self.send(200, {"results": [None]})
-        if path == "/init_weight_transfer_engine":
-            server.takes_weights = server.has_ipc and body["init_info"] == {"packed": False}
-            return self.send(200 if server.takes_weights else 400, {"message": "as it is started"})
-        if path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
-            return self.weight_update(path, body)
         if path == "/reset_prefix_cache":
             return self.send(200, {"success": server.fault != "cache"})
         if path == "/update_weight_version":
             server.version = "7" if server.fault == "version" else body["new_version"]
             return self.send(200, {"success": True, "new_version": body["new_version"]})
         return self.send(404, {"detail": "Not Found"})
-
-    def weight_update(self, path: str, body: dict[str, Any]) -> None:
-        server = self.server
-        assert server.takes_weights
-        assert server.is_paused
-        assert server.is_updating == (path != "/start_weight_update")
-        if path == "/update_weights":
-            server.backend.receive(body["update_info"])
-        server.is_updating = path != "/finish_weight_update"
-        return self.send(200, {"message": "done"})
 
     def completion(self, body: dict[str, Any]) -> None:
         server = self.server
@@ -244,7 +209,6 @@ def main() -> None:
         "--marker", type=Path, help="a file that is made at the first fault; then none follows"
     )
     parser.add_argument("--child", action="store_true", help="start a process that hides where it comes from")
-    parser.add_argument("--weight-transfer-config", type=json.loads)
     parser.add_argument("serve", choices=["serve", "end"], help="`end` fails at the start")
     parser.add_argument("folder", type=Path, help="the model")
     parser.add_argument("--port", type=int, required=True)
@@ -258,9 +222,7 @@ def main() -> None:
         subprocess.Popen(["/bin/sleep", "600"], env={})
     backend = Canned() if options.canned else Model()
     backend.load(options.folder)
-    server = Server(backend, options.port, options.fault, options.marker)
-    server.has_ipc = options.weight_transfer_config == {"backend": "ipc"}
-    server.serve_forever()
+    Server(backend, options.port, options.fault, options.marker).serve_forever()
 
 
 if __name__ == "__main__":

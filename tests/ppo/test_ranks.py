@@ -49,7 +49,7 @@ def uneven_rollout() -> Rollout:
 
 UNEQUAL = (
     "eps",
-    "engine/load_seconds",
+    "sampler/load_seconds",
     "time/generate_seconds",
     "time/score_seconds",
     "time/train_seconds",

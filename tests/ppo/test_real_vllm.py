@@ -77,8 +77,8 @@ def test_a_token_is_learned_through_vllm(ahead: int, server: VllmServer) -> None
     assert scores[0] < 0.1
     assert sum(scores[-3:]) / 3 > 0.5
     if ahead == 0:
-        assert max(m["engine/logprob_diff_max"] for m in history) < 1e-4
-    assert [m["engine/lag"] for m in history] == [0.0] + [float(ahead)] * 19
+        assert max(m["sampler/logprob_diff_max"] for m in history) < 1e-4
+    assert [m["sampler/lag"] for m in history] == [0.0] + [float(ahead)] * 19
 
 
 def test_a_server_that_is_killed_while_it_samples_is_started_again_once(
@@ -135,8 +135,8 @@ def test_two_processes_that_share_the_weights_learn_from_one_server(
     sampler = ENGINE | {"url": None} | section()
     toy.write_params(launch={"num_processes": 2, "parallelism": "fsdp2"}, ppo={"sampler": sampler})
     stages.rlhf("ppo")
-    rows = [row for row in stages.curve("ppo") if row["engine/logprob_diff_max"]]
+    rows = [row for row in stages.curve("ppo") if row["sampler/logprob_diff_max"]]
     assert len(rows) == 2
-    assert max(float(row["engine/logprob_diff_max"]) for row in rows) < 1e-4
+    assert max(float(row["sampler/logprob_diff_max"]) for row in rows) < 1e-4
     assert "sampled by vLLM 0." in Path("models/policy/README.md").read_text(encoding="utf-8")
     assert not alive(of_servers(tmp_path))

@@ -320,9 +320,9 @@ def test_metrics_of_a_sampler_are_means_over_the_real_tokens() -> None:
     rollout = hand_made_rollout()
     sampler = rollout.logprobs - torch.tensor([[0.1, -0.3, 9.0, 9.0], [0.0, 0.0, 0.0, 9.0]])
     found = sampler_metrics(rollout, sampler, 1.05)
-    assert found["engine/logprob_diff"] == pytest.approx(0.4 / 5)
-    assert found["engine/logprob_diff_max"] == pytest.approx(0.3)
+    assert found["sampler/logprob_diff"] == pytest.approx(0.4 / 5)
+    assert found["sampler/logprob_diff_max"] == pytest.approx(0.3)
     # exp(d) − 1 − d is 0.0051709 at 0.1 and 0.0408182 at −0.3
-    assert found["engine/kl"] == pytest.approx((0.0051709 + 0.0408182) / 5, rel=1e-4)
-    assert found["engine/capped_share"] == pytest.approx(1 / 5)  # exp(0.1) = 1.105
-    assert "engine/capped_share" not in sampler_metrics(rollout, sampler, None)
+    assert found["sampler/kl"] == pytest.approx((0.0051709 + 0.0408182) / 5, rel=1e-4)
+    assert found["sampler/capped_share"] == pytest.approx(1 / 5)  # exp(0.1) = 1.105
+    assert "sampler/capped_share" not in sampler_metrics(rollout, sampler, None)

@@ -29,10 +29,10 @@ def test_a_token_is_learned_through_the_server(ahead: int, tmp_path: Path) -> No
         history = list(toy(server=server, sampler=ENGINE | {"ahead": ahead}, **settings).updates)
     assert history[0]["objective/raw_scores"] < 0.1
     assert sum(m["objective/raw_scores"] for m in history[-3:]) / 3 > 0.5
-    assert [m["engine/lag"] for m in history] == [0.0] + [float(ahead)] * 19
+    assert [m["sampler/lag"] for m in history] == [0.0] + [float(ahead)] * 19
     assert max(m["val/first_ratio_error"] for m in history) < 1e-4, "it is to the policy's own log-probs"
     if ahead == 0:
-        assert max(m["engine/logprob_diff_max"] for m in history) < 1e-4
+        assert max(m["sampler/logprob_diff_max"] for m in history) < 1e-4
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -97,7 +97,7 @@ def test_an_evaluation_has_the_weights_of_its_update_while_a_rollout_is_ahead() 
 def test_warm_up_of_the_critic_loads_the_frozen_policy_once() -> None:
     server, warmup = InMemory(), {"max_updates": 3, "settled": 0.01}
     one = toy(server=server, sampler=AHEAD, advantages__critic__warmup=warmup, total_episodes=32)
-    assert [metrics.get("engine/lag") for metrics in one.updates] == [None, None, None, 0.0, 1.0]
+    assert [metrics.get("sampler/lag") for metrics in one.updates] == [None, None, None, 0.0, 1.0]
     assert len(server.loads) == 1, "the second update's rollout is sampled while the first is learned from"
 
 

@@ -17,7 +17,6 @@ import torch
 
 from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import place
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo import vllm
 from rlhf_tasks.ppo.vllm import Sampling, VllmError, VllmGone, VllmServer
@@ -156,78 +155,6 @@ def test_a_folder_for_the_weights_holds_those_in_use_and_is_empty_at_the_end(tmp
         assert not stored(home)
     assert list(shared.iterdir()) == []
     assert [path.suffix for path in home.iterdir()] == [".log"]
-
-
-# ------------------------------------------------------------------------ weights in a GPU's memory
-
-
-def share_memory(patch: pytest.MonkeyPatch) -> None:
-    """Let a handle of a CPU's tensor be the tensor itself, as the stand-in takes it."""
-    patch.setattr(vllm, "_is_on_gpu", lambda weights: True)
-    patch.setattr(vllm, "_handle", lambda tensor: {standin.GPU: tensor})
-    patch.setattr(torch.cuda, "synchronize", lambda device: None)
-
-
-def test_weights_reach_the_server_from_memory_and_only_the_first_ones_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share_memory(monkeypatch)
-    new = small.causal(seed=1)
-    with connected(tmp_path, transfer="ipc") as (one, program):
-        one.load(small.causal())
-        program.calls.clear()
-        one.load(new)
-        transfer = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-        after = ["/reset_prefix_cache", "/update_weight_version", "/resume"]
-        assert program.calls == ["/pause?mode=wait", *transfer, *after]
-        assert_logprobs_of(new, one.sample(QUERIES, 1, SEEDS), QUERIES)
-        assert stored(tmp_path) == ["version-1"]
-
-
-def test_without_a_gpu_no_handles_are_given_and_no_server_is_started(tmp_path: Path) -> None:
-    with closing(make_server(tmp_path, command=command(), transfer="ipc")) as one:
-        with pytest.raises(UserError, match="transfer=ipc needs a GPU, and PPO runs on: cpu; set it to fol"):
-            one.load(small.causal())
-        assert not of_servers(tmp_path)
-
-
-def test_weights_that_a_model_does_not_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    share_memory(monkeypatch)
-    with pytest.raises(UserError, match=r"weights that it does not name, such as experts.0; set it"):
-        vllm.weights_on_gpu(small.causal(), ["experts.0"])
-
-
-def test_a_server_with_weights_in_memory_only_is_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share_memory(monkeypatch)
-    with closing(make_server(tmp_path, command=command("--fault", "die"), transfer="ipc")) as one:
-        one.load(small.causal())
-        with pytest.raises(VllmGone):
-            one.sample(QUERIES, 1, SEEDS)
-
-
-OPEN = """
-import base64, pickle, sys, torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
-total = 0.0
-for handle in pickle.loads(base64.b64decode(sys.stdin.read())):
-    (arguments,) = handle.values()
-    total += float(rebuild_cuda_tensor(*arguments).double().sum())
-print(total)
-"""
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU whose memory could be shared")
-def test_another_process_opens_the_handles_of_a_gpus_memory() -> None:
-    model = small.causal()
-    place(model, torch.device("cuda"))
-    tensors = vllm.weights_on_gpu(model, list(model.state_dict()))
-    pickled = vllm.transfer_update(tensors)["update_info"]["ipc_handles_pickled"]
-    words = [sys.executable, "-c", OPEN]
-    done = subprocess.run(words, input=pickled, capture_output=True, text=True, check=True)
-    expected = sum(float(weight.double().sum()) for weight in tensors.values())
-    assert float(done.stdout) == pytest.approx(expected, rel=1e-6)
 
 
 # ------------------------------------------------------------------------ servers that fail

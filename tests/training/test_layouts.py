@@ -135,7 +135,7 @@ def test_ppo_learns_in_every_layout_what_it_learns_in_one_process(
     assert ("selected_win_rate" in metrics("ppo")) == (name == "select-by-judge")
     if name == "engine":
         assert not list(processes_of(toy_project)), "no server is left"
-        assert sorted(file.suffix for file in Path(".rlhf/engine").iterdir()) == [".log"]
+        assert sorted(file.suffix for file in Path(".rlhf/vllm").iterdir()) == [".log"]
 
 
 def test_ppo_on_two_processes_is_written_once(toy_project: Path) -> None:
