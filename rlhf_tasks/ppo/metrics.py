@@ -125,15 +125,15 @@ def sampler_metrics(rollout: Rollout, sampler_logprobs: Tensor, cap: float | Non
     log_ratio = (rollout.logprobs - sampler_logprobs)[mask]
     sums = {
         "tokens": mask.sum(),
-        "engine/logprob_diff": log_ratio.abs().sum(),
-        "engine/kl": k3(sampler_logprobs[mask], rollout.logprobs[mask]).sum(),
+        "sampler/logprob_diff": log_ratio.abs().sum(),
+        "sampler/kl": k3(sampler_logprobs[mask], rollout.logprobs[mask]).sum(),
     }
     if cap is not None:
-        sums["engine/capped_share"] = (log_ratio > math.log(cap)).sum()
+        sums["sampler/capped_share"] = (log_ratio > math.log(cap)).sum()
     total = _floats(sums)
     count = total.pop("tokens")
     means = {name: value / count for name, value in total.items()}
-    return means | {"engine/logprob_diff_max": float(log_ratio.abs().max())}
+    return means | {"sampler/logprob_diff_max": float(log_ratio.abs().max())}
 
 
 @dataclass

@@ -215,14 +215,14 @@ class VllmSampler:
         cap = self._settings.importance_cap
         sampler_logprobs = pad_rows(self._logprobs, rollout.mask.shape[1])  # (B, R)
         metrics = sampler_metrics(rollout, sampler_logprobs, cap)
-        difference, most = metrics["engine/logprob_diff"], self._settings.max_logprob_diff
+        difference, most = metrics["sampler/logprob_diff"], self._settings.max_logprob_diff
         if self._lag == 0 and not difference <= most:
             raise VllmError(
                 f"vLLM's log-probs differ from the policy's by {difference:.3g} nats per token, and "
                 f"sampler.max_logprob_diff={most:g}: it has other weights, or samples at other settings; a "
                 "server of your own needs --logprobs-mode processed_logprobs and --generation-config vllm"
             )
-        metrics |= {"engine/lag": float(self._lag), "engine/load_seconds": self._load_seconds}
+        metrics |= {"sampler/lag": float(self._lag), "sampler/load_seconds": self._load_seconds}
         if cap is None:
             return rollout, metrics
         weights = importance_weights(rollout.logprobs, sampler_logprobs, cap)

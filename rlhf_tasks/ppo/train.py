@@ -3,12 +3,13 @@
 What it calls are leaves: they compute something and return it, and none of them calls back. The arithmetic
 is in `rewards`, `advantages`, `losses` and `kl`, all pure functions.
 
-Passes of each row in an update, by default; a scorer that is a model makes one more:
+Forward passes of each row in an update of the shipped params.yaml, in float32, beside sampling: 7.
 
     sampling   the policy, a token at a time with a cache
-    scoring    reference and critic; the policy too where another program sampled, in bf16, and with a
-               shared critic: else the sampler's log-probs are exact
-    training   in every epoch policy and critic, forward and backward
+    scoring    3: reference, critic and reward model. The policy makes one more in bf16, with a shared critic,
+               and where vLLM sampled: elsewhere the sampler's own log-probs are exact
+    training   4: policy and critic, forward and backward, in each of 2 epochs; 4 optimizer steps an epoch
+    also       one of the policy after the epochs with `kl_penalty`; the rows of `ptx`; evaluations
 
 B responses of a rollout, of all ranks · k responses to each prompt · R longest response
 b rows of a micro-batch · r its longest response. A tensor's row starts with the first token of a response.
@@ -109,6 +110,7 @@ def train(
     showings = sample_updates(config.num_sample_generations, num_updates)
 
     with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
+        # A run that was stopped goes on after its last snapshot, to the same bytes.
         snapshot = snapshots.load()
         if snapshot is not None:
             state.load_state_dict(dist, snapshot)
@@ -176,7 +178,7 @@ def train(
                 scored = clock()
 
                 # 4. Scores become token rewards: scaled, under the rule for responses without an end, and
-                # on the last token; the KL penalty is on every token.
+                # on the last token. The KL penalty is on every token: r_t = −kl_coef · kl_t (+ score).
                 scores = truncated_scores(
                     state.score_scaler(rollout.scores),
                     rollout.ended,
@@ -189,7 +191,8 @@ def train(
                 if config.whiten_rewards:
                     rewards = whiten(rewards, mask, shift_mean=False)
 
-                # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks.
+                # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks: the moments
+                # are those of the whole batch, so that they do not depend on its cut into minibatches.
                 advantages, returns = estimator(rewards, rollout, config)
                 if config.whiten_advantages:
                     advantages = whiten(advantages, mask)
@@ -236,6 +239,7 @@ def train(
                         steps.append(sums)
                         ptx_steps += [ptx_sums] if ptx_rows else []
                     num_epochs += 1
+                    # Early stopping: no further epoch once the policy has moved too far from the rollout's.
                     if config.target_kl is not None:
                         epoch = TokenSums.means(steps[-config.num_mini_batches :], dist.sum)
                         if epoch["policy/approxkl_avg"] > config.target_kl:
@@ -251,6 +255,7 @@ def train(
                     "train/grad_norm": sum(grad_norms) / len(grad_norms),
                     "train/num_epochs": num_epochs,
                 } | budget_metrics(state.budget)
+                # The coefficient of KL(π_old ‖ π) follows what the epochs have moved: PPO's section 4.
                 if config.kl_penalty is not None and not is_warmup:
                     divergence = _divergence(dist, config, state, rollout)
                     training |= {
@@ -280,7 +285,8 @@ def train(
                         assert isinstance(state.reference, FrozenCopy)
                         sharding.move_towards(state.reference.model, actor_critic.policy, sync.alpha)
 
-                    # 11. Metrics, an evaluation and samples when they are due, and the guards.
+                    # 11. Metrics, an evaluation and samples when they are due, and the guards. The axis
+                    # counts undone episodes too, so that a roll back overwrites no point of a curve.
                     end = clock()
                     metrics |= training | measured
                     metrics |= {
@@ -307,7 +313,7 @@ def train(
                     )
                     if state.guards is not None:
                         trips = state.guards.check(metrics)
-            except NonFiniteError as error:
+            except NonFiniteError as error:  # on all ranks; what it came from is written out
                 metrics, trips = {}, [write_fault(dist, state, error, faults)]
             state.num_rollouts += 1
 
@@ -339,7 +345,9 @@ def accumulate_gradients(
     whose sums are the second result.
     """
     sums, ptx_sums = TokenSums(), TokenSums()
-    weights = torch.zeros(rollout.mask.shape)  # (B, R), of each token in the loss of the whole minibatch
+    # A token's weight is that in the loss of the whole minibatch, of all ranks: so the sum over micro-batches
+    # is the same, however they are cut.
+    weights = torch.zeros(rollout.mask.shape)  # (B, R)
     weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
     work: list[tuple[Rollout | LanguageModeling, MicroRows]]
     work = [(rollout, part) for part in dist.split(rollout.sizes, dist.shard_rows(rows), state.budget)]
@@ -352,18 +360,21 @@ def accumulate_gradients(
     for source, part in dist.passes(state.wrapped, work):
         batch = source.batch(part.rows).to(dist.device)
         width = batch.num_response_columns  # r
-        temperature = config.temperature if source is rollout else 1.0
+        temperature = config.temperature if source is rollout else 1.0  # ptx text was not sampled
+        # The forward pass: log-probs and entropies of the response tokens, and values of their states.
         with dist.autocast():
             stats, values = state.wrapped(
                 batch, temperature, entropy_grad=config.entropy_coef > 0, with_values=not is_apart
             )  # (b, r) each, and (b, r + 1) or None
         if isinstance(source, Rollout):
+            # The policy's loss: the clipped surrogate, or a function of the user's, with its penalties.
             given = rollout.micro_batch(part.rows, width, dist.device)
             weight = part.scale * weights[part.rows, :width].to(dist.device)  # (b, r)
             losses, metrics = policy_losses(stats, given, config, loss, state)  # (b, r)
             if is_warmup:  # 0 and not left out: under data parallelism every weight needs a gradient
                 losses = 0 * losses
             total = (weight * losses).sum()
+            # A critic apart: the policy's graph is freed before the critic's is made.
             if is_apart:
                 if not is_warmup:
                     dist.backward(state.wrapped, total)

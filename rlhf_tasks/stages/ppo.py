@@ -67,6 +67,9 @@ class Models(NamedTuple):
 def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/policy and evaluation/ppo/{samples.parquet,answers.parquet,guards.json,audit.json}.
 
+    Reads data/prompts, models/sft, and models/reward and reward_heldout where there are reward models; with
+    `ptx.text: null` data/sft, with `critic.init: base` models/base. `PpoView` holds its parameters.
+
     Metrics: the last update's, and `selected_…` of the weights that are kept.
     """
     # 1. The data, and the judge that selects: what does not fit is found before the models are loaded.

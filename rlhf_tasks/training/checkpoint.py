@@ -6,6 +6,10 @@
         manifest.json                    the sha256 of every file, and the settings of the run
         shared.pt  rank-0.pt  training/  the state that all ranks share, that of each, and sharded weights
 
+What a loop keeps is its `TrainState` (`ppo/state.py`, `training/supervised.py`) and the tracker's curves:
+weights, moments, generators, the position in the data, the best weights, and for PPO coefficients, guards
+and scaling. `resume.every_seconds` and `resume.keep` say how often, and how many.
+
 The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
 is outside the outs, which DVC deletes before a stage runs. The next stage that starts in the same worktree
