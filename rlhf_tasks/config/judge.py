@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,13 @@ class NamedJudge(Section):
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), AfterValidator(_not_reserved)]
     """Name of the judge in the metrics: lower-case letters, digits and `_`."""
+
+    @property
+    def definition(self) -> str:
+        """Everything but the name, as JSON: two judges of different names may be the same."""
+        known = self.model_dump(mode="json", exclude={"name"})
+        known |= {"path": Path(known["path"]).as_posix()} if "path" in known else {}
+        return json.dumps(known, sort_keys=True)
 
 
 class GoldJudge(NamedJudge):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -409,8 +408,8 @@ class Promotion(Section):
             [one for one in judging.judges if one.name in with_parts(judging.judges, name)]
             for name in self.named
         )
-        definitions = [_definition(one) for one in first]
-        if shared := sorted(one.name for part in second for one in part if _definition(one) in definitions):
+        definitions = [one.definition for one in first]
+        if shared := sorted(one.name for part in second for one in part if one.definition in definitions):
             yield (
                 f"promotion.second_judge={self.second_judge!r} and promotion.judge={self.judge!r} both use "
                 f"{', '.join(shared)}; name a second judge that is independent, or set it to null"
@@ -421,12 +420,6 @@ def with_parts(judges: Sequence[Judge], name: str) -> set[str]:
     """A judge's name, and the names of the judges that it combines."""
     combined = (one for one in judges if isinstance(one, CombinedJudge) and one.name == name)
     return {name} | {part for one in combined for part in one.judges}
-
-
-def _definition(judge: Judge) -> dict[str, Any]:
-    """Everything but the name: two judges of different names may be the same."""
-    known = judge.model_dump(exclude={"name"})
-    return known | ({"path": Path(known["path"]).as_posix()} if "path" in known else {})
 
 
 # ------------------------------------------------------------------------ where and how a stage runs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from functools import reduce
 from typing import Any, ClassVar, Literal, Self
 
 from rlhf_tasks.config import schema as s
@@ -50,9 +50,14 @@ class StageView:
         """The stage's part of a config."""
         flat, sections = flatten(config.model_dump(mode="json", by_alias=True)), cls.reads()
         declared = {key: flat[key] for key in flat if any(f"{key}.".startswith(f"{r}.") for r in sections)}
-        own = {name: attrgetter(key)(config) for name, key in cls._own().items()}
+        own = {name: _value(config, key) for name, key in cls._own().items()}
         where = {name: getattr(config, name) for name in ("launch", "resume", "tracking")}
         return cls(declared=declared, **where, **own)
+
+
+def _value(config: s.Config, key: str) -> Any:
+    """The value of a dotted key; None inside of a section that is null."""
+    return reduce(lambda value, part: getattr(value, part, None), key.split("."), config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +116,9 @@ class PpoView(ModelView):
 
     ppo: Ppo
     has_reward_model: bool = field(metadata={KEY: "reward.train"})
+    is_trial: bool | None = field(metadata={KEY: "promotion.trial"})
+    """Written into the policy: what was trained as a trial is never promoted, whatever the gate's settings
+    are later; None without a gate."""
 
 
 @dataclass(frozen=True, kw_only=True)

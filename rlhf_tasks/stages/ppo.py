@@ -308,10 +308,15 @@ def _save_policy(
         episode = int(state.evaluation.metrics["selected_episode"])
         chosen = f"kept at episode {episode}, the best by {by} on validation prompts"
     identity: dict[str, Any] = {"kind": "policy", "parents": parents}
-    if all(scorer.kind == "dummy" for scorer in settings.scorers):
-        identity["reward"] = "none"  # the gate promotes no such policy
+    # The gate promotes no policy of a dummy reward, and none that was trained as a trial.
+    if all(getattr(scorer, "weight", 0) == 0 for scorer in settings.scorers):
+        identity["reward"] = "none"
+    if config.is_trial:
+        identity["trial"] = True
     if settings.select_by is not None and isinstance(settings.select_by.judge, RewardModelJudge):
         identity["chosen_by"] = contracts.fingerprint(paths.root / settings.select_by.judge.path)
+    elif settings.select_by is not None:  # a judge without weights of its own is known by its settings
+        identity["chosen_by"] = settings.select_by.judge.definition
     elif settings.select_by is None and config.has_reward_model:
         identity["chosen_by"] = contracts.fingerprint(paths.reward_heldout)
     if state.sampler.name is not None:  # a program beside this one
