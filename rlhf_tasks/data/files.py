@@ -146,14 +146,20 @@ def _read_json(file: Path, name: str, problems: Problems) -> Table:
     return Table(name, tuple(dict.fromkeys(key for line in lines for key in line.values)), lines)
 
 
+WRAPPERS = ("data", "rows", "records", "examples", "instances")
+"""The key of the records in a file that is one JSON object."""
+
+
 def _array(content: str) -> list[Any] | None:
-    """The records of a file that is one JSON array of objects; None for any other."""
-    if not content.lstrip().startswith("["):
+    """The records of a JSON array of objects, also as `{"data": [...]}`; None for any other content."""
+    if not content.lstrip().startswith(("[", "{")):
         return None
     try:
         found = json.loads(content, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         return None
+    if isinstance(found, dict):
+        found = next((found[key] for key in WRAPPERS if isinstance(found.get(key), list)), None)
     return found if isinstance(found, list) and all(isinstance(value, dict) for value in found) else None
 
 

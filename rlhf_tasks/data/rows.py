@@ -51,7 +51,7 @@ class BadRow:
 class Problems:
     """All bad rows of a run. Rows are compared by identity: equal rows may both be bad."""
 
-    MAX_SHOWN = 50
+    MAX_SHOWN = 20
 
     def __init__(self) -> None:
         self._bad: dict[int, BadRow] = {}
@@ -72,16 +72,25 @@ class Problems:
         return {reason: found[reason] for reason in REASONS}
 
     def report(self) -> str:
-        """The faults as `where: reason: detail`, in the order of the source. Only MAX_SHOWN are listed."""
-        faults = [
-            f"  {bad.where}: {reason}: {detail}" for bad in self._in_order() for reason, detail in bad.faults
-        ]
-        tally = ", ".join(f"{count} {reason}" for reason, count in self.counts().items() if count)
-        more = len(faults) - self.MAX_SHOWN
-        return "\n".join(
-            [f"{len(self)} row(s) of the data cannot be used ({tally}):", *faults[: self.MAX_SHOWN]]
-            + ([f"  … and {more} more"] if more > 0 else [])
-        )
+        """The faults as `where: reason: detail`, by reason and in the order of the source.
+
+        MAX_SHOWN are listed, as many of each reason; the counts are of all.
+        """
+        counts = {reason: count for reason, count in self.counts().items() if count}
+        tally = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+        lines = [f"{len(self):,} row(s) of the data cannot be used ({tally}):"]
+        bads, left = self._in_order(), self.MAX_SHOWN
+        for number, (reason, count) in enumerate(sorted(counts.items(), key=lambda one: one[1])):
+            shown = [
+                f"  {bad.where}: {reason}: {detail}"
+                for bad in bads
+                for found, detail in bad.faults
+                if found == reason
+            ][: max(1, left // (len(counts) - number))]
+            left -= len(shown)
+            more = [f"  … and {count - len(shown):,} more: {reason}"] if count > len(shown) else []
+            lines += [*shown, *more]
+        return "\n".join(lines)
 
     def lines(self) -> Iterator[str]:
         """A JSON line per bad row, for data/quarantine/rows.jsonl."""

@@ -16,6 +16,7 @@ The rule is said, and so is each column that it does not use and each row that i
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections import Counter
@@ -33,9 +34,13 @@ from rlhf_tasks.errors import UserError
 Values = Mapping[str, Any]
 Row = dict[str, Any]
 
-PROMPTS = ("prompt", "instruction", "question", "query", "history", "problem", "post")
+PROMPTS = ("prompt", "instruction", "question", "query", "history", "problem", "post", "inputs")
 CONTEXTS = ("input", "context")
-ANSWERS = ("completion", "output", "response", "answer", "target", "reference")
+ANSWERS = ("completion", "output", "response", "answer", "target", "reference", "targets", "assistant")
+ASKED_BY = {"input": ("output",), "user": ("assistant",)}
+"""Columns that are the prompt if a table has no other, and has the answer beside them."""
+TURNS = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("prompt", "response"))
+"""The keys of a list of objects that holds a conversation, question and answer in each."""
 STEMS = ("response", "answer", "human_ref", "completion", "output", "summary", "conversation", "chat")
 SUFFIXES = (("_0", "_1"), ("_1", "_2"), ("_a", "_b"), ("_A", "_B"), ("0", "1"), ("1", "2"), ("A", "B"))
 SYSTEMS = ("system", "system_prompt")
@@ -96,6 +101,59 @@ class Reading:
     """Records that are no rows, and their faults."""
     columns: tuple[str, ...] = ()
     """The columns of the table that was read."""
+
+
+def _unfolded(table: Table) -> Table:
+    """The table with conversations in other forms as lists of messages.
+
+    They are JSON in a text, as in the cells of a CSV file; a list of objects with question and answer each;
+    and a `history` of (question, answer) before a prompt, as LLaMA-Factory has it.
+    """
+    shown = table.lines[:SAMPLE]
+
+    def all_are(name: str, turned: Callable[[Any], Any]) -> bool:
+        values = [value for line in shown if (value := line.values.get(name)) not in (None, "", [])]
+        return bool(values) and all(turned(value) is not None for value in values)
+
+    changed: dict[str, Callable[[Any], Any]] = {}
+    for name in table.columns:
+        if convert := next((one for one in (_from_json, _from_turns) if all_are(name, one)), None):
+            changed[name] = convert
+    lines = [
+        Line(line.where, {**line.values, **{n: _or_same(f, line.values.get(n)) for n, f in changed.items()}})
+        for line in table.lines
+    ]
+    return Table(table.name, table.columns, lines) if changed else table
+
+
+def _or_same(convert: Callable[[Any], Any], value: Any) -> Any:
+    """The converted value; one that is of another form stays, so that its row is refused by name."""
+    found = convert(value)
+    return value if found is None else found
+
+
+def _from_json(value: Any) -> Any:
+    """The list or object that a text is as JSON; None for any other value."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[{", '{"')):
+        return None
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return None
+    return _or_same(_from_turns, found)
+
+
+def _from_turns(value: Any) -> list[Message] | None:
+    """The messages of a list with a question and an answer in each object; None for any other value."""
+    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value) or not value:
+        return None
+    keys = next((two for two in TURNS if all({*two} <= turn.keys() for turn in value)), None)
+    if keys is None or not all(isinstance(turn[key], str) for turn in value for key in keys):
+        return None
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": turn[key]} for turn in value for role, key in zip(roles, keys, strict=True)
+    ]
 
 
 class LeftOut(Exception):
@@ -186,7 +244,8 @@ def read(
             f"{', '.join(FORMATS)}, or module:function"
         )
     named = (data.columns.prompt, data.columns.completion, data.columns.chosen, data.columns.rejected)
-    for role, split, table in _joined(tables):
+    for role, split, given in _joined(tables):
+        table = given if own is not None else _unfolded(given)
         alike = [other for _, _, other in tables if {*other.columns} == {*table.columns}]
         shape = _Shape(table, kinds_of(table, named), data, chat, alike)
         try:
@@ -262,8 +321,10 @@ class _Shape:
 
     def prompt(self) -> str | None:
         """The column of the prompt: texts or messages."""
-        names = (self.columns.prompt, *PROMPTS)
-        return next((name for name in names if self.kinds.get(name) in ("text", "messages")), None)
+        names = (self.columns.prompt, *(name for name in PROMPTS if name != "history"), "history")
+        known = next((name for name in names if self.kinds.get(name) in ("text", "messages")), None)
+        beside = (name for name, answers in ASKED_BY.items() if self.first((name,)) and self.first(answers))
+        return known or next(beside, None)
 
     def given(self, text: Any) -> Any:
         """A prompt or answer as it is, or as messages where its text is a marked dialogue."""
@@ -287,6 +348,8 @@ class _Shape:
         if isinstance(text, str) and below is not None and str(below or "").strip():
             text = f"{text}\n{below}"
         text, system = self.given(text), values.get(self.system) if self.system else None
+        if self.has_history and isinstance(text, str):
+            text = [*_before(values.get("history")), {"role": "user", "content": text}]
         if self.system is None:
             return text
         has_system = isinstance(system, str) and bool(system.strip())
@@ -294,6 +357,12 @@ class _Shape:
             return f"{system}\n\n{text}" if has_system and isinstance(text, str) else text
         turns = [{"role": "user", "content": text}] if isinstance(text, str) else text
         return [{"role": "system", "content": system}, *turns] if has_system else turns
+
+    @cached_property
+    def has_history(self) -> bool:
+        """Whether `history` holds the turns before the prompt, as (question, answer) each."""
+        values = (line.values.get("history") for line in self.table.lines)
+        return self.prompt() != "history" and any(_before(value) for value in values)
 
     @property
     def context(self) -> str | None:
@@ -310,7 +379,7 @@ class _Shape:
     @property
     def beside(self) -> tuple[str | None, ...]:
         """The columns that `asked` reads beside the prompt."""
-        return self.context, self.system
+        return self.context, self.system, "history" if self.has_history else None
 
     @property
     def has_sides(self) -> bool:
@@ -393,6 +462,20 @@ def _split(values: Values) -> Split | None:
     """The split that a row names in the column `split`: valid1 and test_prefs are known too."""
     name = values.get("split")
     return SPLIT_NAMES.get(re.split(r"[-_\d]", name.casefold())[0]) if isinstance(name, str) else None
+
+
+def _before(history: Any) -> list[Message]:
+    """The messages of a list of (question, answer); empty for any other value."""
+    if not isinstance(history, list):
+        return []
+    turns = [turn for turn in history if isinstance(turn, list) and [*map(type, turn)] == [str, str]]
+    if len(turns) != len(history):
+        return []
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
 
 
 def _pair(prompt: Any, chosen: Any, rejected: Any) -> Row:
@@ -572,13 +655,16 @@ def _voted(shape: _Shape) -> list[Reading]:
         return []  # of three answers a pair would be a guess
     asked = shape.data.format if shape.data.format in shape.kinds else None
     vote = asked or next((name for name in VOTES if name in shape.kinds), None)
+    signed = "overall_preference" if shape.kinds.get("overall_preference") == "number" else None
     is_shp = first == "human_ref_A" and "labels" in shape.kinds
     scores = next((s for s in SCORES if shape.kinds.get(s + a) == shape.kinds.get(s + b) == "number"), None)
     prompt = shape.prompt() or next(
         (name for name in PROMPTS if shape.kinds.get(name) == "object" and _text_of(shape, name)), None
     )
-    if vote is None and not is_shp and scores is None:
+    if vote is None and not is_shp and scores is None and signed is None:
         return []
+    if prompt is None and signed is not None and shape.kinds.get("context") == "messages":
+        prompt = "context"
     seen: set[str] = set()
 
     def is_first(values: Values) -> bool:
@@ -586,6 +672,10 @@ def _voted(shape: _Shape) -> list[Reading]:
             return _is_first(values["labels"], "labels", ("1", "true"), ("0", "false"))
         if vote is not None:
             return _is_first(values[vote], vote, _names(first, a), _names(second, b))
+        if signed is not None:  # HelpSteer3: −3, the first is much better, to 3, the second is
+            return _is_first(
+                -math.copysign(1, values[signed]) if values[signed] else "tie", signed, ("1",), ("-1",)
+            )
         one, two = (_number(values[f"{scores}{suffix}"]) for suffix in (a, b))
         if one is None or two is None:
             raise Unusable("malformed", f"{scores}{a} or {scores}{b} is no finite number")
@@ -618,8 +708,8 @@ def _voted(shape: _Shape) -> list[Reading]:
         seen.add(repr(row))
         return row
 
-    by = "labels (1: A is chosen)" if is_shp else vote or f"{scores}{a} and {scores}{b}"
-    used = (prompt, first, second, vote, "labels" if is_shp else None, "turn")
+    by = "labels (1: A is chosen)" if is_shp else vote or signed or f"{scores}{a} and {scores}{b}"
+    used = (prompt, first, second, vote or signed, "labels" if is_shp else None, "turn")
     used = (*used, *((scores + a, scores + b) if scores and not vote else ()))
     return shape.rows(
         "preferences", f"pairs of {first} and {second} by {by}, prompt = {prompt}", used, convert

@@ -31,7 +31,7 @@ def test_a_row_with_two_faults_is_one_bad_row_with_both_in_the_report() -> None:
     assert "sft.jsonl:1: empty: completion is empty" in problems.report()
 
 
-def test_the_report_is_in_the_order_of_the_source_and_counts_what_it_leaves_out() -> None:
+def test_the_report_has_twenty_examples_by_reason_in_the_order_of_the_source_and_counts_all() -> None:
     problems = Problems()
     for line in (10, 2, *range(100, 160)):
         problems.add(f"b.jsonl:{line}", {"line": line}, "malformed", "x")
@@ -39,8 +39,8 @@ def test_the_report_is_in_the_order_of_the_source_and_counts_what_it_leaves_out(
     lines = problems.report().splitlines()
     assert lines[0] == "63 row(s) of the data cannot be used (62 malformed, 1 empty):"
     assert [line.split(": ")[0].strip() for line in lines[1:4]] == ["a.jsonl:7", "b.jsonl:2", "b.jsonl:10"]
-    assert lines[-1] == "  … and 13 more"
-    assert len(lines) == 1 + 50 + 1
+    assert lines[-1] == "  … and 43 more: malformed"
+    assert len(lines) == 1 + 20 + 1
 
 
 def test_chosen_equal_to_rejected_but_for_outer_white_space_is_bad() -> None:

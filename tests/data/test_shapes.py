@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -158,3 +159,50 @@ def test_a_format_that_names_nothing_is_refused() -> None:
         UserError, match=r"data\.format=label_pair is no column of the data; give .* label_pairs"
     ):
         read({"prompt": "q", "completion": "a"}, format="label_pair")
+
+
+TALK = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+    {"role": "user", "content": "r"},
+    {"role": "assistant", "content": "b"},
+]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversation": [{"input": "q", "output": "a"}, {"input": "r", "output": "b"}]},
+        {"turns": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}], "source": "x"},
+        {"messages": json.dumps(TALK)},
+        {"dialog": json.dumps([{"input": "q", "output": "a"}, {"input": "r", "output": "b"}])},
+    ],
+)
+def test_conversations_in_other_forms_are_messages(record: Record) -> None:
+    assert rows(read(record)) == [{"messages": TALK}]
+
+
+def test_a_history_of_questions_and_answers_stands_before_the_prompt() -> None:
+    record = {"instruction": "r", "input": "", "output": "b", "history": [["q", "a"]]}
+    assert rows(read(record)) == [{"prompt": TALK[:3], "completion": "b"}]
+    assert rows(read(record, record | {"history": []}))[1]["prompt"] == [{"role": "user", "content": "r"}]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"inputs": "q", "targets": "a", "language": "en"},
+        {"input": "q", "output": "a"},
+        {"user": "q", "assistant": "a"},
+    ],
+)
+def test_demonstrations_under_further_names(record: Record) -> None:
+    assert rows(read(record)) == [{"prompt": "q", "completion": "a"}]
+
+
+def test_a_signed_preference_is_for_the_first_answer_below_zero() -> None:
+    """HelpSteer3: −3 says that the first response is much better, 3 that the second is."""
+    record = {"domain": "x", "context": TALK[:3], "response1": "A", "response2": "B"}
+    found = read(*(record | {"overall_preference": vote} for vote in (-2, 3, 0)))
+    assert rows(found) == [pair(TALK[:3], "A", "B"), pair(TALK[:3], "B", "A")]
+    assert found.left_out == [("f:3", "a tie")]
