@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +112,25 @@ _ABOUT = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_info
 
 
 def read_file(file: Path, name: str, problems: Problems, most: int | None = None) -> Table:
-    """The records of a file, at most `most`, by its suffix; a broken one goes to `problems`.
+    """The records of a file by its suffix; a broken one goes to `problems`.
+
+    At most the first `most` are returned, for which only the beginning of a large file is read, if it is not
+    a single JSON value.
 
     Raises:
         UserError: if the file cannot be read.
     """
-    table = _READERS[_suffix(file)](file, name, problems)
+    table = _READERS[_suffix(file)](file, name, problems, most)
     return table if most is None else replace(table, lines=table.lines[:most])
 
 
-def _read_json(file: Path, name: str, problems: Problems) -> Table:
+def _read_json(file: Path, name: str, problems: Problems, most: int | None = None) -> Table:
     """A JSON array of records, or a record per line: the content decides, not the suffix."""
     lines: list[Line] = []
-    content = _text(file, name)
-    whole = _array(content)
+    content, is_cut = _text(file, name, most)
+    if is_cut and not _is_json(content.partition("\n")[0]):
+        content, is_cut = _text(file, name)
+    whole = None if is_cut else _array(content)
     if whole is not None:
         for number, values in enumerate(whole, start=1):
             _add(lines, f"{name}:{number}", values, problems)
@@ -148,6 +154,14 @@ def _read_json(file: Path, name: str, problems: Problems) -> Table:
 
 WRAPPERS = ("data", "rows", "records", "examples", "instances")
 """The key of the records in a file that is one JSON object."""
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _array(content: str) -> list[Any] | None:
@@ -204,12 +218,14 @@ def _check_rows_are_lines(content: str, name: str) -> None:
         raise UserError(f"{name}:{number}: {what}; write one row, a JSON object, per line")
 
 
-def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -> Table:
+def _read_csv(
+    file: Path, name: str, problems: Problems, most: int | None = None, separator: str = ","
+) -> Table:
     """Reads a header line, then a record per row. A quoted field may contain line breaks."""
-    text = _text(file, name)
+    text, is_cut = _text(file, name, most)
     if separator == ",":
         _check_separator(text, name)
-    records = _csv_records(text, separator)
+    records = iter([*_csv_records(text, separator)][: -1 if is_cut else None])  # the last one may go on
     header = next(records, (1, [], None))
     if header[2] is not None or not header[1]:
         raise UserError(
@@ -276,22 +292,26 @@ def _csv_records(text: str, separator: str) -> Iterator[tuple[int, list[str], st
             yield start, fields, None
 
 
-def _read_parquet(file: Path, name: str, problems: Problems) -> Table:
+def _read_parquet(file: Path, name: str, problems: Problems, most: int | None = None) -> Table:
     try:
-        table = pq.read_table(file)
+        if most is None:
+            table = pq.read_table(file)
+        else:
+            stored = pq.ParquetFile(file)
+            table = pa.Table.from_batches(islice(stored.iter_batches(most), 1), stored.schema_arrow)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{name} is not readable as Parquet: {error}; write the file again") from None
     return _of_arrow(table, name, problems)
 
 
-def _read_arrow(file: Path, name: str, problems: Problems) -> Table:
+def _read_arrow(file: Path, name: str, problems: Problems, most: int | None = None) -> Table:
     """A stream, as `datasets.save_to_disk` writes it, or a file of Arrow."""
     try:
         with file.open("rb") as stream:
             is_file = stream.read(6) == b"ARROW1"
         with pa.memory_map(str(file)) as mapped:
             opened = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
-            return _of_arrow(opened.read_all(), name, problems)
+            return _of_arrow(opened.read_all().slice(0, most), name, problems)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{name} is not readable as Arrow: {error}; write the file again") from None
 
@@ -326,31 +346,42 @@ def _nested_value(cell: pa.Scalar) -> Any:
         return error.object.decode("utf-8", errors="surrogateescape")
 
 
-def _text(file: Path, name: str) -> str:
+def _text(file: Path, name: str, most: int | None = None) -> tuple[str, bool]:
     """The text of a file without its byte order mark; bytes that are not UTF-8 become lone surrogates.
+
+    For `most` records it is the whole lines at the file's beginning; and whether it was so cut.
 
     Raises:
         UserError: for UTF-16, of which every line would be a bad row.
     """
-    content = _bytes(file, name)
+    content = _bytes(file, name, -1 if most is None else HEAD_BYTES)
+    is_cut = most is not None and len(content) == HEAD_BYTES
+    if is_cut and not (lines := content[: content.rfind(b"\n") + 1]):
+        return _text(file, name)  # one long line
+    content = lines if is_cut else content
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
         raise UserError(f"{name} is UTF-16; save it as UTF-8")
-    return content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
+    return content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape"), is_cut
 
 
-def _bytes(file: Path, name: str) -> bytes:
-    """The content of a file, unpacked.
+HEAD_BYTES = 2**22  # of a file of which a sample is read
+
+
+def _bytes(file: Path, name: str, most: int = -1) -> bytes:
+    """The content of a file, unpacked, or its first `most` bytes.
 
     Raises:
         UserError: if it cannot be unpacked.
     """
     try:
         if file.suffix == ".xz":
-            return lzma.decompress(file.read_bytes())
+            with lzma.open(file) as unpacked:
+                return unpacked.read(most)
         if file.suffix in _PACKED:
             with pa.CompressedInputStream(pa.OSFile(str(file)), _PACKED[file.suffix]) as stream:
-                return bytes(stream.read())
-        return file.read_bytes()
+                return bytes(stream.read(None if most < 0 else most))
+        with file.open("rb") as plain:
+            return plain.read(most)
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
         raise UserError(f"{name} cannot be unpacked: {error}; write the file again") from None
 
@@ -367,7 +398,7 @@ def _bad_byte(text: str) -> str | None:
     return f"byte 0x{byte:02x} after {found.start()} characters is not UTF-8; save it as UTF-8"
 
 
-_READERS: Mapping[str, Callable[[Path, str, Problems], Table]] = {
+_READERS: Mapping[str, Callable[[Path, str, Problems, int | None], Table]] = {
     ".jsonl": _read_json,
     ".ndjson": _read_json,
     ".json": _read_json,

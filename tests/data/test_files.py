@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pyarrow as pa
@@ -229,3 +231,33 @@ def test_utf_16_is_one_message(
     (tmp_path / name).write_text("prompt,completion\na,b\n", encoding=encoding)
     with pytest.raises(UserError, match=rf"{name} is UTF-16; save it as UTF-8"):
         load(tmp_path, columns, plain)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.csv", "a.json", "a.parquet"])
+def test_a_sample_is_the_beginning_of_what_the_whole_file_gives(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head ends within a record, and within a quoted line break of CSV."""
+    records = [{"prompt": f"q{i}", "completion": f"line\nbreak {i}"} for i in range(50)]
+    file = tmp_path / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(records), file)
+    elif name.endswith(".csv"):
+        with file.open("w", newline="", encoding="utf-8") as opened:
+            writer = csv.DictWriter(opened, ["prompt", "completion"])
+            writer.writeheader()
+            writer.writerows(records)
+    else:
+        text = json.dumps(records) if name == "a.json" else "".join(json.dumps(r) + "\n" for r in records)
+        pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(file.suffix, bytes)
+        file.write_bytes(pack(text.encode()))
+    whole = files.read_file(file, name, Problems())
+    assert len(whole.lines) == 50
+    for head in (60, 100, 101, 137, 150):
+        monkeypatch.setattr(files, "HEAD_BYTES", head)
+        problems = Problems()
+        some = files.read_file(file, name, problems, 20)
+        assert not problems, problems.report()
+        assert some.lines
+        assert some.lines == whole.lines[: len(some.lines)]
+        assert len(some.lines) <= 20
