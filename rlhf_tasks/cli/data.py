@@ -9,14 +9,15 @@ from pathlib import Path
 from typer import Argument, Option
 
 from rlhf_tasks import config
+from rlhf_tasks.errors import UserError
 
 
 def data(
-    path: str = Argument(..., metavar="PATH", help="a file or folder of data"),
+    path: str = Argument(..., metavar="PATH", help="a file or folder of data, or a set of the hub"),
     all_rows: bool = Option(False, "--all", help="read all rows, and not a sample: exact counts"),
     out: Path | None = Option(None, "--write", metavar="OUT", help="write the rows as Parquet into OUT"),
 ) -> int:
-    """Show how a file or folder of data is read, from a sample: roles, columns, tokens and lengths.
+    """Show how a file, folder or hub set is read, from a sample: roles, columns, tokens and lengths.
 
     The section `data` of params.yaml decides, and the tokenizer is the base model's; for a model from
     scratch, which has none yet, words stand for tokens. Nothing is changed.
@@ -42,6 +43,8 @@ def data(
             )
             return first, second
 
+    if config.is_hub_id(path) and (all_rows or out is not None):
+        raise UserError(f"--all and --write read files; fetch {path} into a folder first, and give that")
     whole = all_rows or out is not None
     corpus = look.look(Path(path), settings.data, rendering, split, own, whole=whole)
     if out is not None:

@@ -66,12 +66,23 @@ class HubSet(Section):
 
 
 class HubSources(Section):
-    """The hub data sets of `data.source: hub`."""
+    """The hub data sets of `data.source: hub`: one of them is enough, as one file is."""
 
-    sft: HubSet
-    """Data set of demonstrations."""
+    sft: HubSet | None = None
+    """Data set of demonstrations; null: the chosen answers of `preferences` are."""
     preferences: HubSet | None = None
     """Data set of preference pairs; null: pairs are made from samples of the SFT model."""
+    prompts: HubSet | None = None
+    """Data set of PPO's prompts with references; null: those of the demonstrations are."""
+
+    @property
+    def by_role(self) -> dict[str, HubSet]:
+        """The sets that are given."""
+        return {name: found for name in type(self).model_fields if (found := getattr(self, name)) is not None}
+
+    def problems(self) -> Iterator[str]:
+        if not self.by_role:
+            yield "names no data set; give `sft`, `preferences` or both"
 
 
 def _as_day(value: Any) -> Any:
@@ -126,8 +137,7 @@ class Data(Section):
     def in_words(self) -> str:
         """The source for people."""
         if self.hub is not None:
-            sets = (one for one in (self.hub.sft, self.hub.preferences) if one is not None)
-            return ", ".join(f"{one.id} at {one.revision[:10]}" for one in sets)
+            return ", ".join(f"{one.id} at {one.revision[:10]}" for one in self.hub.by_role.values())
         return {
             "synthetic": "the built-in task",
             "arithmetic": "sums and products",

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Data, Split
-from rlhf_tasks.data import files, rows, tables
+from rlhf_tasks.config import Data, Split, is_hub_id
+from rlhf_tasks.data import files, hub, rows, tables
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import SPLITS, TEXTS, Corpus, Problems, Role, Row
 from rlhf_tasks.data.shapes import Table
@@ -45,15 +45,19 @@ def look(
     Raises:
         UserError: as stage prepare would, if the data cannot be read as it is.
     """
-    found, unused = files.discover(path)
-    problems = Problems()
-    given = []
-    for number, (role, part, name, file) in enumerate(found, start=1):
-        console.say(f"reading {name} ({number} of {len(found)}, {file.stat().st_size / 1e6:,.1f} MB)")
-        given.append((role, part, files.read_file(file, name, problems, None if whole else SAMPLE)))
+    problems, given, unused = Problems(), list[tuple[Role | None, Split, Table]](), list[str]()
+    if is_hub_id(str(path)):
+        console.say(f"reading {path} from the hub")
+        given += hub.sample(str(path), SAMPLE)
+        whole = False
+    else:
+        found, unused = files.discover(path)
+        for number, (role, part, name, file) in enumerate(found, start=1):
+            console.say(f"reading {name} ({number} of {len(found)}, {file.stat().st_size / 1e6:,.1f} MB)")
+            given.append((role, part, files.read_file(file, name, problems, None if whole else SAMPLE)))
     sample = "" if whole else f", at most {SAMPLE} rows of each; --all reads all"
     console.table(
-        f"{path}: {len(found)} file(s){sample}",
+        f"{path}: {len(given)} file(s) or split(s){sample}",
         ["file", "role by name", "split", "rows"],
         [[table.name, role or "none", part, len(table.lines)] for role, part, table in given],
     )

@@ -104,3 +104,33 @@ def test_a_set_with_other_columns_is_an_error_that_lists_them(
         UserError, match=r"odd/train has no known shape; its columns are text \(text\), summary \(text\)"
     ):
         load(HubSet(id=str(folder), revision="0" * 40, name=None), None, columns, plain)
+
+
+def test_a_set_of_pairs_alone_is_enough_and_its_splits_are_found_by_their_words(
+    tmp_path: Path, plain: Rendering, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As HuggingFaceH4/ultrafeedback_binarized has them."""
+    ranges = {
+        "train_prefs": range(20),
+        "test_prefs": range(30, 34),
+        "train_sft": range(9),
+        "test_gen": range(9),
+    }
+    pairs = tldr_preference(tmp_path / "ultra", **ranges)
+    splits = [file.stem for file in sorted((tmp_path / "ultra").glob("*.parquet"))]
+    listed = "".join(f"  - split: {name}\n    path: {name}.parquet\n" for name in splits)
+    card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{listed}---\n"
+    (tmp_path / "ultra/README.md").write_text(card, encoding="utf-8")
+    problems = Problems()
+    sources = HubSources(preferences=pairs)
+    corpus = hub.load(sources, Data(), plain, problems, seed=1, sizes=SIZES)
+    assert not problems, problems.report()
+    assert {*corpus} == {"preferences"}
+    assert len(corpus["preferences"]["test"]) == 4
+    assert sum(map(len, corpus["preferences"].values())) == 24
+    assert "the splits test_gen, train_sft are not used for preferences" in capsys.readouterr().out
+
+
+def test_no_set_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="names no data set; give `sft`, `preferences` or both"):
+        HubSources()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import datasets
+import huggingface_hub
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -56,3 +59,28 @@ def test_what_it_writes_is_read_again(folder: Path, capsys: pytest.CaptureFixtur
 def test_unpaired_labels_are_refused_with_the_ways_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["data", str(CASES / "16_kto/train.jsonl")]) == 2
     assert "data.format to label_pairs" in capsys.readouterr().err
+
+
+def test_a_set_of_the_hub_is_sampled(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder stands for the hub: only where it is not below the working folder is its name a hub id."""
+    rows = [{"prompt": f"question {i}?", "completion": f"answer {i}"} for i in range(5)]
+    (folder / "hub/owner/name").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "hub/owner/name/train.parquet")
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: load(str(folder / "hub" / name), **how))
+    assert main.main(["data", "owner/name"]) == 0
+    out = capsys.readouterr().out
+    assert "owner/name/train: demonstrations: prompt = prompt, completion = completion" in out
+    assert main.main(["data", "owner/name", "--all"]) == 2
+    assert "fetch owner/name into a folder first" in capsys.readouterr().err
+
+
+def test_a_path_that_is_nothing_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert main.main(["data", "no/such"]) == 2
+    assert "no/such is no file or folder here, and could not be read from the hub" in capsys.readouterr().err
