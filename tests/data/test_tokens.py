@@ -189,7 +189,7 @@ def test_the_text_of_sampled_ids_is_what_decoding_them_after_the_prompt_adds(kin
     for query, response, text in zip(
         queries, responses, response_texts(tokenizer, queries, responses), strict=True
     ):
-        assert tokenizer.decode(query) + text == tokenizer.decode([*query, *response])
+        assert f"{tokenizer.decode(query)}{text}" == tokenizer.decode([*query, *response])
 
 
 @pytest.mark.parametrize("text", [" went home", "went home", " 'a' , b ."])

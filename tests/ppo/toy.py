@@ -50,10 +50,7 @@ from tests.ppo import standin
 from tests.small import EOS, PAD
 
 QUERIES, _ = small.rows(16, longest=6)
-PROMPTS: dict[str, Any] = {
-    "prompts": QUERIES,
-    "prompt_texts": [small.tokenizer().decode(query) for query in QUERIES],
-}
+PROMPTS: dict[str, Any] = {"prompts": QUERIES, "prompt_texts": [f"prompt {i}" for i in range(len(QUERIES))]}
 ONE_STEP: dict[str, Any] = {"num_mini_batches": 1, "num_ppo_epochs": 1}
 DEMONSTRATIONS = LanguageModeling(*small.rows(24, seed=5), pad=PAD)
 
