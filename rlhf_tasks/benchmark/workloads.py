@@ -61,6 +61,7 @@ class Workload:
             settings,
             state,
             prompts=self.prompts,
+            prompt_texts=[str(self.tokenizer.decode(ids)) for ids in self.prompts],
             columns=NONE,
             scorers=self.scorers,
             loss=policy_loss_of(settings, Path()),

@@ -23,8 +23,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Split
+from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data import columns
+from rlhf_tasks.data.chat import DATE
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
@@ -279,6 +280,9 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; a missing pad token is read as EOS (masks don't come from values).
 
+    A chat template that prints today's date prints that of `data.chat_date` which the folder keeps, or else
+    its default.
+
     Raises:
         UserError: if the folder holds no tokenizer, or one without an EOS token, so that answers cannot end.
     """
@@ -294,6 +298,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template:
+        tokenizer.init_kwargs.setdefault(DATE, Data().chat_date)
     return tokenizer
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Model, Scratch
 from rlhf_tasks.data.chat import DATE, Rendering, end_of_turn, template
 from rlhf_tasks.errors import UserError
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 Ids = list[int]
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-BLANK = "▁"  # stands for a blank in tokens of SentencePiece
 ANCHORS = ("\n", "(", "0", "a", "。")
 """Texts that stand before a response whose first letters would merge with the prompt's last token."""
 NUM_BYTES = 256
@@ -150,8 +150,15 @@ def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
     """How texts are rendered for an existing tokenizer: with its BOS, if it adds one, and its template."""
     given: Ids = tokenizer("a")["input_ids"]
     bos = str(tokenizer.bos_token) if tokenizer.bos_token and given[:1] == [tokenizer.bos_token_id] else ""
-    if bos and encode(tokenizer, [bos + "a"])[0] != given[:2] == encode(tokenizer, [bos + " a"])[0]:
-        bos += " "  # a blank that the tokenizer writes at the start of a text, but not after a special token
+    if bos:
+        bare, spaced = encode(tokenizer, [bos + "a", bos + " a"])
+        if given[: len(bare)] != bare and given[: len(spaced)] == spaced:
+            bos += " "  # a blank that is written at the start of a text, but not after a special token
+        if tokenizer.added_tokens_decoder[tokenizer.bos_token_id].rstrip:
+            console.say(
+                f"Warning: {name} has a BOS token {tokenizer.bos_token!r} with rstrip, which takes the white "
+                "space after it, so that plain prompts lose theirs at the start; set rstrip to false for it"
+            )
     return Rendering(
         bos=bos,
         eos=str(tokenizer.eos_token),
@@ -192,13 +199,18 @@ def encode_rows(
 
 
 def continue_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], texts: Sequence[str], *, eos: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    texts: Sequence[str],
+    *,
+    eos: bool = True,
+    split_special_tokens: bool = False,
 ) -> tuple[list[Ids], list[Ids], list[bool]]:
     """As `encode_rows`, and whether the tokenizer would merge the end of each prompt with its response.
 
     A response has the ids that follow the prompt's in `prompt + text`. Where letters of both would be merged
     into one token, which generation cannot write, it has the ids that it has after a text with which it does
-    not merge.
+    not merge. With `split_special_tokens`, so has a text with names of special tokens, which are plain there.
     """
     queries = encode(tokenizer, prompts)
     wholes = encode(tokenizer, [prompt + text for prompt, text in zip(prompts, texts, strict=True)])
@@ -209,10 +221,15 @@ def continue_prompts(
         if whole[: len(query)] == query and query[-1:] != [tokenizer.unk_token_id]
     }
     merged = [row not in found for row in range(len(texts))]
+    if split_special_tokens:
+        parsed, split = (encode(tokenizer, texts, split_special_tokens=splits) for splits in (False, True))
+        found = {row: ids for row, ids in found.items() if parsed[row] == split[row]}
     for anchor in (*ANCHORS, ""):
         left = [row for row in range(len(texts)) if row not in found]
         [before] = encode(tokenizer, [anchor])
-        for row, ids in zip(left, encode(tokenizer, [anchor + texts[row] for row in left]), strict=True):
+        alone = [anchor + texts[row] for row in left]
+        encoded = encode(tokenizer, alone, split_special_tokens=split_special_tokens)
+        for row, ids in zip(left, encoded, strict=True):
             if ids[: len(before)] == before:
                 found[row] = ids[len(before) :]
     end = [int(tokenizer.eos_token_id)] * eos
@@ -224,29 +241,36 @@ def response_texts(
 ) -> list[str]:
     """The responses as texts that continue their prompts, without their EOS.
 
-    A decoder drops the blank before the first word. It belongs to the text, but for one that the tokenizer
-    itself writes there: at the start of a text, or after a special token.
+    A text is what decoding adds after another token, because decoders may drop the blank at the start. It
+    is without the blank that the tokenizer itself writes there: at the start of a text, or after a special
+    token. A tokenizer without a decoder joins tokens by blanks that are part of no text.
     """
-    writes_blank: dict[int | None, bool] = {}
+    joins = tokenizer.is_fast and tokenizer.backend_tokenizer.decoder is None
+    [word] = encode(tokenizer, ["a"])
+    blanks: dict[tuple[int, ...], tuple[bool, bool]] = {tuple(word): (False, False)}
     texts = []
     for query, response in zip(queries, responses, strict=True):
         ids = response[:-1] if response[-1:] == [tokenizer.eos_token_id] else response
-        text = str(tokenizer.decode(ids, skip_special_tokens=False))
-        if ids and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith(BLANK):
-            last = query[-1] if query else None
-            if last not in writes_blank:
-                writes_blank[last] = _writes_blank_after(tokenizer, last)
-            text = text if writes_blank[last] else " " + text
+        is_start = not query or query[-1] in tokenizer.added_tokens_decoder
+        before = [] if joins else query[-1:] if is_start else word
+        text = _text_after(tokenizer, before, ids)
+        if tuple(before) not in blanks:
+            name = "".join(tokenizer.convert_ids_to_tokens(before))
+            bare, spaced = encode(tokenizer, [name + "a", name + " a"])
+            is_written = _text_after(tokenizer, before, bare[len(before) :]).startswith(" ")
+            blanks[tuple(before)] = is_written, bare == spaced
+        is_written, only_before_words = blanks[tuple(before)]
+        if is_written and not (only_before_words and text[1:2] in ("", " ")):
+            text = text.removeprefix(" ")
         texts.append(text)
     return texts
 
 
-def _writes_blank_after(tokenizer: PreTrainedTokenizerBase, last: int | None) -> bool:
-    if last is not None and last not in tokenizer.added_tokens_decoder:
-        return False
-    before = "" if last is None else str(tokenizer.convert_ids_to_tokens(last))
-    [ids] = encode(tokenizer, [before + "a"])
-    return str(tokenizer.convert_ids_to_tokens(ids[len(before) > 0])).startswith(BLANK)
+def _text_after(tokenizer: PreTrainedTokenizerBase, before: Ids, ids: Ids) -> str:
+    """What decoding adds for `ids` after `before`."""
+    parts = [before, [*before, *ids], ids]
+    head, whole, alone = (str(tokenizer.decode(part, skip_special_tokens=False)) for part in parts)
+    return whole.removeprefix(head) if whole.startswith(head) else alone
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float:

@@ -286,7 +286,7 @@ def score(folder: Path, rows: Sequence[Row], device: torch.device) -> list[list[
         ]
         ids = conversation_ids(tokenizer, [reads.chat(conversation, False) for conversation in turns])
     _check_lengths(ids, getattr(model.model.config, "max_position_embeddings", None), folder, prompts)
-    given = Responses.of_ids(*ids, tokenizer)
+    given = Responses.of_ids(prompts, *ids, tokenizer)
     scores = iter(RewardModel(model.to(device), tokenizer)(given).tolist())
     return [[next(scores) for _ in row.responses] for row in rows]
 

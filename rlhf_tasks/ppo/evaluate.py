@@ -233,7 +233,8 @@ class Evaluator:
         if any(scorer.kind == "http" for scorer in self._config.scorers) and not dist.shards:
             # the first rank alone sends requests, but passes of a sharded reward model need all ranks
             kept = columns.take(self._columns, range(len(queries)))
-            rows = Responses.of_ids(queries, self._closed(responses), self._tokenizer, kept)
+            prompts = self._prompts[: len(queries)]
+            rows = Responses.of_ids(prompts, queries, self._closed(responses), self._tokenizer, kept)
             parts = dist.broadcast_object(
                 raise_on_all_ranks(dist, lambda: self._scorers.parts(rows) if dist.is_main else {}, batch)
             )
@@ -247,8 +248,8 @@ class Evaluator:
         dist = self._dist
         kept = columns.take(self._columns, dist.shard_rows(range(len(queries))))
         own_responses = self._closed(dist.shard_rows(responses))
-        own = Responses.of_ids(dist.shard_rows(queries), own_responses, self._tokenizer, kept)
         prompts = dist.shard_rows(self._prompts[: len(queries)])
+        own = Responses.of_ids(prompts, dist.shard_rows(queries), own_responses, self._tokenizer, kept)
         return own, {"prompts": prompts, "responses": dist.shard_rows(responses)}
 
     def _closed(self, responses: Sequence[Ids]) -> list[Ids]:

@@ -176,6 +176,7 @@ def score_rollout(
     model: ActorCritic,
     reference: Reference,
     scorers: Scorers,
+    prompts: Sequence[str],
     queries: list[Ids],
     samples: Samples,
     columns: Columns,
@@ -187,6 +188,7 @@ def score_rollout(
 ) -> Rollout:
     """The rollout of this rank's samples, without advantages: log-probs, values and scores.
 
+    `queries` are the ids of the `prompts`.
     Where the policy in training did not sample by itself (`is_on_policy` is False), or not in float32, its
     log-probs come from a pass of their own: the sampler computes a token at a time and rounds otherwise, and
     the first ratio would differ from 1.
@@ -226,7 +228,7 @@ def score_rollout(
     to_score = closed(tokenizer, responses, ends)
     parts = raise_on_all_ranks(
         dist,
-        lambda: scorers.parts(Responses.of_ids(queries, to_score, tokenizer, columns)),
+        lambda: scorers.parts(Responses.of_ids(prompts, queries, to_score, tokenizer, columns)),
         {"queries": queries, "responses": responses},
     )
     rollout = Rollout(

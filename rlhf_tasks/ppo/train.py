@@ -79,6 +79,7 @@ def train(
     state: TrainState,
     *,
     prompts: Sequence[Ids],
+    prompt_texts: Sequence[str],
     columns: Columns,
     scorers: Scorers,
     loss: PolicyLoss,
@@ -94,8 +95,8 @@ def train(
 ) -> Iterator[Metrics]:
     """Train to the end; each update's metrics are yielded when all of it is done, snapshot included.
 
-    `columns` are those of the `prompts`; `ptx` is PPO-ptx's text, or None without it. What a number that is
-    not finite came from is written to `faults`.
+    `prompt_texts` and `columns` are those of the `prompts`; `ptx` is PPO-ptx's text, or None without it. What
+    a number that is not finite came from is written to `faults`.
 
     Raises:
         GuardTripped: a guard stopped the training.
@@ -163,6 +164,7 @@ def train(
                     actor_critic,
                     state.reference,
                     scorers,
+                    [prompt_texts[i] for i in own],
                     [prompts[i] for i in own],
                     samples,
                     take(columns, own),

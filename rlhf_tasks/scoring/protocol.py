@@ -30,6 +30,8 @@ class Responses:
     of a `words` tokenizer have one space between words, whatever the original white space was.
     """
 
+    prompts: Sequence[str]
+    """The prompts as the data has them, with special tokens and chat template; ids would lose some of it."""
     given: tuple[Sequence[Any], Sequence[Any]]
     """Queries and responses as ids of the tokenizer; without one, prompts and responses as texts."""
     tokenizer: PreTrainedTokenizerBase | None
@@ -38,28 +40,22 @@ class Responses:
     @classmethod
     def of_ids(
         cls,
+        prompts: Sequence[str],
         queries: Sequence[Ids],
         responses: Sequence[Ids],
         tokenizer: PreTrainedTokenizerBase,
         columns: Columns = NONE,
     ) -> Responses:
         """Rows of PPO, in the ids of `tokenizer`; a response that ended has its EOS."""
-        return cls((queries, responses), tokenizer, columns)
+        return cls(prompts, (queries, responses), tokenizer, columns)
 
     @classmethod
     def of_texts(cls, prompts: Sequence[str], texts: Sequence[str], columns: Columns = NONE) -> Responses:
         """Rows of a judge; every response counts as ended."""
-        return cls((prompts, texts), None, columns)
+        return cls(prompts, (prompts, texts), None, columns)
 
     def __len__(self) -> int:
         return len(self.given[0])
-
-    @cached_property
-    def prompts(self) -> list[str]:
-        """The prompts as the policy reads them, with special tokens and chat template."""
-        if self.tokenizer is None:
-            return list(self.given[0])
-        return [str(self.tokenizer.decode(query, skip_special_tokens=False)) for query in self.given[0]]
 
     @cached_property
     def texts(self) -> list[str]:

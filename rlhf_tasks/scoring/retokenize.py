@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import sizes
-from rlhf_tasks.data.chat import Chat, Message
-from rlhf_tasks.data.tokenizer import Ids, encode, ready_rendering
+from rlhf_tasks.data.chat import DATE, Chat, Message, end_of_turn
+from rlhf_tasks.data.tokenizer import Ids, continue_prompts, encode, ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.protocol import Responses
 
@@ -25,7 +25,8 @@ class Retokenizer:
 
     Where both tokenizers have the same chat template, or the model has none, the model reads the prompt as
     the policy does, and then the response. Where its template differs, it reads the conversation in its own
-    template. A prompt that is no conversation in the policy's template is one message of the user.
+    template. A prompt that is no conversation in the policy's template is one message of the user. A template
+    prints the date that the policy's prints.
 
     No response can write the model's special tokens: they are removed from messages, and otherwise read as
     plain text. A query that is too long loses its start.
@@ -39,8 +40,13 @@ class Retokenizer:
         longest: int | None = None,
     ) -> None:
         """`longest`: the number of tokens that the model can read; None: no limit."""
-        self._own, self._folder, self._longest, self._has_cut = own, folder, longest, False
+        self._own, self._policy, self._folder, self._longest = own, policy, folder, longest
+        self._has_cut = self._has_warned = False
+        if (date := policy.init_kwargs.get(DATE)) is not None:
+            own.init_kwargs[DATE] = date
         self._reads, self._given = ready_rendering(own, str(folder)), ready_rendering(policy, "the policy")
+        turn = end_of_turn(own)
+        self._end = int(own.eos_token_id) if turn is None else turn
         self._has_own_template = own.chat_template not in (None, policy.chat_template)
         added = (str(token) for token in own.added_tokens_decoder.values() if token.special)
         self._special = {name for name in (*own.all_special_tokens, *added) if name}
@@ -55,11 +61,11 @@ class Retokenizer:
             pairs = zip(rows.prompts, rows.texts, strict=True)
             queries, responses = conversation_ids(self._own, [self._conversation(*pair) for pair in pairs])
         else:
-            prompts = [self._reads.bos + prompt.removeprefix(self._given.bos) for prompt in rows.prompts]
-            queries = encode(self._own, prompts)
-            plain = encode(self._own, rows.texts, split_special_tokens=True)
-            end = [int(self._own.eos_token_id)]
-            responses = [ids + end * ended for ids, ended in zip(plain, rows.ended, strict=True)]
+            prompts = [self._begin(prompt) for prompt in rows.prompts]
+            queries, plain, _ = continue_prompts(
+                self._own, prompts, rows.texts, eos=False, split_special_tokens=True
+            )
+            responses = [ids + [self._end] * ended for ids, ended in zip(plain, rows.ended, strict=True)]
         lengths = sizes(queries, responses)
         if self._longest is None or max(lengths, default=0) <= self._longest:
             return queries, responses
@@ -85,10 +91,25 @@ class Retokenizer:
         excesses = [max(0, length - self._longest) for length in lengths]
         return [query[excess:] for query, excess in zip(queries, excesses, strict=True)], responses
 
+    def _begin(self, prompt: str) -> str:
+        """The prompt with the model's BOS in place of the policy's; the same template writes both or none."""
+        written = str(self._policy.bos_token or "")
+        if self._reads.chat is None:
+            bare = prompt.removeprefix(self._given.bos)
+            return self._reads.bos + (bare.removeprefix(written) if bare == prompt else bare)
+        has_bos = bool(written) and prompt.startswith(written)
+        return str(self._own.bos_token or "") * has_bos + prompt.removeprefix(written)
+
     def _conversation(self, prompt: str, response: str) -> str:
         """The conversation in the model's own template."""
         assert self._reads.chat is not None
         found = None if self._given.chat is None else messages_of(prompt, self._given.chat)
+        if found is None and self._given.chat is not None and not self._has_warned:
+            self._has_warned = True
+            console.say(
+                f"Warning: ppo.scorers: {self._folder} has a chat template of its own, and some prompts are "
+                "no conversation in the policy's; it reads each of them as one message of the user"
+            )
         messages = found or [{"role": "user", "content": prompt.removeprefix(self._given.bos)}]
         turns = [*messages, {"role": "assistant", "content": response}]
         plain = [turn | {"content": remove_names(str(turn["content"]), self._special)} for turn in turns]

@@ -154,6 +154,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             settings,
             state,
             prompts=prompts,
+            prompt_texts=[row["prompt"] for row in rows],
             columns=kept,
             scorers=scorers,
             loss=policy_loss_of(settings, paths.root),

@@ -263,10 +263,10 @@ def _measure(
     if not rows:
         return {}
     dist.put(scores)
-    pairs = _pairs(tokenizer, rows)
+    pairs, prompts = _pairs(tokenizer, rows), [row["prompt"] for row in rows]
     scorer = RewardModel(scores, tokenizer, placement=dist)
     chosen, rejected = (
-        scorer(Responses.of_ids(pairs.queries, responses, tokenizer)).numpy()
+        scorer(Responses.of_ids(prompts, pairs.queries, responses, tokenizer)).numpy()
         for responses in (pairs.chosen, pairs.rejected)
     )
     lead = chosen - rejected

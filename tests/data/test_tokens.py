@@ -1,17 +1,38 @@
 """The ids of prompts and responses: those that generation has, for every common kind of tokenizer.
 
-The tokenizers are trained here: byte-level (GPT-2, Llama 3), Metaspace that prepends to every piece or to the
-first one only (T5, Gemma, Mistral), and the normalizer that prepends (Llama 2's own, called legacy).
+The tokenizers are trained here: byte-level (GPT-2, Llama 3), Metaspace that prepends to every piece, to the
+first one only, or never (T5, Mistral), the normalizer that prepends (Llama 2's own, called legacy), and the
+one that only replaces blanks (Gemma).
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_tasks.data.tokenizer import continue_prompts, encode, encode_rows, ready_rendering, response_texts
+from rlhf_tasks.data.tokenizer import (
+    continue_prompts,
+    encode,
+    encode_rows,
+    ready_rendering,
+    response_texts,
+    train,
+)
 from rlhf_tasks.scoring.protocol import Responses
+from tests import small
 
 TEXTS = [
     "Question: is the lamp red?\nAnswer: yes, the lamp is red.",
@@ -23,11 +44,11 @@ CHAT = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-KINDS = ("byte-level", "metaspace-always", "metaspace-first", "legacy")
+KINDS = ("byte-level", "metaspace-always", "metaspace-first", "metaspace-never", "legacy", "gemma")
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 
 
-def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
+def tokenizer_of(kind: str, texts: Sequence[str] = TEXTS) -> PreTrainedTokenizerBase:
     if kind == "byte-level":
         made = Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,7 +58,11 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
         made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
         alphabet = ["▁"]
         fuse = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        if kind == "legacy":
+        if kind == "gemma":
+            made.normalizer = normalizers.Replace(" ", "▁")
+            made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+            made.decoder = decoders.Sequence(fuse)
+        elif kind == "legacy":
             made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
             made.decoder = decoders.Sequence([*fuse, decoders.Strip(" ", 1, 0)])
         else:
@@ -47,7 +72,7 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(TEXTS, trainer)
+    made.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made,
         bos_token="<s>",
@@ -86,15 +111,40 @@ def test_prompt_ids_are_those_of_generation(kind: str) -> None:
         assert query == tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
+def with_bos(tokenizer: PreTrainedTokenizerBase, single: str = "<s> $A") -> PreTrainedTokenizerBase:
+    names = ("<s>", "</s>")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+        single=single, special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
     )
+    return tokenizer
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize("texts", [TEXTS, ["lamb"] * 8], ids=["a token", "two tokens"])  # of " a"
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text(
+    kind: str, texts: list[str], single: str
+) -> None:
+    tokenizer = with_bos(tokenizer_of(kind, texts), single)
     bos = ready_rendering(tokenizer, "it").bos
     for prompt, _ in ROWS:
+        expected = tokenizer(prompt)["input_ids"]
+        assert encode(tokenizer, [bos + prompt]) == [expected[:-1] if "</s>" in single else expected]
+
+
+def test_a_bos_that_is_normalized_is_followed_by_the_blank_that_begins_a_text() -> None:
+    tokenizer = tokenizer_of("legacy")
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=True)])
+    bos = ready_rendering(with_bos(tokenizer), "it").bos
+    for prompt, _ in ROWS:
         assert encode(tokenizer, [bos + prompt]) == [tokenizer(prompt)["input_ids"]]
+
+
+def test_a_bos_that_takes_the_white_space_after_it_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tokenizer_of("gemma")
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<s>", special=True, rstrip=True)])
+    ready_rendering(with_bos(tokenizer), "models/one")
+    assert "Warning: models/one has a BOS token '<s>' with rstrip" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,8 +175,30 @@ def test_the_text_of_a_response_gives_its_ids_again(kind: str) -> None:
         assert [text.lstrip() for text in again] == [text.lstrip() for text in texts]
     else:
         assert again == texts
-    assert Responses.of_ids(queries, responses, tokenizer).texts == again
+    assert Responses.of_ids(prompts, queries, responses, tokenizer).texts == again
     assert Responses.of_texts(prompts, again).ids(tokenizer) == (queries, responses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_sampled_ids_is_what_decoding_them_after_the_prompt_adds(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    plain = range(len(SPECIAL), len(tokenizer))
+    draws = random.Random(1)
+    queries = encode(tokenizer, ["say it:", "the lamp\n", "a = (b"] * 20)
+    responses = [draws.choices(plain, k=4) for _ in queries]
+    for query, response, text in zip(
+        queries, responses, response_texts(tokenizer, queries, responses), strict=True
+    ):
+        assert f"{tokenizer.decode(query)}{text}" == tokenizer.decode([*query, *response])
+
+
+@pytest.mark.parametrize("text", [" went home", "went home", " 'a' , b ."])
+@pytest.mark.parametrize("kind", ["bpe", "bpe_uncased"])
+def test_the_text_of_a_response_gives_its_ids_again_in_tokenizers_from_scratch(kind: str, text: str) -> None:
+    tokenizer = train(small.shape().model_copy(update={"tokenizer": kind, "vocab_size": 300}), TEXTS, 64)
+    queries, responses = encode_rows(tokenizer, ["the lamp"], [text])
+    again = response_texts(tokenizer, queries, responses)
+    assert encode_rows(tokenizer, ["the lamp"], again) == (queries, responses)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,6 +41,8 @@ QUESTIONS = [
     Question("pen", "now", "is"),
 ]
 CHAT = "{% for m in messages %}user : {{ m['content'] }}\n{% endfor %}"
+DATED = "{% if strftime_now('%d %m %Y') == '01 01 2025' %}" + CHAT + "{% endif %}"
+"""Renders nothing on another day than the default of `data.chat_date`."""
 ALL = "{prompt} A : {first} B : {second} the"
 
 
@@ -89,7 +91,7 @@ def text(question: Question) -> str:
     return f"{question.prompt} A : {question.first} B : {question.second} the"
 
 
-@pytest.mark.parametrize("chat", [None, CHAT])
+@pytest.mark.parametrize("chat", [None, CHAT, DATED], ids=["plain", "chat", "dated"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @torch.no_grad()
 def test_a_local_reply_is_the_next_tokens_probability_of_a_over_a_or_b(

@@ -18,10 +18,13 @@ from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.guards import GuardTripped
 from rlhf_tasks.ppo.metrics import sampler_metrics, standard_error
 from rlhf_tasks.ppo.rollout import FrozenCopy
+from rlhf_tasks.scoring.protocol import Responses
 from tests import small
 from tests.ppo import test_advantages
 from tests.ppo.toy import (
+    PROMPTS,
     QUERIES,
+    Planted,
     hand_made_rollout,
     log_p_alone,
     share_of_token_5,
@@ -61,6 +64,16 @@ def test_a_rollout_holds_what_the_models_give_for_each_row_alone(changes: dict[s
     assert rollout.scores.tolist() == share_of_token_5(QUERIES, rollout.responses).tolist()
     assert len(set(map(tuple, rollout.responses[::5]))) > 1, "each part draws numbers of its own"
     assert 0 < rollout.ended.sum() < 16, "some of both"
+
+
+def test_scorers_get_the_text_of_each_prompt_and_not_what_its_ids_decode_to() -> None:
+    class Recorder(Planted):
+        def parts(self, rows: Responses) -> dict[str, Tensor]:
+            texts = [PROMPTS["prompt_texts"][QUERIES.index(query)] for query in rows.given[0]]
+            assert list(rows.prompts) == texts
+            return super().parts(rows)
+
+    next(toy(scorers=Recorder()).updates)
 
 
 def test_below_float32_log_probs_are_those_of_a_training_pass() -> None:

@@ -50,6 +50,7 @@ from tests.ppo import standin
 from tests.small import EOS, PAD
 
 QUERIES, _ = small.rows(16, longest=6)
+PROMPTS: dict[str, Any] = {"prompts": QUERIES, "prompt_texts": [f"prompt {i}" for i in range(len(QUERIES))]}
 ONE_STEP: dict[str, Any] = {"num_mini_batches": 1, "num_ppo_epochs": 1}
 DEMONSTRATIONS = LanguageModeling(*small.rows(24, seed=5), pad=PAD)
 
@@ -160,7 +161,7 @@ class Toy:
     @property
     def updates(self) -> Iterator[Metrics]:
         """The updates that remain."""
-        return loop.train(self.dist, self.config, self.state, prompts=QUERIES, columns=NONE, **self.inputs)
+        return loop.train(self.dist, self.config, self.state, columns=NONE, **PROMPTS, **self.inputs)
 
     @property
     def actor_critic(self) -> ActorCritic:
@@ -181,6 +182,7 @@ class Toy:
             self.actor_critic,
             self.state.reference,
             self.inputs["scorers"],
+            PROMPTS["prompt_texts"][: len(queries)] * num_samples,
             queries * num_samples,
             sampler.collect(0),
             NONE,

@@ -23,7 +23,7 @@ from tests.small import EOS
 PROMPTS, TEXTS = ["w0 w1", "w2", "w3 w4 w5"], ["w6 w7", "w8", ""]
 SIX, SEVEN, EIGHT = (ids[0] for ids in encode(small.tokenizer(), ["w6", "w7", "w8"]))
 QUERIES, RESPONSES = encode(small.tokenizer(), PROMPTS), [[SIX, SEVEN, EOS], [EIGHT], [EOS]]
-ROWS = Responses.of_ids(QUERIES, RESPONSES, small.tokenizer())
+ROWS = Responses.of_ids(PROMPTS, QUERIES, RESPONSES, small.tokenizer())
 NAMES = ("a", "b", "c")
 
 
@@ -46,7 +46,7 @@ def built(*given: Mapping[str, Any], root: Path | None = None, reward: Any = Non
 def test_the_other_form_of_the_rows_is_made_once_and_without_the_last_eos() -> None:
     assert (ROWS.prompts, ROWS.texts, ROWS.ended) == (PROMPTS, TEXTS, [True, False, True])
     assert ROWS.texts is ROWS.texts
-    assert Responses.of_ids([[SIX]], [[EOS, SIX, EOS]], small.tokenizer()).texts == ["<eos> w6"]
+    assert Responses.of_ids(["w6"], [[SIX]], [[EOS, SIX, EOS]], small.tokenizer()).texts == ["<eos> w6"]
     judged = Responses.of_texts(PROMPTS, TEXTS)
     ended = [[SIX, SEVEN, EOS], [EIGHT, EOS], [EOS]]
     assert judged.ids(small.tokenizer()) == (QUERIES, ended), "a judge's responses all ended"
@@ -81,7 +81,7 @@ def test_the_sum_is_weighted_and_its_parts_are_not(tmp_path: Path) -> None:
 
 
 def test_a_dummy_alone_gives_zeros() -> None:
-    found, nothing = built({"kind": "dummy"}), Responses.of_ids([], [], small.tokenizer())
+    found, nothing = built({"kind": "dummy"}), Responses.of_ids([], [], [], small.tokenizer())
     assert found.total(found.parts(ROWS)).tolist() == [0.0, 0.0, 0.0]
     assert found.total(found.parts(nothing)).shape == (0,)
 
@@ -161,7 +161,9 @@ def test_models_that_agree_lose_nothing_and_disagreement_costs_its_deviation() -
 def test_the_length_penalty_by_numbers_worked_out_on_paper() -> None:
     """max_tokens 20, buffer 8: free up to 12, an eighth per token from there, −1 from 20; EOS counts."""
     lengths = [1, 12, 13, 16, 19, 20, 21, 100]
-    rows = Responses.of_ids([[3]] * 8, [[4] * (n - 1) + [EOS] for n in lengths], small.tokenizer())
+    rows = Responses.of_ids(
+        ["w0"] * 8, [[3]] * 8, [[4] * (n - 1) + [EOS] for n in lengths], small.tokenizer()
+    )
     found = built({"kind": "length_penalty", "weight": 2.0, "max_tokens": 20, "buffer": 8})
     parts = found.parts(rows)
     assert parts["length_penalty"].tolist() == [0.0, 0.0, -0.125, -0.5, -0.875, -1.0, -1.0, -1.0]

@@ -181,7 +181,7 @@ def test_a_scorer_gives_the_scores_in_the_order_of_the_rows() -> None:
     scores = small.scores()
     alone = small.last_scores_alone(scores, QUERIES, CHOSEN)
     for max_tokens in (1, 30, 16384):
-        rows = Responses.of_ids(QUERIES, CHOSEN, small.tokenizer())
+        rows = Responses.of_ids([""] * len(QUERIES), QUERIES, CHOSEN, small.tokenizer())
         found = RewardModel(scores, small.tokenizer(), max_tokens)(rows)
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config.judge import LISTED, LocalJudge, LocalModel, PairRmJudge
 from rlhf_tasks.data.batches import Batch, collate, load_tokenizer, micro_batches
+from rlhf_tasks.data.chat import template
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
@@ -62,9 +63,7 @@ class LocalComparer:
         if self._tokenizer.chat_template is None:
             plain: Ids = self._tokenizer(text)["input_ids"]
             return plain
-        rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-        )
+        rendered = template(self._tokenizer)([{"role": "user", "content": text}], True)
         templated: Ids = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return templated
 
