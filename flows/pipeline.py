@@ -131,7 +131,7 @@ def pipeline(
             verdict = {"verdict": outcome.promotion} if outcome.verdict else {}
             ran = ", ".join(stage for stage, result in how.items() if result == "ran")
             facts |= {"stages that ran": ran, "DVC experiment": saved if experiment else None, **verdict}
-            tracked.tags(verdict | {tracking.NOTE: tracking.note(facts, has_report=True)})
+            tracked.tags(verdict | {tracking.NOTE: tracking.note(facts)})
             undelivered = tracked.last_error()
             if commit is not None and experiment is None:
                 notes.append("nothing differs from the commit, so the run has no experiment")

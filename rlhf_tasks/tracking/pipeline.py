@@ -19,7 +19,7 @@ from rlhf_tasks.config import STAGES, Tracking
 from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves
-from rlhf_tasks.tracking.record import PIPELINE, REPORT_PAGE, DamagedRecordError, NullRecord, Record, pending
+from rlhf_tasks.tracking.record import PIPELINE, DamagedRecordError, NullRecord, Record, pending
 from rlhf_tasks.tracking.sync import Sender, delivered
 
 NAME, NOTE = "mlflow.runName", "mlflow.note.content"
@@ -81,10 +81,9 @@ class Pipeline:
         return runs.pages(uri, self._record.home, self._settings.experiment, server, named)
 
 
-def note(facts: Mapping[str, str | None], *, has_report: bool = False) -> str:
+def note(facts: Mapping[str, str | None]) -> str:
     """The description of a run in MLflow: what it is, and where the rest of it is found."""
-    report = {"report": f"[open the report]({REPORT_PAGE})"} if has_report else {}
-    lines = [f"- **{name}:** {text}" for name, text in {**facts, **report}.items() if text]
+    lines = [f"- **{name}:** {text}" for name, text in facts.items() if text]
     return "\n".join(["One run of the pipeline: SFT, reward model, PPO, judge.\n", *lines])
 
 
@@ -109,7 +108,7 @@ def log_repro(paths: Paths, header: Mapping[str, Any]) -> Record:
         "DVC experiment": header["parent"].get("dvc.exp"),
         **gate(paths),
     }
-    pipeline.tags({NOTE: note(facts, has_report=True)})
+    pipeline.tags({NOTE: note(facts)})
     record.append("end", status="FINISHED", reason="")
     return record
 

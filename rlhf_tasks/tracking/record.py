@@ -37,7 +37,6 @@ from rlhf_tasks.project import atomic, disk
 Event = Mapping[str, Any]
 """A line of a record."""
 PIPELINE = "pipeline"  # the `stage` of a pipeline's own run
-REPORT_PAGE = "{report}"  # in a tag: the address of the run's report, which MLflow knows by the run's id
 
 
 class Assessment(TypedDict):

@@ -86,7 +86,9 @@ def pages(
     try:
         client = MlflowClient(uri or embedded_uri(home))
         known = client.get_experiment_by_name(experiment)
-        for name, (tag, value) in named.items() if known else ():
+        if known is None:
+            return {}
+        for name, (tag, value) in named.items():
             condition = f"tags.`{tag}` = '{value}'"
             for run in client.search_runs([known.experiment_id], condition, max_results=1):
                 tab = "/model-metrics" if "dvc.stage" in run.data.tags else ""

@@ -8,9 +8,8 @@ import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mlflow.entities import (
     Assessment,
@@ -37,17 +36,16 @@ from mlflow.tracing.constant import (
     TRACE_SCHEMA_VERSION_KEY,
     AssessmentMetadataKey,
     SpanAttributeKey,
-    SpansLocation,
     TraceMetadataKey,
     TraceTagKey,
 )
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
-from mlflow.utils.uri import is_databricks_uri
 
 from rlhf_tasks import console
+from rlhf_tasks.config import Stage
 from rlhf_tasks.tracking import context, curves, dashboard
-from rlhf_tasks.tracking.record import PIPELINE, REPORT_PAGE, Event, Record
+from rlhf_tasks.tracking.record import PIPELINE, Event, Record
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
 MAX_PARAM, MAX_TAG, MAX_PREVIEW, MAX_REASON = 6000, 5000, 1000, 300  # characters
@@ -58,6 +56,7 @@ VANISHED = "the process vanished without an error (killed? out of memory?)"
 EXPERIMENT = "dvc.exp"
 TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by it
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # or MLflow shows prompts and traces
+UNDRAWABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # matplotlib's errors
 LATER = (401, 403, 408, 425, 429)  # of 4xx, those that another key or a later try can fix
 
 
@@ -268,14 +267,10 @@ class Delivery:
             if artifact["folder"] == "plots":  # MLflow's charts have no preset layout
                 figure = self.record.files / "curves.png"
                 try:
-                    curves.draw(curves.read_csv(file.read_text(encoding="utf-8")), file.stem, figure)
-                except (
-                    ArithmeticError,
-                    LookupError,
-                    RuntimeError,
-                    TypeError,
-                    ValueError,
-                ) as error:  # matplotlib's
+                    curves.draw(
+                        curves.read_csv(file.read_text(encoding="utf-8")), cast("Stage", file.stem), figure
+                    )
+                except UNDRAWABLE as error:
                     tags["rlhf.figure"] = f"{figure.name} cannot be drawn: {type(error).__name__}: {error}"
                 else:
                     self._client.log_artifact(self._run, str(figure))
@@ -285,9 +280,7 @@ class Delivery:
         return tags
 
     def _set_tags(self, tags: Mapping[str, str]) -> None:
-        page = dashboard.run_page("", self._experiment, self._run, "/artifacts/report/index.html")
-        texts = {name: text.replace(REPORT_PAGE, page)[:MAX_TAG] for name, text in tags.items()}
-        self._client.log_batch(self._run, tags=[RunTag(name, text) for name, text in texts.items()])
+        self._client.log_batch(self._run, tags=[RunTag(name, text[:MAX_TAG]) for name, text in tags.items()])
 
     # ---------------------------------------------------------------------------- traces
 
@@ -351,8 +344,6 @@ class Delivery:
             trace_metadata={
                 TraceMetadataKey.SOURCE_RUN: self._run,
                 TRACE_SCHEMA_VERSION_KEY: str(TRACE_SCHEMA_VERSION),
-                TraceMetadataKey.INPUTS: inputs[:MAX_PREVIEW],
-                TraceMetadataKey.OUTPUTS: outputs[:MAX_PREVIEW],
             },
             tags={TraceTagKey.TRACE_NAME: trace["name"]},
             # They travel in the trace's own request: a killed process leaves both or neither.
@@ -361,12 +352,8 @@ class Delivery:
                 for place, one in enumerate(trace.get("assessments", ()))
             ],
         )
-        if not is_databricks_uri(client.tracking_uri):
-            with suppress(NotImplementedError):  # a store of files
-                client.log_spans(self._experiment, [span])
         made = client.start_trace(info)
-        if made.tags.get(TraceTagKey.SPANS_LOCATION) != SpansLocation.TRACKING_STORE.value:
-            client._upload_trace_data(made, TraceData([span]))
+        client._upload_trace_data(made, TraceData([span]))
 
 
 def rejection(error: MlflowException) -> str | None:

@@ -97,7 +97,7 @@ def test_stages_of_one_pipeline_share_a_parent_that_ends_with_the_last(
     under(monkeypatch, this_process())
     parents = []
     for stage in ("sft", "ppo", "report"):
-        with tracking.open_run(Paths(), stage, view(stage)):  # type: ignore[arg-type]
+        with tracking.open_run(Paths(), stage, view(stage)):
             step(home)
             assert status(home, "pipeline") == ["RUNNING"]
         sync(home)
@@ -263,9 +263,7 @@ def test_a_repros_run_has_the_results_of_restored_stages_too(
     assert run.data.metrics == {"objective/kl": 2.5, "gold/policy_vs_sft/win_rate": 0.75}
     for path in ("curves.png", "report/index.html", "plots/ppo.csv"):
         assert artifact(home, "pipeline", path).exists()
-    note, page = run.data.tags["mlflow.note.content"], f"/runs/{run.info.run_id}/artifacts/report/index.html"
-    assert page in note
-    assert "**DVC experiment:** mine" in note
+    assert "**DVC experiment:** mine" in run.data.tags["mlflow.note.content"]
     columns = experiment_view(home, "rlhf")["selectedColumns"]
     assert columns[:3] == ["tags.`verdict`", "tags.`preset`", "tags.`changes`"]
     assert columns[3:] == ["metrics.`objective/kl`", "metrics.`gold/policy_vs_sft/win_rate`"]
