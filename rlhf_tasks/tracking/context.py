@@ -51,7 +51,7 @@ def header(paths: Paths, stage: Stage, view: StageView, key: str) -> dict[str, A
         "home": str(paths.home),
         "uri": uri(view.tracking),
         "experiment": view.tracking.experiment,
-        "process": process_name(process),
+        "process": processes.name_of(process),
         "parent": parent(process, key),
         "parameters": {**view.declared, **launch},
         "inputs": dict(lineage.input_hashes(paths, stage)),
@@ -101,7 +101,7 @@ def parent(process: psutil.Process, key: str) -> dict[str, str]:
     for ancestor in process.parents():
         if _is_dvc(ancestor):
             saved = {"dvc.exp": experiment} if experiment else {}
-            return {"key": f"dvc-{process_name(ancestor)}", "owner": "dvc", **saved, **known}
+            return {"key": f"dvc-{processes.name_of(ancestor)}", "owner": "dvc", **saved, **known}
     return {"key": f"alone-{key}", "owner": "stage", **known}
 
 
@@ -111,23 +111,6 @@ def _is_dvc(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return any(Path(word).name in ("dvc", "dvc.exe") for word in words[:3])
-
-
-def process_name(process: psutil.Process) -> str:
-    """HOST:PID:START, which names one process only: the system uses a pid again."""
-    return f"{platform.node()}:{process.pid}:{processes.start(process)}"
-
-
-def is_alive(name: str) -> bool:
-    """False only if the process lived on this machine and has ended."""
-    machine, pid, _ = name.rsplit(":", 2)
-    if machine != platform.node():
-        return True
-    try:
-        process = psutil.Process(int(pid))
-        return process_name(process) == name and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def device() -> str:

@@ -16,7 +16,7 @@ import psutil
 
 from rlhf_tasks import config
 from rlhf_tasks.config import STAGES, Tracking
-from rlhf_tasks.project import git
+from rlhf_tasks.project import git, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves
 from rlhf_tasks.tracking.record import PIPELINE, DamagedRecordError, NullRecord, Record, pending
@@ -131,7 +131,7 @@ def open_run(paths: Paths, flow_run: str, settings: Tracking, tags: Mapping[str,
         "home": str(paths.home),
         "uri": context.uri(settings),
         "experiment": settings.experiment,
-        "process": context.process_name(psutil.Process()),
+        "process": processes.name_of(psutil.Process()),
         "parent": {"key": key(flow_run), "owner": "flow", "prefect.flow_run_id": flow_run},
         "parameters": {},
         "inputs": {},

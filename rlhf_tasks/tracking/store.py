@@ -44,7 +44,8 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Stage
-from rlhf_tasks.tracking import context, curves, dashboard
+from rlhf_tasks.project import processes
+from rlhf_tasks.tracking import curves, dashboard
 from rlhf_tasks.tracking.record import PIPELINE, Event, Record
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
@@ -102,7 +103,7 @@ class Delivery:
         self._header = self._header or self.record.header()
         if not self._header:
             return  # a process writes the first line just now, or was killed then
-        is_gone = not context.is_alive(self._header["process"])  # before the last lines are read
+        is_gone = not processes.is_alive(self._header["process"])  # before the last lines are read
         events, offset = self.record.read(self._offset)
         has_end = bool(events) and events[-1]["kind"] == "end"
         is_over = has_end or is_gone

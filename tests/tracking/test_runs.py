@@ -142,7 +142,7 @@ def under(monkeypatch: pytest.MonkeyPatch, process: str, **tags: str) -> None:
 
 
 def this_process() -> str:
-    return context.process_name(psutil.Process())
+    return processes.name_of(psutil.Process())
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -346,9 +346,9 @@ def test_other_ranks_and_disabled_tracking_keep_curves_and_write_no_record(
 
 def test_a_process_with_a_reused_pid_is_another_process() -> None:
     host, pid, start = this_process().rsplit(":", 2)
-    assert context.is_alive(this_process())
-    assert not context.is_alive(f"{host}:{pid}:{start}1")
-    assert context.is_alive(f"elsewhere:{pid}:{start}"), "nothing is known about other machines"
+    assert processes.is_alive(this_process())
+    assert not processes.is_alive(f"{host}:{pid}:{start}1")
+    assert processes.is_alive(f"elsewhere:{pid}:{start}"), "nothing is known about other machines"
 
 
 def test_a_run_is_read_with_its_stages_by_id_key_or_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

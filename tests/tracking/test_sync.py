@@ -17,10 +17,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
+from rlhf_tasks.project import processes
 from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
-from rlhf_tasks.tracking import context
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking import sync as delivery
 from rlhf_tasks.tracking.record import Record
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.e2e
 STAGE = """\
 import sys, time
 from rlhf_tasks import config, tracking
+from rlhf_tasks.project import processes
 from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
 key, seconds = sys.argv[1:]
@@ -243,7 +244,7 @@ def test_the_run_of_another_machine_is_left_alone_until_its_record_ends(
     with monkeypatch.context() as there:
         there.setattr(Sender, "start", lambda _: None)
         there.setattr(Sender, "close", lambda *_: None)
-        there.setattr(context, "process_name", lambda _: "elsewhere:1:1")
+        there.setattr(processes, "name_of", lambda _: "elsewhere:1:1")
         with tracking.open_run(Paths(), "sft", view(), key="sft-1") as tracker:
             tracker.metrics({"train/loss": 1.0}, step=1)
             assert sync(real) == (0, {})

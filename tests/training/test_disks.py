@@ -57,7 +57,7 @@ def test_a_snapshot_that_does_not_fit_leaves_those_before_it(
     monkeypatch.setenv("RLHF_STATE_DIR", str(little))
     with pytest.raises(disk.DiskFullError) as error:
         snapshot(steps=9, floats=50_000)
-    assert "at least 600 kB (600,000 bytes) needed" in str(error.value)
+    assert "at least 600.0 kB (600,000 bytes) needed" in str(error.value)
     assert checkpoint.point(Paths(), "sft") == "step 2 of loop"
     assert disk.size(next(little.rglob("*.partial"))) == 0, "it gives its room back"
 
