@@ -133,9 +133,8 @@ class Delivery:
         location = None if header["uri"] else (home / "mlartifacts").as_uri()
         self._experiment = open_experiment(self._client, header["experiment"], location)
         parent, stage = header["parent"], header["stage"]
-        named = parent.get(EXPERIMENT) or time.strftime(
-            "repro-%m%d-%H%M%S", time.localtime(header["time"] / 1000)
-        )
+        start = time.localtime(header["time"] / 1000)
+        named = parent.get(EXPERIMENT) or time.strftime("repro-%m%d-%H%M%S", start)
         tags = {key: parent[key] for key in (EXPERIMENT, "prefect.flow_run_id") if key in parent}
         tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"], MLFLOW_RUN_NAME: named}
         self._parent, _ = self._find_or_create("rlhf.pipeline", parent["key"], tags)
@@ -207,11 +206,7 @@ class Delivery:
         points = [event for event in events if event["kind"] == "metrics"]
         self._send_points(self._run, points)
         if self._header["stage"] == "ppo":
-            shown = [
-                {**p, "values": {k: v for k, v in p["values"].items() if k in curves.HEADLINES}}
-                for p in points
-            ]
-            self._send_points(self._parent, shown)
+            self._send_points(self._parent, points, only=curves.HEADLINES)
         tags = dict[str, str]()
         for event in events:
             if event["kind"] == "results":
@@ -220,10 +215,10 @@ class Delivery:
                 tags |= event["values"]
             elif event["kind"] == "event":
                 tags[event["name"]] = f"at {event['step']}: {event['text']}"
-        tags |= self._send_artifacts(
-            {event["file"]: event for event in events if event["kind"] == "artifact"}
-        )
-        self._set_tags(tags)
+        latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
+        tags |= self._send_artifacts(latest)
+        if tags:
+            self._set_tags(tags)
         if events and events[-1]["kind"] == "end":
             end = events[-1]
             self._end(self._run, end, end["reason"])
@@ -234,11 +229,13 @@ class Delivery:
                 self._end_parent(end)
         self._send_traces([event for event in events if event["kind"] == "trace"])
 
-    def _send_points(self, run: str, points: Sequence[Event]) -> None:
+    def _send_points(self, run: str, points: Sequence[Event], only: Sequence[str] | None = None) -> None:
         """Send one point per metric and step: a resumed stage logs some of them again."""
         metrics = list[Metric]()
         for point in points:
             for name, value in point["values"].items():
+                if only is not None and name not in only:
+                    continue
                 steps = self._steps.get((run, name))
                 if steps is None:
                     is_new = self._is_new and run == self._run
@@ -261,23 +258,21 @@ class Delivery:
         """Send copies of files, with a figure of each CSV file of curves; returns tags that describe them."""
         tags = dict[str, str]()
         for name, artifact in artifacts.items():
+            if artifact["table"]:
+                self._tables = list(dict.fromkeys([*self._tables, name]))
+                tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
             file = self.record.files / name
             if not file.exists():  # MLflow got it before the run was resumed
                 continue
             self._client.log_artifact(self._run, str(file), artifact["folder"])
             if artifact["folder"] == "plots":  # MLflow's charts have no preset layout
-                figure = self.record.files / "curves.png"
+                figure, rows = self.record.files / "curves.png", curves.read_csv(file.read_text("utf-8"))
                 try:
-                    curves.draw(
-                        curves.read_csv(file.read_text(encoding="utf-8")), cast("Stage", file.stem), figure
-                    )
+                    curves.draw(rows, cast("Stage", file.stem), figure)
                 except UNDRAWABLE as error:
                     tags["rlhf.figure"] = f"{figure.name} cannot be drawn: {type(error).__name__}: {error}"
                 else:
                     self._client.log_artifact(self._run, str(figure))
-            if artifact["table"]:
-                self._tables = list(dict.fromkeys([*self._tables, name]))
-                tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
         return tags
 
     def _set_tags(self, tags: Mapping[str, str]) -> None:
