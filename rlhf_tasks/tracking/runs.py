@@ -16,7 +16,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from sqlalchemy.exc import SQLAlchemyError
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.tracking import context, curves, dashboard
+from rlhf_tasks.tracking import context, curves, view
 from rlhf_tasks.tracking.store import EXPERIMENT, embedded_uri
 
 NAMED_BY = ("tags.`rlhf.run`", "tags.`rlhf.pipeline`", "attributes.run_name")
@@ -92,7 +92,7 @@ def pages(
             condition = f"tags.`{tag}` = '{value}'"
             for run in client.search_runs([known.experiment_id], condition, max_results=1):
                 tab = "/model-metrics" if "dvc.stage" in run.data.tags else ""
-                found[name] = dashboard.run_page(server, known.experiment_id, run.info.run_id, tab)
+                found[name] = view.run_page(server, known.experiment_id, run.info.run_id, tab)
     except (MlflowException, SQLAlchemyError, OSError):
         return {}
     return found

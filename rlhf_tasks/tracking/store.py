@@ -45,7 +45,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 from rlhf_tasks import console
 from rlhf_tasks.config import Stage
 from rlhf_tasks.project import processes
-from rlhf_tasks.tracking import curves, dashboard
+from rlhf_tasks.tracking import curves, view
 from rlhf_tasks.tracking.record import PIPELINE, Event, Record
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
@@ -67,7 +67,7 @@ def embedded_uri(home: Path) -> str:
 
 def open_experiment(client: MlflowClient, name: str, location: str | None) -> str:
     """The id of the experiment, which is created if there is none; its page of runs has our view."""
-    tags = {KIND_TAG: KIND, dashboard.VIEW_TAG: dashboard.view(curves.HEADLINES)}
+    tags = {KIND_TAG: KIND, view.TAG: view.text(curves.HEADLINES)}
     known = client.get_experiment_by_name(name)
     if known is None:
         return str(client.create_experiment(name, location, tags))
@@ -224,7 +224,7 @@ class Delivery:
             self._end(self._run, end, end["reason"])
             if self._run == self._parent:
                 names = self._client.get_run(self._parent).data.metrics
-                self._client.set_experiment_tag(self._experiment, dashboard.VIEW_TAG, dashboard.view(names))
+                self._client.set_experiment_tag(self._experiment, view.TAG, view.text(names))
             else:
                 self._end_parent(end)
         self._send_traces([event for event in events if event["kind"] == "trace"])

@@ -1,0 +1,73 @@
+"""MLflow's page of runs as this project opens it: a row per pipeline, the columns and charts that matter.
+
+MLflow keeps a shared view of the page in a tag of the experiment. An address with the view's key opens it. No
+torch or MLflow here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rlhf_tasks.tracking.curves import HEADLINES
+
+KEY = "rlhf"
+TAG = f"mlflow.sharedViewState.{KEY}"
+MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
+MAX_COLUMNS = 24  # an experiment's tag has 5,000 characters
+TAGS = ("verdict", "preset", "changes")  # columns before those of metrics
+SECTION = {
+    "uuid": KEY,
+    "name": "PPO",
+    "display": True,
+    "isReordered": True,
+    "columns": 2,  # three columns would leave no room for the charts' titles
+    "cardHeight": 300,
+}
+
+
+def page(server: str, experiment: str) -> str:
+    """The address of the page of runs, by the experiment's id."""
+    address = f"{server}/#/experiments/{experiment}/runs"
+    return f"{address}?{MODEL_TRAINING}&compareRunsMode=CHART&viewStateShareKey={KEY}"
+
+
+def run_page(server: str, experiment: str, run: str, tab: str = "") -> str:
+    """The address of one run's page, or of one of its tabs such as `/model-metrics`."""
+    return f"{server}/#/experiments/{experiment}/runs/{run}{tab}?{MODEL_TRAINING}"
+
+
+def text(metrics: Iterable[str]) -> str:
+    """The view, as MLflow reads it; `metrics` are the names that the runs of pipelines have."""
+    names = sorted(metrics, key=lambda name: (name not in HEADLINES, not name.endswith("win_rate"), name))
+    columns = [f"tags.`{name}`" for name in TAGS] + [f"metrics.`{name}`" for name in names[:MAX_COLUMNS]]
+    state: dict[str, Any] = {
+        "searchFilter": "tags.`rlhf.pipeline` LIKE '%'",
+        "orderByKey": "attributes.start_time",
+        "orderByAsc": False,
+        "selectedColumns": columns,
+        "columnWidths": {"attributes.`Run Name`": 260},
+        "compareRunCharts": [_chart(number, name) for number, name in enumerate(HEADLINES)],
+        "compareRunSections": [SECTION],
+        "isAccordionReordered": True,
+    }
+    return json.dumps(state, separators=(",", ":"))
+
+
+def _chart(number: int, name: str) -> dict[str, Any]:
+    """A line per run over PPO's episodes, which are the steps."""
+    return {
+        "uuid": f"{KEY}-{number}",
+        "type": "LINE",
+        "metricSectionId": KEY,
+        "metricKey": name,
+        "selectedMetricKeys": [name],
+        "displayName": name.rpartition("/")[2],
+        "runsCountToCompare": 10,
+        "xAxisKey": "step",
+        "useGlobalXaxisKey": True,
+        "useGlobalLineSmoothing": True,
+        "isGenerated": False,
+        "deleted": False,
+    }
