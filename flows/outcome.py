@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prefect.client.schemas.objects import State, StateType
 
 from flows import request
-from rlhf_tasks.project import dvc_files
 
 VERDICTS = {"Promoted": StateType.COMPLETED, "Refused": StateType.FAILED, "Deferred": StateType.CANCELLED}
 """The types of the states in which the gate ends: Prefect shows them in green, red and grey."""
@@ -59,15 +57,11 @@ class Outcome:
     def promotion(self) -> str:
         return f"{self.verdict}: {self.reason}"
 
-    def tags(self, folder: Path) -> dict[str, str]:
+    def tags(self) -> dict[str, str]:
         """The tags by which the run in MLflow, DVC and git refer to each other."""
-        locked, stages = dvc_files.locked(folder), dvc_files.graph(folder).items()
-        outs = [out for stage, node in stages if stage != dvc_files.INPUTS for out in node.outs]
         return {
             "git.rev": self.revision,
             **({"dvc.exp": self.name, "dvc.exp_rev": self.experiment} if self.experiment else {}),
-            **{f"dvc.how.{stage}": result for stage, result in self.how.items()},
-            **{f"dvc.out.{out}": locked[out] for out in outs if out in locked},
         }
 
     def state(self) -> State[Any]:

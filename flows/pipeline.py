@@ -31,7 +31,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, dvc_files, git, workspaces
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking import links
 from rlhf_tasks.tracking import pipeline as tracking
 
 PUSH_RETRIES, PUSH_DELAY_SECONDS = 2, 10.0  # the delay doubles
@@ -103,7 +102,7 @@ def pipeline(
             "commit": commit or git.revision(root) or "none",
             "Prefect run": f"[{title}]({page})" if page else None,
         }
-        tags = {"prefect.flow_run_id": run, "prefect.flow_run": title}
+        tags = {"preset": asked.preset or "none", **({"changes": ", ".join(changes)} if changes else {})}
         tags |= {tracking.NAME: title, tracking.NOTE: tracking.note(facts)}
         with (
             workplace.opened(root, run, commit, text, values) as workspace,
@@ -124,14 +123,15 @@ def pipeline(
                 unpushed=send(folder) if push else None,
             )
             tracked.results(Paths(folder))
-            tracked.tags(outcome.tags(folder))
+            tracked.tags(outcome.tags())
             if promote:
                 outcome = replace(outcome, **promotion.verdict(folder, values, environment))
 
             # 4. What the user sees of it.
-            verdict = {"promotion": outcome.promotion} if outcome.verdict else {}
-            facts |= {"DVC experiment": saved if experiment else None, "verdict": verdict.get("promotion")}
-            tracked.tags(verdict | {tracking.NOTE: tracking.note(facts, has_report=True)})
+            verdict = {"verdict": outcome.promotion} if outcome.verdict else {}
+            ran = ", ".join(stage for stage, result in how.items() if result == "ran")
+            facts |= {"stages that ran": ran, "DVC experiment": saved if experiment else None, **verdict}
+            tracked.tags(verdict | {tracking.NOTE: tracking.note(facts)})
             undelivered = tracked.last_error()
             if commit is not None and experiment is None:
                 notes.append("nothing differs from the commit, so the run has no experiment")
@@ -144,8 +144,7 @@ def pipeline(
             if outcome.verdict == "Deferred":
                 which = f" {saved}" if experiment else ""
                 notes.append(f"the gate has not decided; `rlhf promote{which}` decides later")
-            keys, patience = results.run_keys(folder, list(how)), 0.0 if undelivered else links.WAIT_SECONDS
-            pages = links.run_links(values.tracking, keys, tracking.key(run), patience)
+            pages = tracked.pages(results.run_keys(folder, list(how)))
             results.show(replace(outcome, notes=notes), folder, pages)
             watch.note(asked, values, data)
         return outcome.state()

@@ -29,8 +29,8 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files, processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import HOST, Daemon, free_port, is_free
-from rlhf_tasks.tracking import context, dashboard, links, local_pages
-from rlhf_tasks.tracking.outbox import Outbox
+from rlhf_tasks.tracking import context, dashboard, local_pages
+from rlhf_tasks.tracking.record import pending
 from rlhf_tasks.tracking.sync import sync
 
 READY_SECONDS = 180.0  # a busy machine needs minutes where a resting one needs seconds
@@ -98,7 +98,7 @@ class Service:
                     f"PREFECT_API_URL={os.environ['PREFECT_API_URL']} is another server than the one that "
                     "starts here; `rlhf deploy --work` registers the project there and works for it"
                 )
-            own = settings.prefect(self.home, self.url("prefect")) | {links.MLFLOW_URL: self.url("mlflow")}
+            own = settings.prefect(self.home, self.url("prefect")) | {context.MLFLOW_URL: self.url("mlflow")}
             path = {"PATH": processes.environment_path(os.environ)}
             os.environ.update({**settings.QUIET, **os.environ, **own, **path})
             from flows import automations, deployments  # only now: Prefect reads the environment
@@ -110,7 +110,7 @@ class Service:
             console.say("deployments: are brought up to date")
             deployments.apply(self.root, gpu_slots)
             automations.notify(webhook)
-            if Outbox.of(self.home).pending():
+            if pending(self.home):
                 sync(self.home)  # runs whose delivery ended with the service
             addresses = {name: self.url(name) for name in PORTS}
             if not self.daemon("worker").runs_with(**addresses):

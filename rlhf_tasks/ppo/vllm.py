@@ -36,7 +36,6 @@ from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.project import processes
 from rlhf_tasks.project.atomic import whole, write_text
 from rlhf_tasks.project.processes import HOST, Daemon
-from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.distributed import Distributed
 
@@ -297,7 +296,7 @@ class VllmServer:
         self._version += 1
         self._vocab = int(weights.config.get_text_config().vocab_size)
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_text(self._folder / OWNER, context.process_name(psutil.Process()))
+        write_text(self._folder / OWNER, processes.name_of(psutil.Process()))
         with whole(self._weights) as folder:
             weights.save_pretrained(folder)
             self._tokenizer.save_pretrained(folder)
@@ -452,5 +451,5 @@ def remove_abandoned(folder: Path) -> None:
     """Remove the weights that killed processes of this machine have left in the folder."""
     for owner in folder.glob(f"{WEIGHTS}*/{OWNER}"):
         with suppress(FileNotFoundError):  # its process has just ended and removed it
-            if not context.is_alive(owner.read_text(encoding="utf-8")):
+            if not processes.is_alive(owner.read_text(encoding="utf-8")):
                 shutil.rmtree(owner.parent, ignore_errors=True)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from rlhf_tasks.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -17,7 +19,6 @@ ADVICE = (
     "Make room, and run the same command again. `dvc gc -w` removes cached outputs that this working tree "
     "does not use, also those of other commits and experiments"
 )
-UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 class DiskFullError(UserError):
@@ -71,14 +72,5 @@ def size(folder: Path) -> int:
 
 def message(folder: Path, needed: int | None, free: int) -> str:
     """What a user reads; `needed` and `free` are bytes before the write."""
-    wanted = "" if needed is None else f"at least {readable(needed)} ({needed:,} bytes) needed, "
-    return f"the disk of {folder} is full: {wanted}{readable(free)} free. {ADVICE}"
-
-
-def readable(number: float) -> str:
-    """12345678 → `12.3 MB`."""
-    for unit in UNITS[:-1]:
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:,.3g} {UNITS[-1]}"
+    wanted = "" if needed is None else f"at least {decimal(needed)} ({needed:,} bytes) needed, "
+    return f"the disk of {folder} is full: {wanted}{decimal(free)} free. {ADVICE}"

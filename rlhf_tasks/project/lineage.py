@@ -56,13 +56,6 @@ def identity(paths: Paths, stage: str, parameters: Mapping[str, Any]) -> dict[st
     return {"cmd": node.cmd, **named.flat(), **parameters, **input_hashes(paths, stage), **hashes}
 
 
-def out_hashes(paths: Paths, stage: str) -> dict[str, str]:
-    """`{path: md5}` of what the stage has written."""
-    node = _node(paths, stage)
-    outs = () if node is None else node.outs
-    return {path: hashing.dvc_md5(paths.root / path) for path in outs if (paths.root / path).exists()}
-
-
 def _node(paths: Paths, stage: str) -> dvc_files.Node | None:
     """The stage in dvc.yaml; None without one."""
     return dvc_files.graph(paths.root).get(stage) if paths.dvc_yaml.exists() else None

@@ -1,6 +1,6 @@
 """Daemon processes: how they are started, found and stopped, and how one ends with its owner. No torch.
 
-    FOLDER/NAME.json    pid, start time and token of the program
+    FOLDER/NAME.json    pid, name and token of the program
     FOLDER/NAME.log     what it prints
 
 The token is in the environment of the program, and so of every process that it starts, whatever session or
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import secrets
 import signal
 import socket
@@ -70,11 +71,8 @@ class Daemon:
         return record
 
     def is_running(self) -> bool:
-        record = self.record()
-        with suppress(KeyError, psutil.Error):
-            process = psutil.Process(record["pid"])
-            return bool(start(process) == record["started"] and process.status() != psutil.STATUS_ZOMBIE)
-        return False
+        name = self.record().get("process")
+        return name is not None and is_alive(name)
 
     def runs_with(self, **facts: Any) -> bool:
         """Whether it runs and was started with these facts."""
@@ -109,8 +107,8 @@ class Daemon:
                 env={**environment, TOKEN: token},
                 start_new_session=True,
             )
-        started = start(psutil.Process(process.pid))
-        atomic.write_json(self.file, {"pid": process.pid, "started": started, "token": token, **facts})
+        own = {"pid": process.pid, "process": name_of(psutil.Process(process.pid)), "token": token}
+        atomic.write_json(self.file, {**own, **facts})
         process.returncode = 0  # it outlives this command: the interpreter must not warn of a lost child
 
     def wait_until_ready(self, is_ready: Callable[[], bool], seconds: float) -> None:
@@ -163,6 +161,23 @@ def start(process: psutil.Process) -> str:
     except OSError:  # another system, or it has ended
         return f"{process.create_time():.2f}"
     return f"{boot}-{fields[STARTTIME]}"
+
+
+def name_of(process: psutil.Process) -> str:
+    """HOST:PID:START, which names one process only: the system uses a pid again."""
+    return f"{platform.node()}:{process.pid}:{start(process)}"
+
+
+def is_alive(name: str) -> bool:
+    """False only if the process lived on this machine and has ended."""
+    machine, pid, _ = name.rsplit(":", 2)
+    if machine != platform.node():
+        return True
+    try:
+        process = psutil.Process(int(pid))
+        return name_of(process) == name and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def find(variable: str, value: str) -> list[psutil.Process]:

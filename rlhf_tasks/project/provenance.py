@@ -111,9 +111,8 @@ def _of_path(root: Path, path: str, stage: str) -> Chain:
     if not (root / path).exists():
         raise UserError(f"{path} does not exist here; `dvc checkout {path}` restores it from dvc.lock")
     md5 = hashing.dvc_md5(root / path)
-    for revision, name in _revisions(root):
-        if _locked(root, revision).get(path) == md5:
-            return _of_revision(root, revision, name, stage, path)
+    if found := revision_with(root, path, md5):
+        return _of_revision(root, *found, stage, path)
     raise UserError(
         f"{path} ({md5}) differs from dvc.lock here, in the commit checked out and in all experiments: `dvc "
         f"commit {stage}` records it, `dvc checkout --force {path}` restores the recorded one"
@@ -130,11 +129,17 @@ def _of_key(root: Path, key: str, stage: str) -> Chain:
     )
 
 
+def revision_with(root: Path, path: str, md5: str) -> tuple[str | None, str | None] | None:
+    """The first of `_revisions` whose dvc.lock has these bytes at the path, with its name."""
+    return next((found for found in _revisions(root) if _locked(root, found[0]).get(path) == md5), None)
+
+
 def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
     """The commit checked out, the experiments with their names, newest first, and None: the working tree."""
     if (head := git.commit(root, "HEAD")) is not None:
-        yield head, None
-    yield from git.experiments(root)
+        known = git.experiments(root)
+        yield head, dict(known).get(head)
+        yield from known
     yield None, None
 
 

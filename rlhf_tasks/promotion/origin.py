@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_tasks import console
 from rlhf_tasks.config import Tracking
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project import dvc_files, git, hashing
+from rlhf_tasks.project import dvc_files, hashing, provenance
 from rlhf_tasks.promotion import weights
 from rlhf_tasks.promotion.candidate import Candidate
 from rlhf_tasks.promotion.registry import Registry
@@ -25,7 +25,7 @@ def describe(
     if not weights.is_cached(root, md5):
         tags[weights.FOLDER] = str(candidate.folder.resolve())
         console.say(f"{model} is not in the DVC cache: this folder is the only place to restore it from")
-    revision, experiment = _revision(root, model, md5)
+    revision, experiment = provenance.revision_with(root, model, md5) or (None, None)
     tags |= {weights.REVISION: revision} if revision else {}
     tags |= {weights.EXPERIMENT: experiment} if experiment else {}
     sampler = contracts.read_identity(candidate.folder).get("sampler")
@@ -51,20 +51,3 @@ def _lineage(candidate: Candidate) -> dict[str, Any]:
         return {}
     lineage: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return lineage
-
-
-def _revision(root: Path, model: str, md5: str) -> tuple[str | None, str | None]:
-    """The commit whose dvc.lock has the policy, and its name if it is an experiment.
-
-    The commit that is checked out comes first.
-    """
-    head = git.commit(root, "HEAD")
-    if head is None:
-        return None, None
-    known = git.experiments(root)
-    for revision, name in [(head, dict(known).get(head)), *known]:
-        if not git.files(root, revision, "dvc.lock"):
-            continue
-        if dvc_files.locked_in(git.show(root, revision, "dvc.lock")).get(model) == md5:
-            return revision, name
-    return None, None

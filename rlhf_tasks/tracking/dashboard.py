@@ -1,4 +1,4 @@
-"""The MLflow dashboard over the embedded store, on loopback."""
+"""MLflow's server over the embedded store, on loopback, and the addresses of its pages of runs."""
 
 from __future__ import annotations
 
@@ -40,21 +40,6 @@ def serve(home: Path, port: int) -> int:
             raise
 
 
-def runs_pages(home: Path, address: str, experiment: str | None = None) -> dict[str, str]:
-    """The page with the runs of each experiment; `experiment` is created if there is none of that name."""
-    from mlflow.tracking import MlflowClient
-
-    from rlhf_tasks.tracking.store import embedded_uri, open_experiment
-
-    client = MlflowClient(embedded_uri(home))
-    names = [one.name for one in client.search_experiments() if one.experiment_id != UNNAMED]
-    location = (home / "mlartifacts").as_uri()
-    return {
-        name: view.page(address, open_experiment(client, name, location))
-        for name in dict.fromkeys([*names, *([experiment] if experiment else [])])
-    }
-
-
 def server_command(home: Path, port: int) -> list[str]:
     """The command that serves the embedded store and its artifacts on loopback."""
     words = ["-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
@@ -67,3 +52,17 @@ def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """No telemetry, and no job runners: nothing here gives jobs to MLflow."""
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     return {**quiet, **environment, "OMP_NUM_THREADS": "1"}
+
+
+def runs_pages(home: Path, address: str, experiment: str | None = None) -> dict[str, str]:
+    """The page with the runs of each experiment; `experiment` is created if there is none of that name."""
+    from mlflow.tracking import MlflowClient
+
+    from rlhf_tasks.tracking.store import embedded_uri, open_experiment
+
+    client, pages = MlflowClient(embedded_uri(home)), dict[str, str]()
+    names = [one.name for one in client.search_experiments() if one.experiment_id != UNNAMED]
+    for name in dict.fromkeys([*names, *([experiment] if experiment else [])]):
+        identity = open_experiment(client, name, (home / "mlartifacts").as_uri())
+        pages[name] = view.page(address, identity)
+    return pages

@@ -7,7 +7,6 @@ declares.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 LOOPBACK = " ".join(
@@ -16,30 +15,18 @@ LOOPBACK = " ".join(
 POLICY = f"default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data: {LOOPBACK}"
 MLFLOW_APP = "rlhf"  # the plugin's name
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
-
-class WithPolicy:
-    """An ASGI application whose answers have the policy as a header."""
-
-    def __init__(self, application: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
-        self._application = application
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        async def send_with_policy(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message.get("headers", []), (b"content-security-policy", POLICY.encode("ascii"))
-                ]  # fmt: skip
-            await send(message)
-
-        await self._application(scope, receive, send_with_policy)
-
-
-def app() -> WithPolicy:
-    """MLflow's own server, with the policy."""
+def app() -> Any:
+    """MLflow's own server, an ASGI application, with the policy as a header of every answer."""
     from mlflow.server.fastapi_app import app as mlflow_app
 
-    return WithPolicy(mlflow_app)
+    async def with_policy(scope: Any, receive: Any, send: Any) -> None:
+        async def send_with_policy(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                policy = (b"content-security-policy", POLICY.encode("ascii"))
+                message["headers"] = [*message.get("headers", []), policy]
+            await send(message)
+
+        await mlflow_app(scope, receive, send_with_policy)
+
+    return with_policy

@@ -16,8 +16,8 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from sqlalchemy.exc import SQLAlchemyError
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.tracking import context, curves
-from rlhf_tasks.tracking.store import embedded_uri
+from rlhf_tasks.tracking import context, curves, view
+from rlhf_tasks.tracking.store import EXPERIMENT, embedded_uri
 
 NAMED_BY = ("tags.`rlhf.run`", "tags.`rlhf.pipeline`", "attributes.run_name")
 IDENTITY = re.compile(r"[0-9a-f]{32}")
@@ -46,11 +46,26 @@ def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> Stored
     Raises:
         UserError: if MLflow does not answer.
     """
-    if "'" in name or (uri is None and not (home / "mlflow.db").exists()):
-        return None
-    with _client(uri, home, name) as client:
-        run = _search(client, name)
-        return None if run is None else _stored_run(client, run, drawn)
+    with _found(uri, home, name) as (client, run):
+        if client is None or run is None:
+            return None
+        inside = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{run.info.run_id}'"
+        children = client.search_runs(
+            [run.info.experiment_id], inside, order_by=["attributes.start_time ASC"], max_results=1000
+        )
+        parts = {
+            part.data.tags["dvc.stage"]: part for part in [run, *children] if "dvc.stage" in part.data.tags
+        }
+        parameters = dict(run.data.params)
+        for part in parts.values():
+            parameters |= part.data.params
+        return StoredRun(
+            run.info.run_id,
+            run.data.tags.get(EXPERIMENT),
+            parameters,
+            {stage: _final(part.data.metrics) for stage, part in parts.items()},
+            {stage: _history(client, stage, part, drawn) for stage, part in parts.items()},
+        )
 
 
 def tags(uri: str | None, home: Path, identity: str) -> dict[str, str]:
@@ -59,19 +74,42 @@ def tags(uri: str | None, home: Path, identity: str) -> dict[str, str]:
     Raises:
         UserError: if MLflow does not answer.
     """
-    if uri is None and not (home / "mlflow.db").exists():
-        return {}
-    with _client(uri, home, identity) as client:
-        run = _get(client, identity)
+    with _found(uri, home, identity) as (_, run):
         return {} if run is None else dict(run.data.tags)
 
 
+def pages(
+    uri: str | None, home: Path, experiment: str, server: str, named: Mapping[str, tuple[str, str]]
+) -> dict[str, str]:
+    """`{name: address}` of the pages of the runs with these tags; empty if MLflow does not answer."""
+    found = dict[str, str]()
+    try:
+        client = MlflowClient(uri or embedded_uri(home))
+        known = client.get_experiment_by_name(experiment)
+        if known is None:
+            return {}
+        for name, (tag, value) in named.items():
+            condition = f"tags.`{tag}` = '{value}'"
+            for run in client.search_runs([known.experiment_id], condition, max_results=1):
+                tab = "/model-metrics" if "dvc.stage" in run.data.tags else ""
+                found[name] = view.run_page(server, known.experiment_id, run.info.run_id, tab)
+    except (MlflowException, SQLAlchemyError, OSError):
+        return {}
+    return found
+
+
 @contextmanager
-def _client(uri: str | None, home: Path, name: str) -> Iterator[MlflowClient]:
-    """A client; raises UserError if MLflow does not answer inside the block."""
+def _found(
+    uri: str | None, home: Path, name: str
+) -> Iterator[tuple[MlflowClient, Run | None] | tuple[None, None]]:
+    """A client and the run; raises UserError if MLflow does not answer inside the block."""
+    if "'" in name or (uri is None and not (home / "mlflow.db").exists()):
+        yield None, None
+        return
     context.bound_requests()
     try:
-        yield MlflowClient(uri or embedded_uri(home))
+        client = MlflowClient(uri or embedded_uri(home))
+        yield client, _search(client, name)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         where = uri or home / "mlflow.db"
@@ -80,40 +118,18 @@ def _client(uri: str | None, home: Path, name: str) -> Iterator[MlflowClient]:
 
 def _search(client: MlflowClient, name: str) -> Run | None:
     if IDENTITY.fullmatch(name):
-        return _get(client, name)
+        try:
+            return client.get_run(name)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     for attribute in NAMED_BY:
         runs = client.search_runs(experiments, f"{attribute} = '{name}'", max_results=1)
         if runs:
             return runs[0]
     return None
-
-
-def _get(client: MlflowClient, identity: str) -> Run | None:
-    try:
-        return client.get_run(identity)
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return None
-        raise
-
-
-def _stored_run(client: MlflowClient, run: Run, drawn: Sequence[str]) -> StoredRun:
-    inside = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{run.info.run_id}'"
-    children = client.search_runs(
-        [run.info.experiment_id], inside, order_by=["attributes.start_time ASC"], max_results=1000
-    )
-    parts = {part.data.tags["dvc.stage"]: part for part in [run, *children] if "dvc.stage" in part.data.tags}
-    parameters = dict(run.data.params)
-    for part in parts.values():
-        parameters |= part.data.params
-    return StoredRun(
-        run.info.run_id,
-        run.data.tags.get("dvc.exp"),
-        parameters,
-        {stage: _final(part.data.metrics) for stage, part in parts.items()},
-        {stage: _history(client, stage, part, drawn) for stage, part in parts.items()},
-    )
 
 
 def _final(metrics: Mapping[str, float]) -> dict[str, float]:

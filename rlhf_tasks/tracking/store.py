@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import (
+    Assessment,
+    AssessmentError,
+    AssessmentSource,
+    Dataset,
+    DatasetInput,
+    Expectation,
+    Feedback,
+    InputTag,
+    Metric,
+    Param,
+    RunTag,
+    Span,
+    TraceData,
+    TraceInfo,
+    TraceLocation,
+    TraceState,
+)
+from mlflow.exceptions import MlflowException
+from mlflow.tracing.client import TracingClient
+from mlflow.tracing.constant import (
+    TRACE_SCHEMA_VERSION,
+    TRACE_SCHEMA_VERSION_KEY,
+    AssessmentMetadataKey,
+    SpanAttributeKey,
+    TraceMetadataKey,
+    TraceTagKey,
+)
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
-from rlhf_tasks.tracking import context, curves, view
-from rlhf_tasks.tracking.events import (
-    PIPELINE,
-    REPORT_PAGE,
-    End,
-    Event,
-    Figure,
-    Header,
-    Headlines,
-    Metrics,
-)
-from rlhf_tasks.tracking.traces import MAX_TAG, Traces
+from rlhf_tasks import console
+from rlhf_tasks.config import Stage
+from rlhf_tasks.project import processes
+from rlhf_tasks.tracking import curves, view
+from rlhf_tasks.tracking.record import PIPELINE, Event, Record
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
-MAX_PARAM = 6000  # characters
+MAX_PARAM, MAX_TAG, MAX_PREVIEW, MAX_REASON = 6000, 5000, 1000, 300  # characters
 MAX_DIGEST = 36  # characters, as many as `….dir` has
+NO_PREFERENCE = "NO_PREFERENCE"  # the code of the error of a reply that states no preference
 REASON = "rlhf.reason"  # why a run was killed or failed
+VANISHED = "the process vanished without an error (killed? out of memory?)"
 EXPERIMENT = "dvc.exp"
-FIGURE_TAG = "rlhf.figure"  # why a run has no figure
 TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by it
-KIND_TAG, KIND = (
-    "mlflow.experimentKind",
-    "custom_model_development",
-)  # or else MLflow shows prompts and traces
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # or MLflow shows prompts and traces
+UNDRAWABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # matplotlib's errors
+LATER = (401, 403, 408, 425, 429)  # of 4xx, those that another key or a later try can fix
 
 
 def embedded_uri(home: Path) -> str:
@@ -54,119 +76,290 @@ def open_experiment(client: MlflowClient, name: str, location: str | None) -> st
     return str(known.experiment_id)
 
 
-@dataclass(frozen=True)
-class Store:
-    client: MlflowClient
-    experiment: str
+class Delivery:
+    """One record on its way to MLflow.
 
-    @classmethod
-    def open(cls, header: Header) -> Store:
-        """Connect; the first connection creates the embedded database and the experiment."""
-        home = Path(header["home"])
-        client = MlflowClient(header["uri"] or embedded_uri(home))
-        location = None if header["uri"] else (home / "mlartifacts").as_uri()
-        store = cls(client, open_experiment(client, header["experiment"], location))
-        store.close_left_parents()
-        return store
+    MLflow gets every point and trace once, however often a process is killed and another one begins anew: of
+    points, only steps that MLflow lacks are sent, and a trace has the same id each time.
+    """
 
-    def run(self, header: Header, *, live: bool) -> RemoteRun:
-        """The run in MLflow, RUNNING. If there is none, it is created with its parameters, tags and inputs.
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self._offset = 0  # bytes that MLflow has for certain
+        self._header: Event = {}
+        self._run = ""  # MLflow's id; empty until the run was found or created, and after a failure
+        self._tables = list[str]()
+        self._rejected = dict[str, str]()  # why MLflow will never accept a trace, by its number
 
-        `live`: set its pipeline to RUNNING too; False for a pipeline that is over.
+    def step(self, *, only_over: bool = False) -> None:
+        """Send what there is, with the outbox's lock held.
+
+        `only_over`: send nothing of a run that may still log something.
+
+        Raises:
+            MlflowException, SQLAlchemyError, OSError: if MLflow or its database does not answer.
+            DamagedRecordError: if the record cannot be read.
         """
-        parent = self._parent(header, live=live)
-        if header["stage"] == PIPELINE:
-            return RemoteRun(self, parent, parent, header, may_have_points=False)
-        run = known = self._find("rlhf.run", header["key"])
-        if run is None:
-            run = self._create(header, parent)
-        else:
-            self._reopen(run)
-            self.client.set_tag(run, MLFLOW_PARENT_RUN_ID, parent)
-        return RemoteRun(self, run, parent, header, may_have_points=known is not None)
+        self._header = self._header or self.record.header()
+        if not self._header:
+            return  # a process writes the first line just now, or was killed then
+        is_gone = not processes.is_alive(self._header["process"])  # before the last lines are read
+        events, offset = self.record.read(self._offset)
+        has_end = bool(events) and events[-1]["kind"] == "end"
+        is_over = has_end or is_gone
+        if only_over and not is_over:
+            return
+        if is_over and not has_end:
+            last = round(self.record.file.stat().st_mtime * 1000)
+            events.append({"kind": "end", "time": last, "status": "FAILED", "reason": VANISHED})
+        try:
+            if not self._run:
+                self._connect(is_live=not is_over)
+            self._send(events)
+        except BaseException:
+            self._run = ""
+            raise
+        self._offset = offset
+        if is_over:
+            self.record.write_state(closed=True)
+            shutil.rmtree(self.record.files, ignore_errors=True)
 
-    def _find(self, tag: str, value: str) -> str | None:
-        runs = self.client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
-        return runs[0].info.run_id if runs else None
+    # ------------------------------------------------------------------------------ runs
 
-    def _reopen(self, run: str) -> None:
-        """Set a run to RUNNING, and remove the reason why it was not."""
-        if self.client.get_run(run).info.status != "RUNNING":
-            self.client.update_run(run, status="RUNNING")
-        _untag(self.client, run, REASON)
-
-    def _create(self, header: Header, parent: str) -> str:
-        tags = {**header["tags"], MLFLOW_PARENT_RUN_ID: parent, MLFLOW_RUN_NAME: header["stage"]}
-        run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
-        identity = str(run.info.run_id)
-        self._log_params(identity, header["parameters"])
-        if header["inputs"]:
-            self.client.log_inputs(identity, [_dataset(p, md5) for p, md5 in header["inputs"].items()])
-        return identity
-
-    def _parent(self, header: Header, *, live: bool) -> str:
-        """The pipeline's run, created if there is none, with the stage's parameters added."""
-        parent = header["parent"]
-        if "id" in parent:
-            return parent["id"]
-        identity = self._find("rlhf.pipeline", parent["key"]) or self._create_parent(header)
-        if live:
-            self._reopen(identity)
-        known = self.client.get_run(identity).data.params
-        self._log_params(identity, {k: v for k, v in header["parameters"].items() if k not in known})
-        return identity
-
-    def _create_parent(self, header: Header) -> str:
-        parent = header["parent"]
-        names = {
-            "process": "rlhf.process",
-            EXPERIMENT: EXPERIMENT,
-            "prefect.flow_run_id": "prefect.flow_run_id",
-        }
-        tags = {name: parent[key] for key, name in names.items() if key in parent}
-        tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"]}
+    def _connect(self, *, is_live: bool) -> None:
+        """Find or create the run, with its parameters and inputs; RUNNING, as its pipeline if it is live."""
+        header, home = self._header, Path(self._header["home"])
+        self._client = MlflowClient(header["uri"] or embedded_uri(home))
+        location = None if header["uri"] else (home / "mlartifacts").as_uri()
+        self._experiment = open_experiment(self._client, header["experiment"], location)
+        parent, stage = header["parent"], header["stage"]
         start = time.localtime(header["time"] / 1000)
-        tags[MLFLOW_RUN_NAME] = parent.get(EXPERIMENT) or time.strftime("repro-%m%d-%H%M%S", start)
-        run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
-        return str(run.info.run_id)
+        named = parent.get(EXPERIMENT) or time.strftime("repro-%m%d-%H%M%S", start)
+        tags = {key: parent[key] for key in (EXPERIMENT, "prefect.flow_run_id") if key in parent}
+        tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"], MLFLOW_RUN_NAME: named}
+        self._parent, _ = self._find_or_create("rlhf.pipeline", parent["key"], tags)
+        known = self._client.get_run(self._parent).data.params
+        self._log_params(self._parent, {k: v for k, v in header["parameters"].items() if k not in known})
+        if is_live:
+            self._set_running(self._parent)
+        # Steps of the points that MLflow has, by run and metric.
+        self._steps = dict[tuple[str, str], set[int]]()
+        self._is_new = False
+        if stage == PIPELINE:
+            self._run = self._parent
+            return
+        tags = {**header["tags"], MLFLOW_PARENT_RUN_ID: self._parent, MLFLOW_RUN_NAME: stage}
+        run, self._is_new = self._find_or_create("rlhf.run", header["key"], tags)
+        if self._is_new:
+            self._log_params(run, header["parameters"])
+            if header["inputs"]:
+                self._client.log_inputs(run, [_dataset(p, md5) for p, md5 in header["inputs"].items()])
+        else:
+            self._set_running(run)
+            self._client.set_tag(run, MLFLOW_PARENT_RUN_ID, self._parent)
+        self._run = run
+
+    def _find_or_create(self, tag: str, value: str, tags: Mapping[str, str]) -> tuple[str, bool]:
+        """The id of the run with this tag, and whether it was created just now."""
+        found = self._client.search_runs([self._experiment], f"tags.`{tag}` = '{value}'", max_results=1)
+        if found:
+            return str(found[0].info.run_id), False
+        run = self._client.create_run(self._experiment, start_time=self._header["time"], tags=dict(tags))
+        return str(run.info.run_id), True
 
     def _log_params(self, run: str, values: Mapping[str, Any]) -> None:
-        params = [
-            Param(k, (v if isinstance(v, str) else json.dumps(v))[:MAX_PARAM]) for k, v in values.items()
-        ]
+        texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
+        params = [Param(name, text[:MAX_PARAM]) for name, text in texts.items()]
         for start in range(0, len(params), BATCH_PARAMS):
-            self.client.log_batch(run, params=params[start : start + BATCH_PARAMS])
+            self._client.log_batch(run, params=params[start : start + BATCH_PARAMS])
 
-    def close_left_parents(self) -> None:
-        """Set pipelines to FINISHED whose dvc process ended without a stage `report`.
+    def _set_running(self, run: str) -> None:
+        if self._client.get_run(run).info.status != "RUNNING":
+            self._client.update_run(run, status="RUNNING")
+        self._remove_tag(run, REASON)
 
-        They end when their last stage ended: a stage that is delivered later may have ended later.
+    def _remove_tag(self, run: str, tag: str) -> None:
+        if tag in self._client.get_run(run).data.tags:
+            self._client.delete_tag(run, tag)
+
+    def _end(self, run: str, end: Event, reason: str) -> None:
+        if reason:
+            self._client.set_tag(run, REASON, reason[:MAX_TAG])
+        else:
+            self._remove_tag(run, REASON)
+        self._client.set_terminated(run, end["status"], end_time=end["time"])
+
+    def _end_parent(self, end: Event) -> None:
+        """A pipeline is what the last of its stages is; but a flow decides itself when it has finished."""
+        info, by_flow = self._client.get_run(self._parent).info, self._header["parent"]["owner"] == "flow"
+        is_finished = end["status"] == "FINISHED"
+        if (is_finished and by_flow) or (info.status != "RUNNING" and (info.end_time or 0) > end["time"]):
+            return
+        self._end(self._parent, end, "" if is_finished else f"{self._header['stage']}: {end['reason']}")
+        if not is_finished and not by_flow:
+            self._remove_tag(self._parent, EXPERIMENT)  # `dvc exp run` saves none if a stage fails
+
+    # ---------------------------------------------------------------------------- events
+
+    def _send(self, events: Sequence[Event]) -> None:
+        """Send these events; traces last: one that MLflow does not accept holds nothing else up."""
+        points = [event for event in events if event["kind"] == "metrics"]
+        self._send_points(self._run, points)
+        if self._header["stage"] == "ppo":
+            self._send_points(self._parent, points, only=curves.HEADLINES)
+        tags = dict[str, str]()
+        for event in events:
+            if event["kind"] == "results":
+                self._send_results(event)
+            elif event["kind"] == "tags":
+                tags |= event["values"]
+            elif event["kind"] == "event":
+                tags[event["name"]] = f"at {event['step']}: {event['text']}"
+        latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
+        tags |= self._send_artifacts(latest)
+        if tags:
+            self._set_tags(tags)
+        if events and events[-1]["kind"] == "end":
+            end = events[-1]
+            self._end(self._run, end, end["reason"])
+            if self._run == self._parent:
+                names = self._client.get_run(self._parent).data.metrics
+                self._client.set_experiment_tag(self._experiment, view.TAG, view.text(names))
+            else:
+                self._end_parent(end)
+        self._send_traces([event for event in events if event["kind"] == "trace"])
+
+    def _send_points(self, run: str, points: Sequence[Event], only: Sequence[str] | None = None) -> None:
+        """Send one point per metric and step: a resumed stage logs some of them again."""
+        metrics = list[Metric]()
+        for point in points:
+            for name, value in point["values"].items():
+                if only is not None and name not in only:
+                    continue
+                steps = self._steps.get((run, name))
+                if steps is None:
+                    is_new = self._is_new and run == self._run
+                    history = [] if is_new else self._client.get_metric_history(run, name)
+                    steps = self._steps[run, name] = {point.step for point in history}
+                if point["step"] not in steps:
+                    metrics.append(Metric(name, value, point["time"], point["step"]))
+                    steps.add(point["step"])
+        for start in range(0, len(metrics), BATCH_METRICS):
+            self._client.log_batch(run, metrics=metrics[start : start + BATCH_METRICS])
+
+    def _send_results(self, results: Event) -> None:
+        """Send a stage's results to the pipeline's run, which may have them from another process."""
+        held = self._client.get_run(self._parent).data.metrics
+        new = {name: value for name, value in results["values"].items() if held.get(name) != value}
+        metrics = [Metric(name, value, results["time"], 0) for name, value in new.items()]
+        self._client.log_batch(self._parent, metrics=metrics)
+
+    def _send_artifacts(self, artifacts: Mapping[str, Event]) -> dict[str, str]:
+        """Send copies of files, with a figure of each CSV file of curves; returns tags that describe them."""
+        tags = dict[str, str]()
+        for name, artifact in artifacts.items():
+            if artifact["table"]:
+                self._tables = list(dict.fromkeys([*self._tables, name]))
+                tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
+            file = self.record.files / name
+            if not file.exists():  # MLflow got it before the run was resumed
+                continue
+            self._client.log_artifact(self._run, str(file), artifact["folder"])
+            if artifact["folder"] == "plots":  # MLflow's charts have no preset layout
+                figure, rows = self.record.files / "curves.png", curves.read_csv(file.read_text("utf-8"))
+                try:
+                    curves.draw(rows, cast("Stage", file.stem), figure)
+                except UNDRAWABLE as error:
+                    tags["rlhf.figure"] = f"{figure.name} cannot be drawn: {type(error).__name__}: {error}"
+                else:
+                    self._client.log_artifact(self._run, str(figure))
+        return tags
+
+    def _set_tags(self, tags: Mapping[str, str]) -> None:
+        self._client.log_batch(self._run, tags=[RunTag(name, text[:MAX_TAG]) for name, text in tags.items()])
+
+    # ---------------------------------------------------------------------------- traces
+
+    def _send_traces(self, traces: Sequence[Event]) -> None:
+        """Send calls of models. One that MLflow rejects is reported, and not sent again.
+
+        Raises:
+            MlflowException: at the end, if MLflow may accept later what it has not accepted now.
         """
-        running = "attributes.status = 'RUNNING' and tags.`rlhf.pipeline` LIKE '%'"
-        for run in self.client.search_runs([self.experiment], running):
-            process = run.data.tags.get("rlhf.process")
-            if process and not context.is_alive(process):
-                end = self._last_end(run.info.run_id) or run.info.start_time
-                self.client.set_terminated(run.info.run_id, "FINISHED", end_time=end)
+        client, errors, before = TracingClient(self._client.tracking_uri), list[str](), len(self._rejected)
+        for trace in [trace for trace in traces if trace["number"] not in self._rejected]:
+            try:
+                self._send_trace(client, trace)
+            except MlflowException as error:
+                if reason := rejection(error):
+                    self._rejected[trace["number"]] = reason
+                else:
+                    errors.append(str(error))
+        if len(self._rejected) > before:
+            reason = next(iter(self._rejected.values()))
+            self._set_tags({"rlhf.rejected_traces": f"{len(self._rejected)}, such as {reason}"})
+            console.say(
+                f"MLflow rejected {len(self._rejected)} trace(s) of {self.record.key} ({reason}). They will "
+                f"not be sent again; {self.record.file} keeps them"
+            )
+        if errors:
+            raise MlflowException(
+                f"MLflow has not accepted {len(errors)} of {len(traces)} traces: {errors[0]}"
+            )
 
-    def _last_end(self, parent: str) -> int | None:
-        """When the last of the pipeline's stages ended, in milliseconds; None if none has."""
-        condition = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
-        stages = self.client.search_runs([self.experiment], condition)
-        return max((stage.info.end_time for stage in stages if stage.info.end_time), default=None)
+    def _send_trace(self, client: TracingClient, trace: Event) -> None:
+        """Send one call of a model, as MLflow's own exporter does, which would log its errors only."""
+        number = hashlib.md5(f"{self.record.key} {trace['number']}".encode()).hexdigest()
+        identity, failed = f"tr-{number}", bool(trace["outputs"].get("failure"))
+        inputs, outputs = json.dumps(trace["inputs"]), json.dumps(trace["outputs"])
+        span = Span.from_dict(
+            {
+                "trace_id": identity,
+                "span_id": number[:16],
+                "parent_span_id": None,
+                "name": trace["name"],
+                "start_time_unix_nano": trace["start"] * 1_000_000,
+                "end_time_unix_nano": trace["end"] * 1_000_000,
+                "status": {"code": "ERROR" if failed else "OK"},
+                "attributes": {
+                    SpanAttributeKey.REQUEST_ID: json.dumps(identity),
+                    SpanAttributeKey.SPAN_TYPE: json.dumps("LLM"),
+                    SpanAttributeKey.INPUTS: inputs,
+                    SpanAttributeKey.OUTPUTS: outputs,
+                },
+            }
+        )
+        info = TraceInfo(
+            identity,
+            TraceLocation.from_experiment_id(self._experiment),
+            trace["start"],
+            TraceState.ERROR if failed else TraceState.OK,
+            request_preview=inputs[:MAX_PREVIEW],
+            response_preview=outputs[:MAX_PREVIEW],
+            execution_duration=trace["end"] - trace["start"],
+            trace_metadata={
+                TraceMetadataKey.SOURCE_RUN: self._run,
+                TRACE_SCHEMA_VERSION_KEY: str(TRACE_SCHEMA_VERSION),
+            },
+            tags={TraceTagKey.TRACE_NAME: trace["name"]},
+            # They travel in the trace's own request: a killed process leaves both or neither.
+            assessments=[
+                _assessment(one, f"a-{number}{place}", identity, self._run)
+                for place, one in enumerate(trace.get("assessments", ()))
+            ],
+        )
+        made = client.start_trace(info)
+        client._upload_trace_data(made, TraceData([span]))
 
 
-def _terminate(client: MlflowClient, run: str, end: End, reason: str) -> None:
-    if reason:
-        client.set_tag(run, REASON, reason[:MAX_TAG])
-    else:
-        _untag(client, run, REASON)
-    client.set_terminated(run, end["status"], end_time=end["time"])
-
-
-def _untag(client: MlflowClient, run: str, tag: str) -> None:
-    if tag in client.get_run(run).data.tags:
-        client.delete_tag(run, tag)
+def rejection(error: MlflowException) -> str | None:
+    """Why the server will never accept what it was sent; None if it may later, or did not answer."""
+    code = re.search(r"failed with error code (\d{3})", str(error))  # MLflow knows a few codes only
+    status = int(code[1]) if code else error.get_http_status_code()  # type: ignore[no-untyped-call]
+    of_database = error.error_code == "BAD_REQUEST"  # MLflow's code for every error of its database
+    if not 400 <= status < 500 or status in LATER or of_database:
+        return None
+    return " ".join(f"status {status}: {type(error).__name__}: {error}".split())[:MAX_REASON]
 
 
 def _dataset(path: str, md5: str) -> DatasetInput:
@@ -175,144 +368,19 @@ def _dataset(path: str, md5: str) -> DatasetInput:
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "input")])
 
 
-@dataclass
-class RemoteRun:
-    """The run of a stage or of a pipeline in MLflow."""
-
-    store: Store
-    run: str
-    parent: str
-    header: Header
-    may_have_points: bool
-    """True if points may have been sent before: only points are sent whose steps MLflow lacks."""
-    _steps: dict[tuple[str, str], set[int]] = field(default_factory=dict)
-    _tables: list[str] = field(default_factory=list)
-    _traces: Traces = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._traces = Traces(self.client, self.run, may_be_held=self.may_have_points)
-
-    @property
-    def client(self) -> MlflowClient:
-        """The store's client."""
-        return self.store.client
-
-    @property
-    def rejected(self) -> dict[str, str]:
-        """Why MLflow will never accept a trace, by its number."""
-        return self._traces.rejected
-
-    def resume(self, history: Sequence[Event], rejected: Mapping[str, str]) -> None:
-        """Continue after these events were sent, and these traces were rejected."""
-        self._traces.rejected = dict(rejected)
-        self._note(history)
-
-    def _note(self, events: Sequence[Event]) -> None:
-        self._traces.note([event for event in events if event["kind"] == "trace"])
-        tables = [event["file"] for event in events if event["kind"] == "artifact" and event["table"]]
-        self._tables = list(dict.fromkeys([*self._tables, *tables]))
-
-    def send(self, events: Sequence[Event], files: Path) -> None:
-        """Deliver these events; `files` holds the artifacts.
-
-        Raises:
-            MlflowException: at the end, if MLflow lacks traces that it has not rejected.
-        """
-        self._send_points(self.run, [event for event in events if event["kind"] == "metrics"])
-        self._send_headlines([event for event in events if event["kind"] == "headlines"])
-        self._note(events)
-        self._traces.send()
-        latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
-        for name, artifact in latest.items():
-            self.client.log_artifact(self.run, str(files / name), artifact["folder"])
-        for event in events:
-            if event["kind"] == "event":
-                self.client.set_tag(self.run, event["name"], f"at {event['step']}: {event['text']}"[:MAX_TAG])
-            elif event["kind"] == "tags":
-                self._set_tags(event["values"])
-            elif event["kind"] == "figure":
-                self._send_figure(event, files)
-            elif event["kind"] == "end":
-                self._end(event)
-                self._traces.check()
-        if events and events[-1]["kind"] == "end" and self.header["last"]:
-            self._show_columns()
-
-    def _send_figure(self, figure: Figure, files: Path) -> None:
-        """Draw the curves of a CSV table and deliver the figure. A tag gives the reason if that fails."""
-        rows = curves.read_csv((files / figure["table"]).read_text(encoding="utf-8"))
-        try:
-            curves.draw(rows, figure["stage"], files / figure["file"])
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # matplotlib's
-            self._set_tags({FIGURE_TAG: f"{figure['file']} cannot be drawn: {type(error).__name__}: {error}"})
-            return
-        self.client.log_artifact(self.run, str(files / figure["file"]))
-
-    def _send_points(self, run: str, events: Sequence[Metrics | Headlines]) -> None:
-        """Send one point per metric and step: a resumed stage logs some of them again."""
-        metrics = list[Metric]()
-        for event in events:
-            for name, value in event["values"].items():
-                step = event["step"]
-                if step is not None and step not in self._held_steps(run, name):
-                    metrics.append(Metric(name, value, event["time"], step))
-                    self._steps[run, name].add(step)
-        for start in range(0, len(metrics), BATCH_METRICS):
-            self.client.log_batch(run, metrics=metrics[start : start + BATCH_METRICS])
-
-    def _held_steps(self, run: str, name: str) -> set[int]:
-        if (run, name) not in self._steps:
-            is_new = run == self.run and not self.may_have_points
-            history = [] if is_new else self.client.get_metric_history(run, name)
-            self._steps[run, name] = {point.step for point in history}
-        return self._steps[run, name]
-
-    def _send_headlines(self, events: Sequence[Headlines]) -> None:
-        """Send curves and results to the pipeline's run, which may have them from another process."""
-        self._send_points(self.parent, [event for event in events if event["step"] is not None])
-        results = [event for event in events if event["step"] is None]
-        held = self.client.get_run(self.parent).data.metrics if results else {}
-        for event in results:
-            new = [Metric(k, v, event["time"], 0) for k, v in event["values"].items() if held.get(k) != v]
-            self.client.log_batch(self.parent, metrics=new)
-
-    def _show_columns(self) -> None:
-        """Give the experiment's page of runs a column for each metric of this pipeline."""
-        run = self.client.get_run(self.parent)
-        self.client.set_experiment_tag(run.info.experiment_id, view.TAG, view.text(run.data.metrics))
-
-    def _set_tags(self, tags: Mapping[str, str]) -> None:
-        texts = dict(tags)
-        for name in [name for name in tags if REPORT_PAGE in tags[name]]:
-            page = view.run_page("", self._experiment(), self.run, "/artifacts/report/index.html")
-            texts[name] = tags[name].replace(REPORT_PAGE, page)
-        self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in texts.items()])
-
-    def _end(self, event: End) -> None:
-        if self.run == self.parent:
-            _terminate(self.client, self.run, event, event["reason"])
-            return
-        tags = {"device": event["device"], **{f"dvc.out.{p}": md5 for p, md5 in event["outs"].items()}}
-        if event["reason"]:
-            tags[REASON] = event["reason"]
-        if self._tables:
-            tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
-        self._set_tags(tags)
-        self.client.set_terminated(self.run, event["status"], end_time=event["time"])
-        owner = self.header["parent"].get("owner")
-        if owner == "given" or self._has_parent_ended_after(event["time"]):
-            return
-        if event["status"] != "FINISHED":
-            _terminate(self.client, self.parent, event, f"{self.header['stage']}: {event['reason']}")
-            if owner == "dvc":
-                _untag(self.client, self.parent, EXPERIMENT)  # `dvc exp run` saves none if a stage fails
-        elif self.header["last"] or owner == "stage":
-            _terminate(self.client, self.parent, event, "")
-
-    def _has_parent_ended_after(self, time: int) -> bool:
-        """Whether the pipeline ended later than this stage, so that this stage does not decide how."""
-        parent = self.client.get_run(self.parent).info
-        return parent.status != "RUNNING" and bool((parent.end_time or 0) > time)
-
-    def _experiment(self) -> str:
-        return str(self.client.get_run(self.run).info.experiment_id)
+def _assessment(one: Mapping[str, Any], identity: str, trace: str, run: str) -> Assessment:
+    common: dict[str, Any] = {
+        "name": one["name"],
+        "source": AssessmentSource(one["source"], one["by"]),
+        "trace_id": trace,
+        "metadata": {**one["metadata"], AssessmentMetadataKey.SOURCE_RUN_ID: run},
+        "create_time_ms": one["time"],
+        "last_update_time_ms": one["time"],
+    }
+    if one["kind"] == "expectation":
+        made: Assessment = Expectation(value=one["value"], **common)
+    else:
+        error = AssessmentError(NO_PREFERENCE, one["error"]) if one["error"] else None
+        made = Feedback(value=one["value"], error=error, rationale=one["rationale"] or None, **common)
+    made.assessment_id = identity
+    return made

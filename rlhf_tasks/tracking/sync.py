@@ -2,96 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_tasks import console
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking import context
-from rlhf_tasks.tracking.events import End, Header
-from rlhf_tasks.tracking.outbox import DamagedRecordError, Outbox, Record, State
+from rlhf_tasks.tracking.record import DamagedRecordError, Event, Record, lock, pending
 
 if TYPE_CHECKING:
-    from rlhf_tasks.tracking.store import RemoteRun
+    from rlhf_tasks.tracking.store import Delivery
 
 BATCH_SECONDS = 1.0  # between two deliveries of a live run
 RETRY_SECONDS = 20.0  # after a failure
-SYNC_LOCK_SECONDS = 60.0
-MAX_REASON = 300  # characters
-VANISHED = "the process vanished without an error (killed? out of memory?)"
-
-
-class Delivery:
-    """One run on its way to MLflow. After a failure, the next attempt sends only what MLflow lacks."""
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self._run: RemoteRun | None = None
-        self._delivered = 0  # bytes that MLflow had when `_run` was last used
-
-    def step(self, *, only_over: bool = False) -> State:
-        """Send what there is, with the outbox's lock held; returns the new state.
-
-        `only_over`: send nothing of a run that may still log something.
-
-        Raises:
-            Exception: after the reason was written to the state.
-        """
-        try:
-            return self._send(only_over=only_over)
-        except Exception as error:
-            rejected = self._run.rejected if self._run is not None else {}
-            self._run, state = None, self.record.state()
-            state = replace(state, size=self.record.size(), last_error=describe(error))
-            self.record.write_state(replace(state, rejected={**state.rejected, **rejected}))
-            raise
-
-    def _send(self, *, only_over: bool) -> State:
-        header, state = self.record.header(), self.record.state()
-        if header is None or state.closed:
-            return state
-        has_vanished = not context.is_alive(header["process"])  # before the last lines are read
-        events, offset = self.record.read(state.delivered)
-        has_end = bool(events) and events[-1]["kind"] == "end"
-        over = has_end or has_vanished
-        if only_over and not over:
-            return state
-        owner = header["parent"].get("process", header["process"])
-        is_live = context.is_alive(owner) and (context.is_local(owner) or not has_end)
-        # A run that was resumed after its end is not over.
-        events = [e for i, e in enumerate(events, 1) if e["kind"] != "end" or i == len(events)]
-        if over and not has_end:
-            last = round(self.record.file.stat().st_mtime * 1000)
-            end = End(kind="end", time=last, status="FAILED", reason=VANISHED, device="unknown", outs={})
-            events.append(end)
-        if self._run is None or state.delivered != self._delivered:
-            self._run = self._connect(header, state, live=is_live)
-        self._run.send(events, self.record.files)
-        self._delivered = offset
-        # Over: a last torn line is never completed.
-        size = self.record.size() if over else offset
-        state = State(delivered=offset, size=size, closed=over, rejected=self._run.rejected)
-        self.record.write_state(state)
-        if over:
-            shutil.rmtree(self.record.files, ignore_errors=True)
-            if not is_live:
-                self._run.store.close_left_parents()
-        return state
-
-    def _connect(self, header: Header, state: State, *, live: bool) -> RemoteRun:
-        """Create the run in MLflow, or find it and note what it has already."""
-        context.bound_requests()
-        from rlhf_tasks.tracking.store import Store
-
-        run = Store.open(header).run(header, live=live)
-        run.resume(self.record.read(0, state.delivered)[0], state.rejected)
-        return run
+LOCK_SECONDS = 60.0
+WAIT_SECONDS = 60.0  # for the delivery, after a run's end: the first one also creates the database
+KILLED_WAIT_SECONDS = 3.0
+MAX_REASON, MAX_SHOWN = 300, 120  # characters
 
 
 class Sender(threading.Thread):
@@ -101,84 +33,116 @@ class Sender(threading.Thread):
     a half-imported module.
     """
 
-    def __init__(self, outbox: Outbox, record: Record) -> None:
+    def __init__(self, record: Record) -> None:
         super().__init__(name=f"deliver {record.key}", daemon=True)
+        self.record = record
         self.error: str | None = None
         """Why the last attempt failed; None if it succeeded."""
-        self._outbox, self._delivery = outbox, Delivery(record)
-        self._size = record.size()  # now: what is logged before the thread runs is new
-        self._is_over, self._has_tried = threading.Event(), threading.Event()
+        self.has_tried = threading.Event()
+        self.also = list[Record]()
+        """Records that are over, to be delivered after this one's end."""
+        self._size = record.file.stat().st_size  # now: what is logged before the thread runs is new
+        self._is_over = threading.Event()
+        self._has_reported = False
 
-    def close(self, seconds: float) -> bool:
-        """Deliver the rest, at most so long; whether MLflow has all of the run."""
+    def close(self, seconds: float) -> None:
+        """Deliver the rest, at most so long."""
         self._is_over.set()
+        self.join(seconds)
         if self.is_alive():
-            self._has_tried.wait(seconds)
-        return self._delivery.record.state().closed
+            self._report(f"no answer within {seconds:.0f} seconds")
 
     def run(self) -> None:
         due = due_left = 0.0
+        delivery = None
         while not self._is_over.wait(BATCH_SECONDS):
-            now, grown = time.monotonic(), self._delivery.record.size()
-            if now >= due and (grown != self._size or self.error is not None):
-                self._size = grown
-                self.error = attempt(self._outbox, self._delivery)
+            now, size = time.monotonic(), self.record.file.stat().st_size if self.record.file.exists() else 0
+            if now >= due and (size != self._size or self.error is not None):
+                self._size = size
+                delivery = delivery or new_delivery(self.record)
+                self._attempt(delivery)
                 due = now + (RETRY_SECONDS if self.error else 0.0)
                 if self.error is None and now >= due_left:  # what killed processes left
                     due_left = now + RETRY_SECONDS
-                    for record in self._outbox.pending():
-                        if not self._is_over.is_set() and record != self._delivery.record:
-                            attempt(self._outbox, Delivery(record), only_over=True)
-        self.error = attempt(self._outbox, self._delivery)
-        self._has_tried.set()
+                    for record in pending(self.record.home):
+                        if record != self.record and not self._is_over.is_set():
+                            attempt(new_delivery(record), only_over=True)
+        self._attempt(delivery or new_delivery(self.record))
+        for record in self.also:
+            attempt(new_delivery(record), only_over=True)
+
+    def _attempt(self, delivery: Delivery) -> None:
+        self.error = attempt(delivery)
+        self.has_tried.set()
+        if self.error is not None:
+            self._report(self.error)
+
+    def _report(self, reason: str) -> None:
+        """Print once that MLflow does not receive what is logged."""
+        if not self._has_reported:
+            self._has_reported = True
+            console.say(
+                f"MLflow cannot be reached ({reason[:MAX_SHOWN]}). Training continues, and metrics are kept "
+                f"in {self.record.file}. What MLflow lacks at the end is sent by `rlhf sync`"
+            )
 
 
-def attempt(outbox: Outbox, delivery: Delivery, *, only_over: bool = False) -> str | None:
+def new_delivery(record: Record) -> Delivery:
+    context.bound_requests()
+    from rlhf_tasks.tracking.store import Delivery
+
+    return Delivery(record)
+
+
+def attempt(delivery: Delivery, *, only_over: bool = False) -> str | None:
     """Deliver what there is of a run; why that failed, or None. Only a mistake in the code prints more."""
-    before = delivery.record.state().rejected
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    record, reason = delivery.record, None
     try:
-        with outbox.lock(SYNC_LOCK_SECONDS):
+        with lock(record.home, LOCK_SECONDS):
             delivery.step(only_over=only_over)
     except Exception as error:  # it must end neither training nor the delivery of other runs
-        if not isinstance(error, _known_errors()):
+        if not isinstance(
+            error, MlflowException | SQLAlchemyError | OSError | UserError | DamagedRecordError
+        ):
             traceback.print_exc()
-        return describe(error)
-    finally:
-        with suppress(OSError):
-            _report_rejected(delivery.record, before)
-    return None
-
-
-def describe(error: Exception) -> str:
-    """The error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
+    with suppress(OSError, UserError):  # a disk that takes no state
+        if reason != record.state()["last_error"]:
+            record.write_state(last_error=reason)
+    return reason
 
 
 def sync(home: Path) -> tuple[int, dict[str, str]]:
     """Deliver the runs that are over: how many were delivered, and why others were not, by key."""
-    outbox, delivered, failed = Outbox.of(home), 0, dict[str, str]()
-    for record in outbox.pending():
-        reason = attempt(outbox, Delivery(record), only_over=True)
+    delivered, failed = 0, dict[str, str]()
+    for record in pending(home):
+        reason = attempt(new_delivery(record), only_over=True)
         if reason is not None:
             failed[record.key] = reason
         else:
-            delivered += record.state().closed
+            delivered += record.state()["closed"]
     return delivered, failed
 
 
-def _known_errors() -> tuple[type[Exception], ...]:
-    """What MLflow, its database and the disk raise; anything else is a mistake in the code."""
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    return MlflowException, SQLAlchemyError, OSError, DamagedRecordError
-
-
-def _report_rejected(record: Record, before: Mapping[str, str]) -> None:
-    """Print how many traces of a run MLflow has rejected, apart from those `before`."""
-    reasons = [reason for number, reason in record.state().rejected.items() if number not in before]
-    if reasons:
-        console.say(
-            f"MLflow rejected {len(reasons)} trace(s) of {record.key} ({reasons[0]}). They will not be sent "
-            f"again; {record.file} keeps them"
-        )
+@contextmanager
+def delivered(record: Record, header: Event) -> Iterator[Sender]:
+    """A run that a thread delivers: FINISHED when the block ends, FAILED on an error, KILLED on a signal."""
+    record.begin(header)
+    sender, status, reason = Sender(record), "FINISHED", ""
+    sender.start()
+    try:
+        yield sender
+    except BaseException as error:
+        status, reason = "FAILED", f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            reason = f"the process ended with exit status {error}"
+        elif not isinstance(error, Exception):
+            status, reason = "KILLED", str(error) or "interrupted"
+        raise
+    finally:
+        record.append("end", status=status, reason=reason)
+        # A launcher ends the other processes of a failed stage without waiting long.
+        sender.close(KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS)

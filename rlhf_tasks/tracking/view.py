@@ -16,11 +16,15 @@ KEY = "rlhf"
 TAG = f"mlflow.sharedViewState.{KEY}"
 MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
 MAX_COLUMNS = 24  # an experiment's tag has 5,000 characters
-WIDTHS = {"attributes.`Run Name`": 260}
+TAGS = ("verdict", "preset", "changes")  # columns before those of metrics
 SECTION = {
-    "uuid": KEY, "name": "PPO", "display": True, "isReordered": True,
-    "columns": 2, "cardHeight": 300,  # three columns would leave no room for the charts' titles
-}  # fmt: skip
+    "uuid": KEY,
+    "name": "PPO",
+    "display": True,
+    "isReordered": True,
+    "columns": 2,  # three columns would leave no room for the charts' titles
+    "cardHeight": 300,
+}
 
 
 def page(server: str, experiment: str) -> str:
@@ -37,14 +41,14 @@ def run_page(server: str, experiment: str, run: str, tab: str = "") -> str:
 def text(metrics: Iterable[str]) -> str:
     """The view, as MLflow reads it; `metrics` are the names that the runs of pipelines have."""
     names = sorted(metrics, key=lambda name: (name not in HEADLINES, not name.endswith("win_rate"), name))
-    charts = [_chart(number, name) for number, name in enumerate(HEADLINES)]
+    columns = [f"tags.`{name}`" for name in TAGS] + [f"metrics.`{name}`" for name in names[:MAX_COLUMNS]]
     state: dict[str, Any] = {
         "searchFilter": "tags.`rlhf.pipeline` LIKE '%'",
         "orderByKey": "attributes.start_time",
         "orderByAsc": False,
-        "selectedColumns": ["tags.`promotion`", *(f"metrics.`{name}`" for name in names[:MAX_COLUMNS])],
-        "columnWidths": WIDTHS,
-        "compareRunCharts": charts,
+        "selectedColumns": columns,
+        "columnWidths": {"attributes.`Run Name`": 260},
+        "compareRunCharts": [_chart(number, name) for number, name in enumerate(HEADLINES)],
         "compareRunSections": [SECTION],
         "isAccordionReordered": True,
     }
@@ -54,8 +58,16 @@ def text(metrics: Iterable[str]) -> str:
 def _chart(number: int, name: str) -> dict[str, Any]:
     """A line per run over PPO's episodes, which are the steps."""
     return {
-        "uuid": f"{KEY}-{number}", "type": "LINE", "metricSectionId": KEY, "metricKey": name,
-        "selectedMetricKeys": [name], "displayName": name.rpartition("/")[2], "runsCountToCompare": 10,
+        "uuid": f"{KEY}-{number}",
+        "type": "LINE",
+        "metricSectionId": KEY,
+        "metricKey": name,
+        "selectedMetricKeys": [name],
+        "displayName": name.rpartition("/")[2],
+        "runsCountToCompare": 10,
         "xAxisKey": "step",
-        "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True, "isGenerated": False, "deleted": False,
-    }  # fmt: skip
+        "useGlobalXaxisKey": True,
+        "useGlobalLineSmoothing": True,
+        "isGenerated": False,
+        "deleted": False,
+    }

@@ -22,7 +22,7 @@ import psutil
 
 from rlhf_tasks.config import Launch, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic
+from rlhf_tasks.project import atomic, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures, stopping
@@ -158,7 +158,7 @@ def supervise(stage: str, words: Sequence[str], environment: Mapping[str, str]) 
         failure = Path(folder) / "failure.json"
         own = {
             failures.FAILURE: str(failure),
-            stopping.LAUNCHER: context.process_name(psutil.Process()),
+            stopping.LAUNCHER: processes.name_of(psutil.Process()),
         }
         # a group of its own: a terminal's Ctrl-C must reach it once, from here
         launcher = subprocess.Popen(words, env={**STOPPING, **environment, **own}, process_group=0)

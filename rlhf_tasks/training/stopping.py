@@ -30,6 +30,7 @@ from typing import NoReturn
 import psutil
 
 from rlhf_tasks import console
+from rlhf_tasks.project import processes
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures
 
@@ -119,7 +120,7 @@ class Listener:
                 kill_descendants()
                 os._exit(128 + self._last)
             launcher = os.environ.get(LAUNCHER)
-            if launcher is not None and not has_been_orphaned and not context.is_alive(launcher):
+            if launcher is not None and not has_been_orphaned and not processes.is_alive(launcher):
                 has_been_orphaned = True  # nothing else would end it
                 os.kill(os.getpid(), signal.SIGTERM)
             if self._plan is None and not self._num_heard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import pytest
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
 from rlhf_tasks.project.processes import Daemon
-from rlhf_tasks.tracking import context
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 PARENT = (
@@ -54,7 +54,11 @@ def test_a_stale_record_stops_no_other_process(daemon: Daemon) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         daemon.folder.mkdir()
-        record = {"pid": stranger.pid, "started": 1.0, "token": "server-of-yesterday"}
+        record = {
+            "pid": stranger.pid,
+            "process": f"{platform.node()}:{stranger.pid}:1",
+            "token": "server-of-yesterday",
+        }
         daemon.file.write_text(json.dumps(record), encoding="utf-8")
         assert not daemon.is_running(), "the pid is alive, but it is another process"
         assert not daemon.stop(0.5)
@@ -68,20 +72,20 @@ def test_a_stale_record_stops_no_other_process(daemon: Daemon) -> None:
 def test_a_change_of_the_clock_ends_no_process(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """psutil adds the date of the boot to a start, and that date changes with the clock."""
     start(daemon, PARENT)
-    name, boot = context.process_name(psutil.Process()), psutil.boot_time()
+    name, boot = processes.name_of(psutil.Process()), psutil.boot_time()
     before = psutil.Process().create_time()
     for change in (-86400.0, 3600.0):
         monkeypatch.setattr(psutil._pslinux, "boot_time", lambda change=change: boot + change)
         assert psutil.Process().create_time() == pytest.approx(before + change), "the test has no effect"
         assert daemon.is_running()
-        assert context.is_alive(name), "a worker whose launcher seems to be gone would end itself"
+        assert processes.is_alive(name), "a worker whose launcher seems to be gone would end itself"
 
 
 def test_a_later_process_with_the_same_pid_is_another_one() -> None:
     own, first = psutil.Process(), psutil.Process(1)
     assert processes.start(own) == processes.start(psutil.Process(own.pid)) != processes.start(first)
-    host, pid, _ = context.process_name(own).rsplit(":", 2)
-    assert not context.is_alive(f"{host}:{pid}:{processes.start(first)}")
+    host, pid, _ = processes.name_of(own).rsplit(":", 2)
+    assert not processes.is_alive(f"{host}:{pid}:{processes.start(first)}")
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"pid": 1}'])

@@ -24,7 +24,7 @@ from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.tracking.events import Assessment
+from rlhf_tasks.tracking.record import Assessment
 from tests import small
 from tests.judging import endpoint
 

@@ -39,5 +39,5 @@ def store(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) 
 def home(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same without threads: a test calls `sync`, or delivers live runs by `toy.step`."""
     monkeypatch.setattr(sync.Sender, "start", lambda _: None)
-    monkeypatch.setattr(sync.Sender, "close", lambda *_: True)
+    monkeypatch.setattr(sync.Sender, "close", lambda *_: None)
     return store

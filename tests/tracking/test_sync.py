@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,15 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
+from rlhf_tasks.project import processes
+from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking import sync as delivery
-from rlhf_tasks.tracking.outbox import Outbox
-from rlhf_tasks.tracking.store import embedded_uri
-from rlhf_tasks.tracking.sync import VANISHED, Sender, sync
+from rlhf_tasks.tracking.record import Record
+from rlhf_tasks.tracking.store import VANISHED, embedded_uri
+from rlhf_tasks.tracking.sync import Sender, sync
 from tests.flows.toy import until
 from tests.tracking.toy import UNREACHABLE, log, pending, points, reason, record, runs, served, status, view
 
@@ -30,6 +34,8 @@ pytestmark = pytest.mark.e2e
 STAGE = """\
 import sys, time
 from rlhf_tasks import config, tracking
+from rlhf_tasks.project import processes
+from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
 key, seconds = sys.argv[1:]
 with tracking.open_run(Paths(), "sft", config.VIEWS["sft"].of(config.load()), key=key) as tracker:
@@ -65,7 +71,7 @@ def test_a_dead_server_ends_nothing_loses_nothing_and_is_reported_once(
     with tracking.open_run(Paths(), "sft", view(uri=UNREACHABLE), key="k") as tracker:
         for step in range(1, 4):
             tracker.metrics({"train/loss": float(step)}, step=step)
-            until(lambda: record(real, "k").state().last_error, "a failed delivery")
+            until(lambda: record(real, "k").state()["last_error"], "a failed delivery")
     assert capsys.readouterr().out.count("MLflow cannot be reached (MlflowException: ") == 1
     delivered, failed = sync(real)
     assert (delivered, list(failed)) == (0, ["k"])
@@ -91,7 +97,7 @@ def test_mlflow_that_is_away_for_long_is_tried_again_and_gets_every_point_once(
     with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         for number in range(1, 4):
             tracker.metrics({"train/loss": float(number)}, step=number)
-        until(lambda: len(tries) > 5 and record(real, "k").state().last_error is None, "the delivery")
+        until(lambda: len(tries) > 5 and record(real, "k").state()["last_error"] is None, "the delivery")
         with tracking.open_run(Paths(), "ppo", view("ppo"), key="other") as other:
             other.metrics({"train/loss": 9.0}, step=1)
         tracker.metrics({"train/loss": 4.0}, step=4)
@@ -157,7 +163,7 @@ def test_a_server_that_dies_midway_gets_every_point_and_trace_once(
                 train(tracker, 1, 10)
                 until(lambda: len(points(real, uri=url)) == 10, "the first points")
             train(tracker, 11, 20)
-            until(lambda: record(real, "sft-1").state().last_error, "a failed delivery")
+            until(lambda: record(real, "sft-1").state()["last_error"], "a failed delivery")
             train(tracker, 21, 30)
             tracker.final({"perplexity": 2.0})
             assert "Training continues, and metrics are kept in" in capsys.readouterr().out
@@ -187,9 +193,61 @@ def test_a_disk_without_locks_ends_no_stage_and_is_reported_once(
     assert sync(real) == (1, {})
 
 
-def test_the_wait_for_a_delivery_is_bounded(real: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tracking.open_run(Paths(), "sft", view(), key="sft-1"):
-        pass
-    blocked = Sender(Outbox.of(real), record(real, "sft-2"))
-    monkeypatch.setattr(blocked, "is_alive", lambda: True)
-    assert not blocked.close(0.01)
+def test_the_wait_for_a_delivery_is_bounded(
+    real: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server takes a request, and answers when the test is over."""
+    is_over = threading.Event()
+    monkeypatch.setattr(MlflowClient, "log_batch", lambda *_, **__: is_over.wait(60))
+    monkeypatch.setattr(delivery, "WAIT_SECONDS", 0.5)
+    begun = time.monotonic()
+    try:
+        log("sft-1", [(1, 1.0)])
+        assert time.monotonic() - begun < 30
+        assert "MLflow cannot be reached (no answer within 0 seconds)" in capsys.readouterr().out
+        assert pending(real) == {"sft-1"}
+    finally:
+        is_over.set()
+
+
+def test_a_disk_that_takes_no_state_ends_no_stage_and_doubles_nothing(
+    real: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_state(*_: object, **__: object) -> None:
+        raise DiskFullError("no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(Record, "write_state", write_state)
+        log("sft-1", [(1, 1.0), (2, 2.0)])
+    assert pending(real) == {"sft-1"}
+    assert sync(real) == (1, {})
+    assert points(real) == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_record_that_somebody_removed_ends_no_stage_and_holds_no_other_run_up(real: Path) -> None:
+    with tracking.open_run(Paths(), "sft", view(), key="sft-1") as tracker:
+        tracker.metrics({"train/loss": 1.0}, step=1)
+        until(lambda: points(real), "the first point")
+        record(real, "sft-1").file.unlink()
+        tracker.metrics({"train/loss": 2.0}, step=2)
+        log("ppo-1", [(1, 1.0)], stage="ppo")
+    assert record(real, "ppo-1").state()["closed"]
+    delivered, failed = sync(real)
+    assert (delivered, list(failed)) == (0, ["sft-1"])
+    assert "has lost its first line: remove the file" in failed["sft-1"]
+
+
+def test_the_run_of_another_machine_is_left_alone_until_its_record_ends(
+    real: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a disk. Whether its process lives is known there only."""
+    with monkeypatch.context() as there:
+        there.setattr(Sender, "start", lambda _: None)
+        there.setattr(Sender, "close", lambda *_: None)
+        there.setattr(processes, "name_of", lambda _: "elsewhere:1:1")
+        with tracking.open_run(Paths(), "sft", view(), key="sft-1") as tracker:
+            tracker.metrics({"train/loss": 1.0}, step=1)
+            assert sync(real) == (0, {})
+            assert runs(real) == {}
+    assert sync(real) == (1, {})
+    assert (points(real), status(real, "sft")) == ([(1, 1.0)], ["FINISHED"])

@@ -20,9 +20,10 @@ from rlhf_tasks import config, tracking
 from rlhf_tasks.config import Stage, StageView
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import dashboard
-from rlhf_tasks.tracking.outbox import Outbox, Record
-from rlhf_tasks.tracking.store import embedded_uri
-from rlhf_tasks.tracking.sync import Delivery, attempt
+from rlhf_tasks.tracking import record as records
+from rlhf_tasks.tracking.record import Record
+from rlhf_tasks.tracking.store import Delivery, embedded_uri
+from rlhf_tasks.tracking.sync import attempt
 from tests.flows.toy import until
 
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: connections are refused at once
@@ -43,18 +44,18 @@ def log(key: str, losses: Sequence[tuple[int, float]] = (), stage: Stage = "sft"
 
 
 def record(home: Path, key: str) -> Record:
-    return Outbox.of(home).record(key)
+    return Record(home, key)
 
 
 def pending(home: Path) -> set[str]:
     """The keys of the runs that MLflow does not have completely."""
-    return {record.key for record in Outbox.of(home).pending()}
+    return {record.key for record in records.pending(home)}
 
 
 def step(home: Path) -> None:
     """Deliver what there is of each run, also of live ones, as their threads do."""
-    for one in Outbox.of(home).pending():
-        attempt(Outbox.of(home), Delivery(one))
+    for one in records.pending(home):
+        attempt(Delivery(one))
 
 
 def killed(home: Path, key: str) -> None:
@@ -63,7 +64,7 @@ def killed(home: Path, key: str) -> None:
     ended.wait()
     file = record(home, key).file
     events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    kept = [event for event in events if event["kind"] not in ("end", "figure")]
+    kept = [event for event in events if event["kind"] != "end" and event.get("folder") != "plots"]
     latest = [event for event in kept if event["kind"] == "run"][-1]
     latest["process"] = f"{platform.node()}:{ended.pid}:1"
     file.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")

@@ -19,8 +19,7 @@ import torch
 from rlhf_tasks.project import disk
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
-from rlhf_tasks.tracking.events import Notice
-from rlhf_tasks.tracking.outbox import Record
+from rlhf_tasks.tracking.record import Record
 from rlhf_tasks.training import checkpoint, failures
 from tests import small
 from tests.training.stages import loop
@@ -58,7 +57,7 @@ def test_a_snapshot_that_does_not_fit_leaves_those_before_it(
     monkeypatch.setenv("RLHF_STATE_DIR", str(little))
     with pytest.raises(disk.DiskFullError) as error:
         snapshot(steps=9, floats=50_000)
-    assert "at least 600 kB (600,000 bytes) needed" in str(error.value)
+    assert "at least 600.0 kB (600,000 bytes) needed" in str(error.value)
     assert checkpoint.point(Paths(), "sft") == "step 2 of loop"
     assert disk.size(next(little.rglob("*.partial"))) == 0, "it gives its room back"
 
@@ -112,11 +111,10 @@ def test_a_stage_says_from_where_it_resumes(
 
 def test_a_record_that_does_not_fit_is_the_same_message(little: Path) -> None:
     record = Record(little, "sft-1")
-    line = Notice(kind="event", time=0, name="a", text="b", step=1)
-    record.append(line)
+    record.begin({})
     (little / "rest").write_bytes(b"x" * disk.free(little))
-    with pytest.raises(disk.DiskFullError, match=f"the disk of {little} is full"):
-        record.append(Notice(kind="event", time=0, name="a", text="b" * 10_000, step=1))
+    with pytest.raises(disk.DiskFullError, match=f"the disk of {little}/outbox is full"):
+        record.append("event", name="a", text="b" * 10_000, step=1)
     assert record.file.read_bytes().endswith(b"}\n")
 
 

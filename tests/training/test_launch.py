@@ -19,9 +19,9 @@ import torch
 
 from rlhf_tasks.config import STAGES, Launch
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
-from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures, launch, stopping
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +195,7 @@ def test_a_workers_message_reaches_the_launcher(kind: str) -> None:
 def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path: Path) -> None:
     """Else it would try for two hours to reach the launcher, and hold the lock of its stage."""
     gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    name = context.process_name(psutil.Process(gone.pid))
+    name = processes.name_of(psutil.Process(gone.pid))
     gone.kill()
     gone.communicate()
     nobody = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(24000)), stopping.LAUNCHER: name}

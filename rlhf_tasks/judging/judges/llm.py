@@ -40,7 +40,7 @@ from rlhf_tasks.judging.judges.comparisons import (
 )
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking.events import Assessment
+from rlhf_tasks.tracking.record import Assessment
 
 if TYPE_CHECKING:
     from rlhf_tasks.judging.human_labels import Label
