@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Split
 from rlhf_tasks.data import columns
+from rlhf_tasks.data.chat import end_with_turns
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
@@ -279,6 +280,8 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; a missing pad token is read as EOS (masks don't come from values).
 
+    EOS is the end of a turn, where the chat template writes one, as in the tokenizer of the data.
+
     Raises:
         UserError: if the folder holds no tokenizer, or one without an EOS token, so that answers cannot end.
     """
@@ -294,6 +297,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    end_with_turns(tokenizer)
     return tokenizer
 
 
