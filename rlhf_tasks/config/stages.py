@@ -101,6 +101,7 @@ class PreferencesView(ModelView):
     max_completion_tokens: int = field(metadata={KEY: "data.max_completion_tokens"})
     preferences: s.Preferences
     train_reward_model: bool = field(metadata={KEY: "reward.train"})
+    stop_token: Literal["eos"] | int = field(metadata={KEY: "ppo.stop_token"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.chat import DATE
+from rlhf_tasks.data.chat import DATE, end_with_turns
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
@@ -280,8 +280,8 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; a missing pad token is read as EOS (masks don't come from values).
 
-    A chat template that prints today's date prints that of `data.chat_date` which the folder keeps, or else
-    its default.
+    EOS is the end of a turn, where the chat template writes one, as in the tokenizer of the data. A template
+    that prints today's date prints that of `data.chat_date` which the folder keeps, or else its default.
 
     Raises:
         UserError: if the folder holds no tokenizer, or one without an EOS token, so that answers cannot end.
@@ -300,6 +300,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.chat_template:
         tokenizer.init_kwargs.setdefault(DATE, Data().chat_date)
+    end_with_turns(tokenizer)
     return tokenizer
 
 

@@ -2,18 +2,25 @@
 
 The prompt is what the model sees when it answers: the conversation with the template's generation prompt. The
 response is what it has to write then. Nothing of a conversation is dropped in silence: what a template does
-not write is refused, with the template named as the cause.
+not write is refused, with the template named as the cause. Whether it writes a text is seen by rendering the
+conversation again, with a mark in place of each text.
+
+A template that marks what is to be trained on (`{% generation %}`) decides what a demonstration is: a turn
+without marks is none, and what stands before the marks belongs to the prompt. EOS is trained on always.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from rlhf_tasks import console
 from rlhf_tasks.data.rows import Reason
 from rlhf_tasks.errors import UserError
 
@@ -26,6 +33,13 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 THOUGHTS = re.compile(r"\s*<think>\n?(.*?)\s*</think>\s*", re.DOTALL)
 """The thoughts at the start of a message, as models write them."""
 OPEN_THOUGHTS = re.compile(r"<think>\s*\Z")
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Where a message may hold its thoughts; transformers gives them to templates under the first two."""
+TAGS = re.compile(r"(</?(?:think|tool_response)>)")
+"""What templates look for in a content."""
+GENERATION = re.compile(r"\{%-?\s*generation\b")
+MARK = re.compile(r"mark(\d+)(text|thought|call|tool)\d+end")
+"""Stands for a text of the message with this number, or for the name of a tool."""
 OTHER_NAMES = {
     **dict.fromkeys(("human", "prompter", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
@@ -34,7 +48,10 @@ OTHER_NAMES = {
 """Names of roles that no chat template knows."""
 DATE = "chat_date"
 """The key of a tokenizer's config that holds the date which its chat template prints."""
-DATE_CODES = [f"%{minus}{code}" for minus in ("-", "") for code in "aAbBdmyYHIMSpjHIFTDx"]
+DATE_CODES = re.compile(r"%[-_0^#]?[A-Za-z%]")
+
+Spans = Callable[[list[Message], Sequence[Any] | None], list[tuple[int, int]]]
+"""Where a rendered conversation holds what its template marks, as the first character and the one after."""
 
 
 class Chat(Protocol):
@@ -58,6 +75,9 @@ class Rendering:
     chat: None where the tokenizer has no template.
     tokenizer: its name in messages.
     train_on: which turns of the assistant are demonstrations.
+    special: names of special tokens; where a template writes no EOS after an answer, the last of them is its
+        end, such as `<|eom_id|>` after a tool call.
+    spans: where the template marks what is to be trained on; None where it marks nothing.
     """
 
     bos: str
@@ -65,6 +85,8 @@ class Rendering:
     chat: Chat | None
     tokenizer: str
     train_on: Literal["last", "all"] = "last"
+    special: Sequence[str] = ()
+    spans: Spans | None = None
 
 
 class Unusable(ValueError):
@@ -75,31 +97,53 @@ class Unusable(ValueError):
         self.reason, self.detail = reason, detail
 
 
+class Unmarked(Unusable):
+    """An answer of which the chat template marks nothing for training."""
+
+
 def template(tokenizer: PreTrainedTokenizerBase) -> Chat:
     """The chat template of a tokenizer; today's date, where it prints one, is the tokenizer's DATE."""
+    render = _renderer(tokenizer)
+    return lambda messages, answer_follows, /, tools=None: render(messages, answer_follows, tools, False)[0]
+
+
+def generated_spans(tokenizer: PreTrainedTokenizerBase) -> Spans | None:
+    """Where its chat template marks what is to be trained on; None for a template without such marks."""
+    if not GENERATION.search(str(tokenizer.chat_template)):
+        return None
+    render = _renderer(tokenizer)
+    return lambda messages, tools: render(messages, False, tools, True)[1]
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, list[tuple[int, int]]]]:
+    """Renders messages: the text, and the spans that the template marks, if they are asked for."""
     from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    source, dates = str(tokenizer.chat_template), dict[str, str]()
-    if (frozen := tokenizer.init_kwargs.get(DATE)) is not None:
+    source, names = str(tokenizer.chat_template), dict(tokenizer.special_tokens_map)
+    if (frozen := tokenizer.init_kwargs.get(DATE)) is not None and "strftime_now" in source:
+        # transformers passes no functions to a template, which so gets its own
         today = datetime.fromisoformat(frozen)
-        dates["date_string"] = f"{today:%d %b %Y}"
-        if "strftime_now" in source:  # transformers passes no functions to a template, which so gets its own
-            codes = "".join(f" | replace('{code}', '{today.strftime(code)}')" for code in DATE_CODES)
-            source = f"{{% macro strftime_now(format) %}}{{{{ format{codes} }}}}{{% endmacro %}}{source}"
+        dates = {code: today.strftime(code) for code in sorted({*DATE_CODES.findall(source)}, reverse=True)}
+        dates |= {"%s": str(int(today.replace(tzinfo=UTC).timestamp()))} if "%s" in dates else {}
+        codes = "".join(f" | replace({code!r}, {written!r})" for code, written in dates.items())
+        source = f"{{% macro strftime_now(format) %}}{{{{ format{codes} }}}}{{% endmacro %}}\n{source}"
 
-    def render(messages: list[Message], answer_follows: bool, /, tools: Sequence[Any] | None = None) -> str:
+    def render(
+        messages: list[Message], answer_follows: bool, tools: Sequence[Any] | None, with_spans: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            text: Any = tokenizer.apply_chat_template(
-                messages,
+            [text], spans = render_jinja_template(
+                conversations=[messages],
                 tools=None if tools is None else list(tools),
                 chat_template=source,
-                tokenize=False,
+                return_assistant_tokens_mask=with_spans,
                 add_generation_prompt=answer_follows,
-                **cast(Any, dates),
+                **names,
             )
         except (TemplateError, TypeError, AttributeError, KeyError) as error:  # templates expect their fields
             raise ValueError(str(error)) from error
-        return str(text)
+        return text, spans[0] if with_spans else []
 
     return render
 
@@ -108,15 +152,40 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template writes after an answer; None if there is none."""
     if not tokenizer.chat_template:
         return None
-    mark = "\ue000answer\ue000"  # no text has these characters
+    mark, chat = "\ue000answer\ue000", template(tokenizer)  # no text has these characters
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
     try:
-        after = template(tokenizer)(talk, False).partition(mark)[2].lstrip()
-    except ValueError:
+        try:
+            text = chat(talk, False)
+        except ValueError:
+            text = chat([{"role": "system", "content": "a"}, *talk], False)
+    except ValueError as error:
+        _say_once(
+            f"Warning: the chat template of {tokenizer.name_or_path} rejects a question with its answer "
+            f"({error}), so that what ends an answer in it is unknown: EOS ({tokenizer.eos_token}) does"
+        )
         return None
-    ids = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+    ids = tokenizer(text.partition(mark)[2].lstrip(), add_special_tokens=False)["input_ids"][:1]
     is_special = bool(ids) and ids[0] in tokenizer.added_tokens_decoder and ids[0] != tokenizer.unk_token_id
     return int(ids[0]) if is_special else None
+
+
+_say_once = functools.cache(console.say)
+
+
+def end_with_turns(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make what the chat template writes after an answer the tokenizer's EOS, in place.
+
+    So what ends an answer ends a demonstration; models/ends.py keeps the other end. Where the template names
+    EOS, it goes on to write the model's own.
+    """
+    turn, own = end_of_turn(tokenizer), tokenizer.eos_token
+    if turn is None or turn == tokenizer.eos_token_id:
+        return
+    if "eos_token" in str(tokenizer.chat_template):
+        set_own = f"{{% set eos_token = {json.dumps(own, ensure_ascii=False)} %}}\n"
+        tokenizer.chat_template = set_own + str(tokenizer.chat_template)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(turn)
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -147,6 +216,9 @@ def message(name: str, number: int, item: Any) -> Message:
         raise Unusable("malformed", f"{where} has no text under 'content'")
     if LONE_SURROGATE.search(content):
         raise Unusable("not_utf8", f"{where}.content is not UTF-8")
+    for name in THOUGHT_KEYS:
+        if isinstance(found.get(name), str):
+            found.setdefault(THOUGHT_KEYS[0], found[name])
     if not isinstance(found.get("tool_calls", []), list):
         raise Unusable("malformed", f"{where}.tool_calls is no list")
     if "tool_calls" in found:
@@ -235,11 +307,14 @@ def rendered(
     }
     try:
         head = rendering.chat(prompt, True, tools)
-        _check_all_is_written(head, prompt, tools, rendering, table)
-        return {"prompt": head} | {
-            name: _answer(prompt, following, name, head, tools, rendering, table)
-            for name, following in turns.items()
-        }
+        marked_prompt, marked_tools = _marked(prompt), _marked_tools(tools)
+        marked = rendering.chat(marked_prompt, True, marked_tools)
+        _check_all_is_written(marked, marked_prompt, marked_tools, rendering, table)
+        row = {"prompt": head}
+        for name, following in turns.items():
+            before, row[name] = _answer(prompt, following, name, head, tools, rendering, table)
+            row["prompt"] += before
+        return row
     except Unusable:
         raise
     except ValueError as error:
@@ -255,9 +330,14 @@ def _answer(
     tools: list[Any] | None,
     rendering: Rendering,
     table: str,
-) -> str:
-    """What the model writes after `head`, the rendering of the prompt; without EOS."""
+) -> tuple[str, str]:
+    """What the template writes after `head`, the rendering of the prompt, in two parts.
+
+    The first is not trained on. The second has no EOS, and begins with the thoughts of the first turn, since
+    the model has to write them.
+    """
     assert rendering.chat is not None
+    whose = f"the chat template of {rendering.tokenizer}"
     if turns[: len(prompt)] == prompt:
         turns = turns[len(prompt) :]
     if not any(turn["content"].strip() or "tool_calls" in turn for turn in turns):
@@ -266,40 +346,123 @@ def _answer(
     opened = OPEN_THOUGHTS.search(head)  # the generation prompt may begin the model's thoughts
     begins = head if opened is None or full.startswith(head) else head[: opened.start()]
     if not full.startswith(begins):
-        detail = f"renders the prompt differently when the {name} follows it"
-        raise Unusable("malformed", f"the chat template of {rendering.tokenizer} {detail}")
-    text = full[len(begins) :]
-    _check_all_is_written(text, turns, None, rendering, table)
-    # The thoughts of the first turn, where the template leaves them out: the model has to write them.
+        raise Unusable("malformed", f"{whose} renders the prompt differently when the {name} follows it")
+
+    # 1. All of it is written, and ends at the first end after its last text.
+    marked_turns = _marked([*prompt, *turns])
+    marked = rendering.chat(marked_turns, False, _marked_tools(tools))
+    _check_all_is_written(marked, marked_turns, None, rendering, table)
+    last = max(
+        (
+            found.end()
+            for found in MARK.finditer(marked)
+            if found[2] != "tool" and int(found[1]) >= len(prompt)
+        ),
+        default=0,
+    )
+    tail = marked[last:] if last else full[len(begins) :]
+    if not full.endswith(tail):
+        raise Unusable("malformed", f"{whose} ends the {name} in another way than other texts")
+    stop = len(full) - len(tail) + _find_end(tail, rendering)
+
+    # 2. What the template marks for training, where it marks something.
+    start = len(begins)
+    if name == "completion" and rendering.spans is not None:
+        spans = [
+            (max(first, start), min(end, stop))
+            for first, end in rendering.spans([*prompt, *turns], tools)
+            if first < stop and end > start
+        ]
+        if not spans:
+            raise Unmarked("malformed", f"{whose} marks nothing of the {name} for training")
+        start = spans[0][0]
+        if [end for _, end in spans] != [*(first for first, _ in spans[1:]), stop] or (
+            start > len(begins) != len(head)
+        ):
+            raise Unusable(
+                "malformed", f"{whose} marks parts of the {name} for training that are not its end"
+            )
+    before, text = full[len(begins) : start], full[start:stop]
+
+    # 3. The thoughts of the first turn, where the template leaves them out.
     given = THOUGHTS.match(turns[0]["content"])
-    thoughts = turns[0].get("reasoning_content") or (given.group(1) if given else "")
+    thoughts = turns[0].get(THOUGHT_KEYS[0]) or (given.group(1) if given else "")
+    is_left_out = bool(thoughts.strip()) and f"mark{len(prompt)}thought" not in marked
     if begins != head:
         text = f"{thoughts}\n</think>\n\n{THOUGHTS.sub('', text, count=1).lstrip()}"
-    elif thoughts and thoughts.strip() not in text:
-        text = f"<think>\n{thoughts}\n</think>\n\n{text.lstrip()}" if opened is None else text
-    bare = text.rstrip()
-    return bare.removesuffix(rendering.eos) if bare.endswith(rendering.eos) else text
+    elif is_left_out and opened is not None:
+        raise Unusable("malformed", f"{whose} leaves out the thoughts of the {name}")
+    elif is_left_out:
+        text = f"<think>\n{thoughts}\n</think>\n\n{THOUGHTS.sub('', text, count=1).lstrip()}"
+    return before, text
+
+
+def _find_end(tail: str, rendering: Rendering) -> int:
+    """Where an answer ends in what follows its last text: at EOS, or else at the last special token."""
+    if rendering.eos in tail:
+        return tail.index(rendering.eos)
+    bare = tail.rstrip()
+    ends = [len(bare) - len(name) for name in rendering.special if bare.endswith(name)]
+    return min(ends, default=len(tail))
+
+
+def _marked(turns: Sequence[Message]) -> list[Message]:
+    """The messages with MARKs in place of their texts; TAGS stay, since templates act on them."""
+    marked = []
+    for number, turn in enumerate(turns):
+        count, parts = itertools.count(), TAGS.split(turn["content"])
+        num_thoughts = parts.index("</think>") if THOUGHTS.match(turn["content"]) else 0
+        kinds = ["thought" if i < num_thoughts else "text" for i in range(len(parts))]
+        content = [
+            part if TAGS.fullmatch(part) else _mark(part, f"{number}{kind}", count)
+            for part, kind in zip(parts, kinds, strict=True)
+        ]
+        one = turn | {"content": "".join(content)}
+        one |= {key: _mark(turn[key], f"{number}thought", count) for key in THOUGHT_KEYS if key in turn}
+        if "tool_calls" in turn:
+            one["tool_calls"] = [_mark_function(call, f"{number}call", count) for call in turn["tool_calls"]]
+        marked.append(one)
+    return marked
+
+
+def _marked_tools(tools: Sequence[Any] | None) -> list[Any] | None:
+    """The tools with MARKs in place of their names."""
+    count = itertools.count()
+    return None if tools is None else [_mark_function(tool, "0tool", count) for tool in tools]
+
+
+def _mark_function(call: Mapping[str, Any], name: str, count: Iterator[int]) -> dict[str, Any]:
+    function = call.get("function", call)
+    marks = {key: _mark(function[key], name, count) for key in ("name", "arguments") if key in function}
+    return {**call, "function": {**function, **marks}} if "function" in call else {**function, **marks}
+
+
+def _mark(value: Any, name: str, count: Iterator[int]) -> Any:
+    if isinstance(value, str):
+        return f"mark{name}{next(count)}end" if value.strip() else value
+    if isinstance(value, Mapping):
+        return {key: _mark(part, name, count) for key, part in value.items()}
+    return [_mark(part, name, count) for part in value] if isinstance(value, list) else value
 
 
 def _check_all_is_written(
-    text: str, turns: Sequence[Message], tools: list[Any] | None, rendering: Rendering, table: str
+    text: str, marked: Sequence[Message], tools: Sequence[Any] | None, rendering: Rendering, table: str
 ) -> None:
-    """Check that the rendering has every content, tool call and tool.
+    """Check that the rendering of marked messages has every content, tool call and tool; thoughts may lack.
 
     Raises:
-        UserError: for tools: no row with tools could be rendered.
+        UserError: for a template that knows no tools: no row with tools could be rendered.
         Unusable: for a message that is left out.
     """
-    calls = [call.get("function", call) for turn in turns for call in turn.get("tool_calls", ())]
-    named = [tool.get("function", tool).get("name", "") for tool in tools or ()]
-    if any(str(one) not in text for one in (*named, *(call.get("name", "") for call in calls))):
+    given = [found for found in MARK.finditer(str([marked, tools])) if found[2] != "thought"]
+    lost = [found for found in given if found[0] not in text]
+    calls = [found for found in given if found[2] == "call"]
+    if any(found[2] == "tool" for found in lost) or (calls and all(found in lost for found in calls)):
         raise UserError(
             f"{table} has `tools` or `tool_calls`, which the chat template of {rendering.tokenizer} does not "
             "write; use a model whose template knows tools, or leave these rows out"
         )
-    for number, turn in enumerate(turns):
-        content = THOUGHTS.sub("", turn["content"], count=1).strip()
-        as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # as templates write what a tool returns
-        if content not in text and as_json not in text:
-            detail = f"leaves out message {number} (role {turn['role']})"
-            raise Unusable("malformed", f"the chat template of {rendering.tokenizer} {detail}")
+    if lost:
+        number, part = int(lost[0][1]), "a tool call of " if lost[0][2] == "call" else ""
+        detail = f"leaves out {part}message {number} (role {marked[number]['role']})"
+        raise Unusable("malformed", f"the chat template of {rendering.tokenizer} {detail}")

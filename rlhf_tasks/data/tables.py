@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlhf_tasks import console
@@ -19,6 +20,7 @@ from rlhf_tasks.data.chat import (
     LONE_SURROGATE,
     Message,
     Rendering,
+    Unmarked,
     Unusable,
     common_start,
     message,
@@ -148,12 +150,16 @@ def _texts(
         tools = tools_of(values.get("tools"))
         row: Row = rendered(prompt, answers, tools, rendering, table)
         turns = range(1, len(prompt)) if every_turn and rendering.train_on == "all" else ()
-        earlier = [
-            rendered(prompt[:i], {"completion": prompt[i : i + 1]}, tools, rendering, table)
-            for i in turns
-            if prompt[i]["role"] == "assistant" and any(turn["role"] == "user" for turn in prompt[:i])
-        ]
+        earlier = []
+        for i in turns:
+            if prompt[i]["role"] == "assistant" and any(turn["role"] == "user" for turn in prompt[:i]):
+                with suppress(Unmarked):  # no demonstration, says the template
+                    earlier.append(
+                        rendered(prompt[:i], {"completion": prompt[i : i + 1]}, tools, rendering, table)
+                    )
         return [*(turn | {CONVERSATION: row["prompt"]} for turn in earlier), row]
+    if tools_of(values.get("tools")):
+        raise Unusable("malformed", "has tools, but its prompt is text, which no chat template renders")
     if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
         prompt = rendering.bos + prompt
     return [{"prompt": prompt} | {name: _without_end(str(a), rendering.eos) for name, a in answers.items()}]

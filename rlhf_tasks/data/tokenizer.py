@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Model, Scratch
-from rlhf_tasks.data.chat import DATE, Rendering, end_of_turn, template
+from rlhf_tasks.data.chat import DATE, Rendering, end_with_turns, generated_spans, template
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import disk, packaged
 
@@ -138,9 +138,7 @@ def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    turn = end_of_turn(tokenizer)
-    if turn is not None:  # what ends an answer ends a demonstration; models/ends.py keeps the other one
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(turn)
+    end_with_turns(tokenizer)
     if tokenizer.chat_template and chat_date is not None:
         tokenizer.init_kwargs[DATE] = chat_date
     return tokenizer
@@ -164,6 +162,8 @@ def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
         eos=str(tokenizer.eos_token),
         chat=template(tokenizer) if tokenizer.chat_template else None,
         tokenizer=f"the tokenizer of {name}",
+        special=[str(token) for token in tokenizer.added_tokens_decoder.values() if token.special],
+        spans=generated_spans(tokenizer),
     )
 
 

@@ -8,6 +8,7 @@ tokens of both. Training and scoring read a response in one form, whatever token
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,9 +22,9 @@ Ends = tuple[int, ...]
 def ends_of(
     checkpoint: PreTrainedModel | GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
-    others: Iterable[int] = (),
+    others: Iterable[int | Literal["eos"]] = (),
 ) -> Ends:
-    """The tokens that end a checkpoint's responses, and `others`."""
+    """The tokens that end a checkpoint's responses, and `others`, such as `ppo.stop_token`."""
     config = checkpoint if isinstance(checkpoint, GenerationConfig | None) else checkpoint.generation_config
     named = None if config is None else config.eos_token_id
     turn = end_of_turn(tokenizer)
@@ -31,7 +32,7 @@ def ends_of(
         int(tokenizer.eos_token_id),
         *([named] if isinstance(named, int) else named or []),
         *([] if turn is None else [turn]),
-        *others,
+        *(end for end in others if end != "eos"),
     ]
     return tuple(dict.fromkeys(found))
 

@@ -1,11 +1,11 @@
 """Checkpoints that other programs wrote: reward heads under their names, and what is no model for a stage.
 
     score.weight                         transformers, TRL's RewardTrainer, OpenRLHF
-    value_head.weight                    OpenRLHF (`value_head_prefix` of its config)
+    value_head.weight                    OpenRLHF, or the name in `value_head_prefix` of its config
     v_head.summary.weight, .bias         TRL's AutoModelForCausalLMWithValueHead; LLaMA-Factory, which keeps
                                          them in a file of their own, value_head.safetensors
 
-OpenRLHF's reward is (score - mean) / std, where its config holds both.
+OpenRLHF's reward is (score - mean) / std, where its config holds both, unless `normalize_reward` is false.
 
 H hidden.
 """
@@ -13,8 +13,9 @@ H hidden.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,10 @@ def refuse_others(source: str | Path, config: PretrainedConfig | None = None) ->
     """
     folder = Path(source)
     if (adapter := folder / "adapter_config.json").is_file():
-        settings = json.loads(adapter.read_text(encoding="utf-8"))
+        try:
+            settings = dict(json.loads(adapter.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ContractError(f"{source}: {adapter.name} cannot be read: {error}") from None
         kind = "SequenceClassification" if settings.get("task_type") == "SEQ_CLS" else "CausalLM"
         base = settings.get("base_model_name_or_path")
         raise ContractError(
@@ -97,14 +101,23 @@ def _other_kind(config: PretrainedConfig) -> str | None:
     return next((what for end, what in OTHER_HEADS.items() if any(n.endswith(end) for n in names)), None)
 
 
-def find_head(folder: Path) -> Head | None:
+def find_head(folder: Path, prefix: str | None = None) -> Head | None:
     """The head of a reward model that is stored under another name than `score`; None where there is none.
 
+    `prefix` is the name in the model's config, where it has one.
+
     Raises:
-        ContractError: if it is in a file of another format, or scores more than once.
+        ContractError: if it is in a file of another format, scores more than once, or is no linear map.
     """
-    found = dict(_heads(folder))
-    name = next((name for name in VALUE_HEADS if f"{name}.weight" in found), None)
+    names = [prefix, *VALUE_HEADS] if prefix and prefix != "score" else VALUE_HEADS
+    found = dict(_heads(folder, (*names, "score", "v_head")))
+    known = {f"{name}.{part}" for name in names for part in ("weight", "bias")} | {"score.weight"}
+    if strange := sorted(found.keys() - known):
+        raise ContractError(
+            f"{folder} has a head of another form ({', '.join(strange)}); a reward model has one linear head "
+            "score.weight, v_head.summary or value_head: merge its adapter, or save its head so"
+        )
+    name = next((name for name in names if f"{name}.weight" in found), None)
     if name is None:
         return None
     weight, bias = found[f"{name}.weight"].float(), found.get(f"{name}.bias", torch.zeros(1))
@@ -116,13 +129,14 @@ def find_head(folder: Path) -> Head | None:
     return Head(weight, float(bias))
 
 
-def _heads(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder whose names begin like a value head's."""
+def _heads(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder whose names begin with one of these."""
+    begins = tuple(f"{name}." for name in names)
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 – it is no mapping
-                    if name.startswith(VALUE_HEADS):
+                    if name.startswith(begins):
                         yield name, tensors.get_tensor(name)
         except SafetensorError as error:
             raise ContractError(f"cannot load a model from {folder}: {file.name}: {error}") from error
@@ -138,7 +152,11 @@ def _heads(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def put_head(model: PreTrainedModel, head: Head | None) -> None:
-    """Give a classifier its head, and the scale that its config holds, as `score` and `score_mean`."""
+    """Give a classifier its head, and the scale that its config holds, as `score` and `score_mean`.
+
+    Raises:
+        ContractError: for a scale that is no number.
+    """
     score: Any = model.score
     config = model.config
     bias = 0.0
@@ -146,6 +164,13 @@ def put_head(model: PreTrainedModel, head: Head | None) -> None:
         score.weight.copy_(head.weight)
         bias = head.bias
     mean, std = getattr(config, "mean", 0.0), getattr(config, "std", 1.0)
+    if getattr(config, "normalize_reward", True) is False:
+        mean, std = 0.0, 1.0
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in (mean, std)) or std <= 0:
+        raise ContractError(
+            f"the config of {model.name_or_path} has mean={mean!r} and std={std!r}; its scores are "
+            "(score - mean) / std: give numbers, std above 0, or set normalize_reward to false"
+        )
     for name in ("mean", "std"):  # or they would be applied again when the model was saved and loaded
         if hasattr(config, name):
             delattr(config, name)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -161,7 +161,8 @@ def is_reward(source: str | Path, revision: str | None = None) -> bool:
     Raises:
         ContractError: if it cannot be read, or is no model for a stage.
     """
-    return is_classifier(load_config(source, revision)) or _head(source, revision) is not None
+    config = load_config(source, revision)
+    return is_classifier(config) or _head(source, revision, config) is not None
 
 
 def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
@@ -171,12 +172,12 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
         ContractError: if it has no trained one-score head, or cannot be read.
     """
     config = load_config(source, revision)
-    head = _head(source, revision)
+    head = _head(source, revision, config)
     if head is None:
         model = load_classifier(source, revision)
     else:
         config.num_labels = 1
-        trunk = _load(AutoModel, source, revision, beside=SCORE_HEADS)
+        trunk = _load(AutoModel, source, revision, without_head=True)
         model = build_classifier(trunk, config).eval()
     if model.config.num_labels != 1:
         raise ContractError(
@@ -188,23 +189,31 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     return TokenScores(model)
 
 
-def _head(source: str | Path, revision: str | None) -> Head | None:
-    return find_head(_fetch(str(source), revision, ["*.json", "*.safetensors"]))
+def _head(source: str | Path, revision: str | None, config: PretrainedConfig) -> Head | None:
+    folder = _fetch(str(source), revision, ["*.json", "*.safetensors"])
+    return find_head(folder, getattr(config, "value_head_prefix", None))
 
 
 def _load(
-    auto: Any, source: str | Path, revision: str | None, beside: Collection[str] = ()
+    auto: Any, source: str | Path, revision: str | None, *, without_head: bool = False
 ) -> PreTrainedModel:
-    """A model in float32; heads that score texts are refused, but those `beside` it are left out."""
-    load_config(source, revision)
+    """A model in float32; heads that score texts beside it are refused, or left out (`without_head`)."""
+    names = (*SCORE_HEADS, getattr(load_config(source, revision), "value_head_prefix", None))
     how = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
     how |= {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
     try:
         model, info = auto.from_pretrained(source, **how)
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(source, error) from error
-    heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)
-    if {key.split(".")[0] for key in heads} - {*beside}:
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ContractError(
+            f"{source}: weights have other shapes than its config.json says (the report above names them), "
+            "such as another vocab_size, or a score head without num_labels=1; correct config.json"
+        ) from error
+    heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in names)
+    if heads and not without_head:
         raise ContractError(
             f"{source} holds {', '.join(heads)}: it scores or classifies texts; give a language model"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_tasks import console
 from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.tensors import NonFiniteError
 
 REFERENCE = "reference"
@@ -47,13 +48,19 @@ def trivial_responses(
 def audit(responses: Mapping[str, list[Ids]], score: Callable[[list[Ids]], Tensor]) -> Earnings:
     """What each kind of response earns; prints a table, and a warning of each kind that beats the references.
 
-    `score` gives the scores (B,) of one response to each prompt.
+    `score` gives the scores (B,) of one response to each prompt. A kind that a scorer refuses, such as empty
+    responses, is named and left out: the policy may never write it.
+
+    Raises:
+        UserError: if a scorer refuses the references.
     """
     scores: dict[str, Tensor] = {}
     for name, found in responses.items():
         try:
             scores[name] = score(found)
-        except NonFiniteError as error:  # in training the guards handle it
+        except (NonFiniteError, UserError) as error:  # the guards handle the first in training
+            if name == REFERENCE and isinstance(error, UserError):
+                raise
             console.say(f"Warning: {name.replace('_', ' ')} responses have no score: {error}")
     if REFERENCE not in scores:
         return {}

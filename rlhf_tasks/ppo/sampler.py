@@ -39,7 +39,7 @@ MAX_SEED = 2**62  # vLLM adds the number of the sample to a seed, and takes 64 b
 
 def response_ends(config: Ppo, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Ends:
     """The tokens that end the policy's responses, `ppo.stop_token` among them."""
-    return ends_of(policy, tokenizer, [] if config.stop_token == "eos" else [config.stop_token])
+    return ends_of(policy, tokenizer, [config.stop_token])
 
 
 class Sampler(Protocol):

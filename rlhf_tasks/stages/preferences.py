@@ -5,6 +5,10 @@ On the synthetic task the gold judge compares two samples for one prompt. Other 
 sample is the rejected response and the prompt's reference the chosen one. Training labels of the gold judge
 are flipped with probability `label_noise`, because people err too; held-out labels are correct.
 
+A sample ends as PPO's responses do, also at `ppo.stop_token`; a special token that ended it is no text of it.
+One that was cut at `data.max_completion_tokens` is a response too: like all rows of the reward model it is
+read with EOS, so that the model learns what a response is worth that stops there.
+
 With `reward.train: false` nothing reads the pairs: the tables are empty, and nothing is sampled.
 """
 
@@ -22,6 +26,7 @@ from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.data.tokenizer import encode, response_texts
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.models.ends import closed, ends_of
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.project.atomic import whole
@@ -43,6 +48,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
     total = num_rounds * sum(map(len, prompts.values()))
     if total:
         model, tokenizer = place(load_causal(paths.sft), dist.device), load_tokenizer(paths.sft)
+        ends = ends_of(model, tokenizer, [config.stop_token])
     metrics: dict[str, float] = {}
     with (
         whole(paths.rows("comparisons")) as folder,
@@ -62,12 +68,13 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                         max_new_tokens=config.max_completion_tokens,
                         temperature=settings.temperature,
                         seed=2 * (config.seed * len(SPLITS) + number) + i,
+                        ends=ends,
                         meter=meter,
                     )
                     for i in range(num_rounds)
                 ]
                 queries = encode(tokenizer, [row["prompt"] for row in prompts[split]])
-                texts = [response_texts(tokenizer, queries, ids) for ids in samples]
+                texts = [response_texts(tokenizer, queries, closed(tokenizer, ids, ends)) for ids in samples]
                 rows += _pair(prompts[split], texts)
             # 3. Labels err in training only.
             if split == "train" and config.data_source == "synthetic":

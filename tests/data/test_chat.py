@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from transformers import AutoTokenizer
 
 from rlhf_tasks.config import Data, Model, Split
 from rlhf_tasks.data import tokenizer
+from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.chat import DATE, Rendering
 from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Row
 from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.data.splits import complete, fill_splits
 from rlhf_tasks.data.tables import assemble
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.models.contracts import check_same_tokenizer
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
 ASKS = "{% if add_generation_prompt %}<assistant>%s{% endif %}"
@@ -199,7 +202,7 @@ def test_a_message_that_a_template_leaves_out_is_refused(rendering: Any) -> None
 
 
 def all_turns(rendering: Rendering) -> Rendering:
-    return Rendering(rendering.bos, rendering.eos, rendering.chat, rendering.tokenizer, train_on="all")
+    return replace(rendering, train_on="all")
 
 
 def test_every_turn_of_the_assistant_is_a_demonstration_of_what_it_saw(rendering: Any) -> None:
@@ -228,3 +231,156 @@ def test_the_turns_of_a_conversation_are_in_one_split_and_only_the_last_is_a_pro
         last = {row["prompt"] for row in rows if CONVERSATION not in row}
         assert last == {row[CONVERSATION] for row in rows if CONVERSATION in row}
         assert last == {row["prompt"] for row in prompts}
+
+
+# --------------------------------------------------------------------------------- laws of odd templates
+
+IM = ("<|im_start|>", "<|im_end|>", "<|eom_id|>")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EOS_AT_THE_END = CHATML.replace("assistant\n{% endif %}", "assistant\n{% else %}{{ eos_token }}{% endif %}")
+EOS_IN_THE_HISTORY = CHATML.replace(
+    "<|im_end|>\n", "<|im_end|>\n{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}", 1
+)
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}<|eom_id|>"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and m.train != false %}"
+    "mood: calm\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def base(chat_model: Path, tmp_path: Path) -> Any:
+    """A folder whose tokenizer has this template and the tokens of ChatML; its EOS stays `<eos>`."""
+
+    def of(template: str) -> Path:
+        words = AutoTokenizer.from_pretrained(chat_model)
+        words.add_special_tokens({"additional_special_tokens": list(IM)})
+        words.chat_template = template
+        words.save_pretrained(tmp_path / "base")
+        return tmp_path / "base"
+
+    return of
+
+
+def made_ready(folder: Path) -> Rendering:
+    ready = tokenizer.ready(Model(base=str(folder), scratch=None))
+    return tokenizer.ready_rendering(ready, "m")
+
+
+@pytest.mark.parametrize("template", [EOS_AT_THE_END, EOS_IN_THE_HISTORY, NEEDS_SYSTEM])
+def test_an_answer_is_cut_at_the_first_end_and_the_history_keeps_its_bytes(template: str, base: Any) -> None:
+    folder = base(template)
+    rendering = made_ready(folder)
+    assert rendering.eos == "<|im_end|>"
+    talk = [{"role": "system", "content": "be"}, user("hi"), assistant("yes"), user("so")]
+    row = only(rendering, {"messages": [*talk, assistant("no")]})
+    raw = AutoTokenizer.from_pretrained(folder)
+    expected = raw.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert row == {"prompt": expected, "completion": "no"}
+
+
+def test_the_models_own_folder_has_the_tokenizer_that_is_made_of_it(base: Any, tmp_path: Path) -> None:
+    folder = base(EOS_IN_THE_HISTORY)
+    tokenizer.save(tokenizer.ready(Model(base=str(folder), scratch=None)), tmp_path / "data")
+    check_same_tokenizer(tmp_path / "data", folder)
+    assert load_tokenizer(folder).eos_token == load_tokenizer(tmp_path / "data").eos_token == "<|im_end|>"
+
+
+def test_a_template_whose_end_of_turn_is_unknown_is_named_once(
+    base: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = base("{{ raise_exception('never these') }}")
+    for _ in range(2):
+        tokenizer.ready(Model(base=str(folder), scratch=None))
+    assert capsys.readouterr().out.count("rejects a question with its answer (never these)") == 1
+
+
+def test_a_tool_call_loses_the_end_that_is_not_eos(base: Any) -> None:
+    row = only(made_ready(base(CALLS)), {"messages": ASKED[:2]})
+    assert row["completion"] == 'warmth {"at": "home"}'
+    two = {"messages": [ASKED[0], assistant(None, tool_calls=[CALL, CALL])]}
+    _, report = read(made_ready(base(CALLS)), two)
+    assert "leaves out a tool call of message 1 (role assistant)" in report
+
+
+def test_marks_for_training_decide_what_a_demonstration_is(base: Any) -> None:
+    rendering = replace(made_ready(base(MARKS)), train_on="all")
+    talk = [user("a"), assistant("b", train=False), user("c"), assistant("d")]
+    row = only(rendering, {"messages": talk})
+    assert row["completion"] == "d"
+    assert row["prompt"].endswith("<|im_start|>assistant\nmood: calm\n")
+    _, report = read(rendering, {"messages": [user("a"), assistant("b", train=False)]})
+    assert "marks nothing of the completion for training" in report
+
+
+def test_marks_that_end_before_the_answer_are_refused(base: Any) -> None:
+    template = MARKS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} ok<|im_end|>")
+    _, report = read(made_ready(base(template)), {"messages": [user("a"), assistant("b")]})
+    assert "marks parts of the completion for training that are not its end" in report
+
+
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "words"),
+    [
+        (
+            NO_SYSTEM,
+            {"messages": [{"role": "system", "content": "a cat"}, user("a cat?"), assistant("no")]},
+            "leaves out message 0 (role system)",
+        ),
+        (PLAIN, {"prompt": "hi", "completion": "yes", "tools": [SEARCH]}, "its prompt is text"),
+    ],
+)
+def test_what_another_text_holds_by_chance_is_left_out_all_the_same(
+    template: str, row: dict[str, Any], words: str, rendering: Any
+) -> None:
+    _, report = read(rendering(template), row)
+    assert words in report
+
+
+def test_a_tool_whose_name_the_user_writes_is_missed(rendering: Any) -> None:
+    with pytest.raises(UserError, match="which the chat template of the tokenizer of m does not write"):
+        read(rendering(PLAIN), {"messages": [user("search cats"), assistant("yes")], "tools": [SEARCH]})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        assistant("<think>\n4\n</think>\n\nIt is 4."),
+        assistant("It is 4.", reasoning_content="4"),
+        assistant("It is 4.", thinking="4"),
+        assistant("It is 4.", reasoning="4"),
+    ],
+)
+def test_a_thought_that_the_answer_repeats_is_kept(answer: dict[str, Any], rendering: Any) -> None:
+    row = only(rendering(STRIPS_THOUGHTS), {"messages": [user("2+2?"), answer]})
+    assert row["completion"] == "<think>\n4\n</think>\n\nIt is 4."
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("%e", " 6"), ("%c", "Sat Jul  6 00:00:00 2024"), ("%s", "1720224000"), ("%R %U %Z", "00:00 26 ")],
+)
+def test_every_code_of_a_date_is_written(code: str, expected: str, rendering: Any) -> None:
+    made = rendering("{{ strftime_now('" + code + "') }}" + PLAIN, "2024-07-06")
+    assert made.chat([user("hi")], True).startswith(expected + "<user>")
+
+
+def test_a_constant_date_of_a_template_stays(rendering: Any) -> None:
+    constant = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    made = rendering(constant + "{{ date_string }}" + PLAIN, "2025-01-01")
+    assert made.chat([user("hi")], True).startswith("26 Jul 2024<user>")

@@ -95,6 +95,49 @@ def test_a_head_of_several_scores_is_no_reward_model(tmp_path: Path) -> None:
         load_reward(tmp_path)
 
 
+def test_a_head_is_found_under_the_name_in_its_config_and_unscaled_if_it_says_so(tmp_path: Path) -> None:
+    folder = causal_folder(
+        tmp_path, value_head_prefix="reward_head", normalize_reward=False, mean=2.0, std=4.0
+    )
+    add(folder, {"reward_head.weight": WEIGHT})
+    found = small.last_scores_alone(load_reward(folder), QUERIES, RESPONSES)
+    torch.testing.assert_close(found, expected(), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ContractError, match=r"holds reward_head\.weight: it scores"):
+        load_causal(folder)
+
+
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
+ONE_LABEL = CLASSIFIER | {"id2label": {"0": "LABEL_0"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "words"),
+    [
+        (CLASSIFIER, {"score.weight": WEIGHT}, "a score head without num_labels=1"),
+        (ONE_LABEL, {"score.weight": WEIGHT, "score.bias": torch.ones(1)}, r"another form \(score\.bias\)"),
+        (ONE_LABEL, {"score.modules_to_save.default.weight": WEIGHT}, "another form .*merge its adapter"),
+        ({}, {"v_head.0.weight": WEIGHT}, r"another form \(v_head\.0\.weight"),
+        ({"std": 0.0}, {"value_head.weight": WEIGHT}, "std=0.0; its scores are"),
+        ({"mean": "x"}, {"value_head.weight": WEIGHT}, "mean='x'"),
+    ],
+)
+def test_a_head_that_cannot_be_read_is_named(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor], words: str
+) -> None:
+    add(causal_folder(tmp_path, **config), tensors, drop="lm_head")
+    with pytest.raises(ContractError, match=words):
+        load_reward(tmp_path)
+
+
+def test_a_config_of_other_shapes_and_a_damaged_adapter_are_named(tmp_path: Path) -> None:
+    folder = causal_folder(tmp_path, vocab_size=64)
+    with pytest.raises(ContractError, match="weights have other shapes than its config"):
+        load_causal(folder)
+    (folder / "adapter_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ContractError, match=r"adapter_config\.json cannot be read"):
+        load_causal(folder)
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.audit import audit, trivial_responses
 
@@ -57,17 +58,26 @@ def test_a_reward_of_references_is_not_warned_of(capsys: pytest.CaptureFixture[s
     assert "Warning" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", [NonFiniteError, UserError])
 def test_a_kind_without_a_score_is_named_and_the_others_are_shown(
-    capsys: pytest.CaptureFixture[str],
+    kind: type[Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_empty(responses: list[Ids]) -> Tensor:
         if [END] in responses:
-            raise NonFiniteError("ppo.scorers: mine gave nan")
+            raise kind("ppo.scorers: mine failed")
         return by_length(responses)
 
     earnings = audit(of(), no_empty)
     assert set(of()) - set(earnings) == {"empty"}
-    assert "empty responses have no score: ppo.scorers: mine gave nan" in capsys.readouterr().out
+    assert "empty responses have no score: ppo.scorers: mine failed" in capsys.readouterr().out
+
+
+def test_a_scorer_that_refuses_the_references_ends_the_run() -> None:
+    def refuse(responses: list[Ids]) -> Tensor:
+        raise UserError("mine raised IndexError")
+
+    with pytest.raises(UserError, match="mine raised IndexError"):
+        audit(of(), refuse)
 
 
 def test_a_constant_reward_has_nothing_to_learn(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,20 @@ def test_without_reward_training_nothing_is_sampled(models_here: Path) -> None:
     assert set(metrics.values()) == {0}
     columns = [pq.read_schema(Paths().rows("comparisons") / f"{split}.parquet").names for split in SPLITS]
     assert columns == [list(preferences.COLUMNS)] * 3
+
+
+@pytest.mark.parametrize("where", ["generation config", "ppo.stop_token"])
+def test_what_ends_a_sample_is_no_text_of_it(models_here: Path, where: str) -> None:
+    words = small.tokenizer()
+    changes: dict[str, Any] = {"data.source": "files", "judge.judges": [small.HELDOUT]}
+    if where == "ppo.stop_token":
+        changes["ppo.stop_token"] = words.pad_token_id
+    else:
+        file = Path("models/sft/generation_config.json")
+        config = json.loads(file.read_text(encoding="utf-8"))
+        ends = [words.eos_token_id, words.pad_token_id]
+        file.write_text(json.dumps(config | {"eos_token_id": ends}), encoding="utf-8")
+    _, found = run(**changes | {"preferences.num_prompts": 40, "preferences.temperature": 1.0})
+    samples = [row["rejected"] for row in found["train"] if row["origin"] == "sft_samples"]
+    assert samples
+    assert not any(str(words.pad_token) in text for text in samples)
