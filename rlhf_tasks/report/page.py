@@ -1,163 +1,246 @@
-"""The report's page: what its template shows, and how a template becomes a document."""
+"""The report's page. Its words and the order of its sections are in page.html; here are its values."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import jinja2
-from markupsafe import Markup, escape
-
-from rlhf_tasks.config import Stage, flatten
-from rlhf_tasks.report import (
-    agreement,
-    chain,
-    charts,
-    figures,
-    measures,
-    names,
-    numbers,
-    reward_diagnostics,
-    samples,
-)
-from rlhf_tasks.report.inputs import Inputs
-from rlhf_tasks.report.win_rates import by_judge, headline, leading_judge, win_rates
+from rlhf_tasks.config import ReportView, flatten
+from rlhf_tasks.config.scorers import OPTIMISED
+from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.report import document, figures, identity
+from rlhf_tasks.report.document import number
+from rlhf_tasks.report.figures import Curve, Figure
+from rlhf_tasks.report.inputs import Inputs, Rows
 from rlhf_tasks.tracking import catalogue
 
-KL = "objective/kl"
+RESPONDERS = ("reference", "sft", "policy")
+"""The origins of judged responses, in the order of the columns."""
+NUM_SAMPLES = 5  # won most, and lost most
+NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
+OPTIMIZED_JUDGE = " (the reward that PPO optimized: its win rate is no evidence that the policy got better)"
+Table = Mapping[str, str]
+"""Text by the words for a metric."""
 
 
-def render(inputs: Inputs, run: Mapping[str, str]) -> str:
+def render(inputs: Inputs, view: ReportView, facts: Mapping[str, str]) -> str:
     """The whole page as one HTML document that loads nothing. Equal inputs give equal text.
 
-    `run` says which run this is: see `identity.facts`.
+    `facts` say which run this is: see `identity.facts`.
     """
-    return document("page.html", {"run": run, **context(inputs)})
+    return document.render("page.html", {"run": facts, **context(inputs, view)})
 
 
-def document(template: str, variables: Mapping[str, Any]) -> str:
-    """A template of this folder, filled in; its variable `style` is the style sheet."""
-    here = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "number": numbers.number, "percent": numbers.percent, "hundredths": numbers.hundredths,
-        "named": names.model, "judge_named": names.judge, "code": _code, "key": _key,
-        "in_words": _in_words,
-    }  # fmt: skip
-    style = Markup((here / "page.css").read_text(encoding="utf-8"))  # our own file, so trusted
-    return environment.get_template(template).render(style=style, **variables)
-
-
-def context(inputs: Inputs) -> dict[str, Any]:
+def context(inputs: Inputs, view: ReportView) -> dict[str, Any]:
     """The template's variables."""
+    results, judge = inputs.results, leading_judge(inputs.results)
+    judged, reward = results.metrics(), inputs.metrics.get("reward", {})
+    first, more = figures.split(figures.of_run(inputs.curves))
     return {
-        **_win_rates(inputs),
-        **_measured(inputs),
-        "gate": inputs.verdict or {"criteria": []},
-        "gate_is_off": inputs.verdict == {},
-        "kl": _kl(inputs.metrics.get("ppo", {})),
-        "ppo_figures": figures.of_stages(inputs.curves, ("judge", "ppo")),
-        "loss_figures": figures.of_stages(inputs.curves, ("sft", "reward", "base")),
+        # 1. The story.
+        "gate": inputs.verdict,
+        "failed": _failed_criteria(inputs.verdict or {"criteria": []}),
+        "view": view,
+        "base": identity.base_model(view.model),
+        "judge_name": document.judge(judge),
+        "headlines": {other: results.comparison(judge, "policy", other) for other in ("sft", "reference")},
+        "values": inputs.metrics,
+        "duration": _duration(inputs),
+        "ppo_duration": _ppo_duration(inputs.curves.get("ppo", ())),
+        # 2. Samples, and 3. curves.
+        "samples": _samples(inputs, judge),
+        "first_figures": first,
+        "more_figures": more,
         "trips": inputs.trips,
-        "training_samples": samples.of_training(inputs.ppo_samples),
-        "metrics": inputs.metrics,
-        "chain": chain.links(inputs.lineage, inputs.outs),
-        "lineage": {stage: _flat(tree) for stage, tree in inputs.lineage.items()},
+        # 4. The evidence.
+        "rates": _rates(results),
+        "judge_facts": _facts("judge", judged, "kappa/", "human/", *_compared(results)),
+        "measured": _measured(judged),
+        "reward_facts": _facts("reward", reward, "")
+        | _facts("judge", judged, "agreement/", "calibration/", "reward_gap/"),
+        "audit": {
+            kind.replace("_", " "): {
+                "score": number(one["score"]),
+                "beats": document.share(one["beats_reference"]),
+            }
+            for kind, one in inputs.audit.items()
+        },
+        "reward_figures": [
+            *_diagnostics(
+                inputs.calibration,
+                "model",
+                "origin",
+                "confidence",
+                "right",
+                "Share of pairs that the model orders right, by the probability that it gives its order. "
+                "Below the dashed line the model is too confident. Bands are 95% intervals.",
+                lambda x: x,
+            ),
+            *_diagnostics(
+                inputs.lengths,
+                "judge",
+                "who",
+                "length",
+                "score",
+                "Mean score of responses by their length in characters, with its 95% interval. Rising lines "
+                "show that length is rewarded; the distance between them is what length does not explain.",
+            ),
+        ],
+        "training_samples": _of_training(inputs.ppo_samples),
+        "metrics": {
+            stage: {key: document.metric(values, key) for key in document.without_ends(values)}
+            for stage, values in inputs.metrics.items()
+        },
+        "lineage": {stage: _links(tree, inputs.makers) for stage, tree in inputs.lineage.items()},
         "missing": inputs.missing,
     }
 
 
-def _win_rates(inputs: Inputs) -> dict[str, Any]:
-    results = inputs.results
-    rates = win_rates(results)
-    judge = leading_judge(rates, results.optimised_judges)
-    won, lost = samples.clearest(inputs, judge)
-    return {
-        "judge_name": names.judge(judge),
-        "headlines": [headline(results, judge, "policy", other) for other in ("reference", "sft")],
-        "rates": by_judge(rates, results.optimised_judges),
-        "rate_scale": charts.rate_scale(),
-        "agreements": agreement.agreements(results),
-        "biased": agreement.biased(results),
-        "sample_groups": [("Where the policy won most", won), ("Where the policy lost most", lost)],
-    }
+def leading_judge(results: EvaluationResults) -> str:
+    """The judge of the story: gold if there is one, and none that PPO optimized if there is another."""
+    judges = sorted(one.judge for one in results.comparisons)
+    return min(judges, key=lambda name: (name != "gold", name in results.optimised_judges), default="")
 
 
-def _measured(inputs: Inputs) -> dict[str, Any]:
-    results = inputs.results
-    return {
-        "tables": [
-            ("Responses to the judged prompts", names.RESPONDERS, measures.responses(results)),
-            ("What the language models still know", names.LANGUAGE_MODELS, measures.retention(results)),
-        ],
-        "facts": measures.reward_facts(inputs.metrics.get("reward", {}), results),
-        "diagnostic_figures": [
-            *reward_diagnostics.calibration(inputs.calibration, results),
-            *reward_diagnostics.lengths(inputs.lengths),
-        ],
-    }
+def _failed_criteria(verdict: Mapping[str, Any]) -> list[str]:
+    """The first word of the key of each criterion that failed: `over` of `over_sft/gold`."""
+    failed = [one["key"] for one in verdict["criteria"] if not one["passed"]]
+    return list(dict.fromkeys(key.partition("/")[0].partition("_")[0] for key in failed))
 
 
-def _kl(ppo: Mapping[str, float]) -> dict[str, Any] | None:
-    """The card of the kept checkpoint's KL, as in the gate, else of the last rollout's; None without both."""
-    selected, last = ppo.get("selected_kl"), ppo.get(KL)
-    value = last if selected is None else selected
-    if value is None or not math.isfinite(value):
+def _duration(inputs: Inputs) -> str | None:
+    """From the start of the first stage to that of the verdict; None if a stage is older than its inputs."""
+    times = list(identity.starts(inputs.lineage).values())
+    if len(times) < 2 or times != sorted(times):
         return None
-    low, high = _kl_band()
-    side = "inside" if low <= value <= high else "outside"
-    label = f"KL {numbers.number(value)} nats, {side} the band from {low:g} to {high:g}"
-    return {
-        "value": value,
-        "band": (low, high),
-        "side": side,
-        "svg": charts.gauge(label, value, (low, high)),
-        "episode": ppo.get("selected_episode"),
-        "standard_error": ppo.get("selected_kl_standard_error"),
-        "is_selected": selected is not None,
-        "last": last,
-    }
+    return _span((times[-1] - times[0]).total_seconds())
 
 
-def _kl_band() -> tuple[float, float]:
-    """The catalogue's band of the KL's figure."""
-    bands = (p.band for p in catalogue.panels("ppo") if any(metric.name == KL for metric in p.metrics))
-    band = next(bands)
-    assert band is not None, "the catalogue gives the KL a band"
-    return band
+def _ppo_duration(points: figures.Points) -> str | None:
+    names = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
+    seconds = sum(row.get(name, 0.0) for row in points for name in names)
+    return _span(seconds) if seconds else None
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for key, value in flatten(tree).items()
-    }
+def _span(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.2g} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
-def _in_words(name: str) -> str:
-    """The words for a metric `STAGE/NAME`."""
-    stage, _, own = name.partition("/")
-    return catalogue.in_words(cast(Stage, stage), own)
+# --------------------------------------------------------------------------------------- samples
 
 
-def _key(name: str) -> Markup:
-    """A metric's name, a parameter or a path, which a narrow page may break after `/`, `_` and `.` only."""
-    parts = re.split(r"(?<=[/_.])", name)
-    return Markup("<code>{}</code>").format(Markup("<wbr>").join(parts))
+def _samples(inputs: Inputs, judge: str) -> dict[str, Rows]:
+    """Prompts on which the policy leads the references most, the one in the middle, and where it lags most.
+
+    It is compared with SFT where the data has no references.
+    """
+    by_index = {row["index"]: row for row in inputs.responses}
+    for opponent in ("reference", "sft"):
+        found = []
+        for row in inputs.comparisons:
+            pair = row["judge"], row["a"], row["b"]
+            if pair != (judge, "policy", opponent) or row["index"] not in by_index or _failed(row):
+                continue
+            lead, text = _lead(row)
+            own = by_index[row["index"]]
+            responses = [(who, own[who] or "", own.get(f"{judge}/{who}")) for who in RESPONDERS if who in own]
+            found.append({**own, "lead": lead, "lead_text": text, "responses": responses})
+        if found:
+            found.sort(key=lambda one: (-one["lead"], one["index"]))
+            lost = sorted(found, key=lambda one: (one["lead"], one["index"]))
+            return {
+                "Where the policy won most": [one for one in found if one["lead"] > 0][:NUM_SAMPLES],
+                "In the middle": [found[len(found) // 2]],
+                "Where the policy lost most": [one for one in lost if one["lead"] < 0][:NUM_SAMPLES],
+            }
+    return {}
 
 
-def _code(text: str) -> Markup:
-    """A text of the catalogue as HTML: what stands between backticks is code."""
-    parts = str(text).split("`")
-    pieces = [Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts)]
-    return Markup("").join(pieces)
+def _failed(row: Mapping[str, Any]) -> bool:
+    return row["outcome"] is None or math.isnan(row["outcome"])
+
+
+def _lead(row: Mapping[str, Any]) -> tuple[float, str]:
+    """How far A is ahead: by score; by its mean probability over both orders, less ½; by the bare outcome."""
+    orders = [row.get("a_shown_first"), row.get("a_shown_second")]
+    if row["score_a"] is not None and row["score_b"] is not None:
+        lead = float(row["score_a"] - row["score_b"])
+        text = f" by {number(abs(lead))}"
+    elif None not in orders and row["outcome"] != 0.5:
+        lead = sum(orders) / 2 - 0.5
+        text = f" with {document.share(abs(lead) + 0.5)}"
+    else:
+        lead, text = float(row["outcome"]) - 0.5, ""
+    return lead, f"ahead{text}" if lead > 0 else f"behind{text}" if lead < 0 else "level"
+
+
+def _of_training(rows: Rows) -> Rows:
+    """A few samples of PPO's evaluations, at the first, the middle and the last of their episodes."""
+    episodes = sorted({row["episode"] for row in rows})
+    chosen = sorted({episodes[i] for i in (0, len(episodes) // 2, -1)}) if episodes else []
+    return [row for at in chosen for row in [r for r in rows if r["episode"] == at][:NUM_TRAINING_SAMPLES]]
+
+
+# -------------------------------------------------------------------------------------- evidence
+
+
+def _rates(results: EvaluationResults) -> dict[str, list[ComparisonResult]]:
+    """The comparisons by the judge's name in words, which marks a judge that PPO optimized."""
+    groups: dict[str, list[ComparisonResult]] = {}
+    for one in sorted(results.comparisons, key=lambda one: one.stem):
+        warning = OPTIMIZED_JUDGE if one.judge in results.optimised_judges else ""
+        groups.setdefault(f"{document.judge(one.judge)}{warning}", []).append(one)
+    return groups
+
+
+def _compared(results: EvaluationResults) -> list[str]:
+    """Metrics of judges that see both responses, which may prefer the first one, and cost replies."""
+    names = ("position_bias", "first_share", "cost/replies", "cost/tokens")
+    return [f"{one.stem}/{name}" for one in results.comparisons for name in names]
+
+
+def _facts(stage: str, metrics: Mapping[str, float], *starts: str) -> Table:
+    """The metrics whose names start so, with their intervals."""
+    names = (name for name in document.without_ends(metrics) if name.startswith(starts))
+    return {document.in_words(f"{stage}/{name}"): document.metric(metrics, name) for name in names}
+
+
+def _measured(judged: Mapping[str, float]) -> Mapping[str, Table]:
+    """What was measured of each model and of its responses: measure → model → value."""
+    table: dict[str, dict[str, str]] = {}
+    for name in document.without_ends(judged):
+        metric = catalogue.find("judge", name)
+        words, _, who = document.in_words(f"judge/{name}").rpartition(": ")
+        if metric and {"ANSWERER", "MODEL"} & {*metric.placeholders}:
+            table.setdefault(words, {})[who.lower()] = document.metric(judged, name)
+        elif name.startswith("task_drop/"):
+            table[document.in_words(f"judge/{name}")] = {"policy": document.metric(judged, name)}
+    return dict(sorted(table.items()))
+
+
+def _diagnostics(
+    rows: Rows, by: str, line: str, x: str, y: str, note: str, guide: Callable[[float], float] | None = None
+) -> Iterator[Figure]:
+    """A figure per value of the column `by`, with a line and its band per value of the column `line`."""
+    for one in dict.fromkeys(row[by] for row in rows):
+        curves = []
+        for name in dict.fromkeys(row[line] for row in rows if row[by] == one):
+            own = [row for row in rows if (row[by], row[line]) == (one, name)]
+            xs, ys, low, high = ([row[key] for row in own] for key in (x, y, "low", "high"))
+            curves.append(Curve(catalogue.placeholder_in_words(name), xs, ys, low, high))
+        scorer = "the reward that PPO optimized" if one == OPTIMISED else document.judge(one)
+        title = f"{'Calibration' if by == 'model' else 'Score by length'}: {scorer}"
+        yield figures.draw(title, note, x, curves, guide=guide)
+
+
+def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> Sequence[tuple[str, str, str | None]]:
+    """A stage's lineage: each path that it read with its hash and the stage that wrote it, then the rest."""
+    read = [(path, md5, makers.get(path)) for path, md5 in tree.get("inputs", {}).items()]
+    rest = flatten({key: value for key, value in tree.items() if key != "inputs"})
+    texts = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in rest.items()}
+    return [*read, *((key, text, None) for key, text in texts.items())]

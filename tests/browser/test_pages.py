@@ -16,13 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import comparison, comparison_page, inputs, page
 from tests.browser import forms
 from tests.browser.conftest import NAMES, Reader, printed
 from tests.flows import toy
 from tests.flows.toy import Service
-from tests.report import test_comparison_page, workspace
+from tests.report import test_comparison, test_page, workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -166,11 +164,9 @@ def test_the_documentation_asks_no_other_machine(tmp_path: Path, reader: Reader)
 
 
 def test_the_report_and_the_comparison_ask_no_other_machine(tmp_path: Path, reader: Reader) -> None:
-    results = comparison.with_settings(test_comparison_page.RUNS)
-    (tmp_path / "comparison.html").write_text(
-        page.document("comparison.html", comparison_page.context(results)), encoding="utf-8"
-    )
+    compared = test_comparison.written(test_comparison.RUNS)
+    (tmp_path / "comparison.html").write_text(compared, encoding="utf-8")
     workspace.put_all(tmp_path)
-    (tmp_path / "report.html").write_text(page.render(inputs.read(Paths(tmp_path)), {}), encoding="utf-8")
+    (tmp_path / "report.html").write_text(test_page.written(tmp_path), encoding="utf-8")
     for name in ("comparison.html", "report.html"):
         reader.open((tmp_path / name).as_uri())

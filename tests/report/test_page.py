@@ -24,7 +24,6 @@ from rlhf_tasks.judging.results import (
 )
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import inputs, page
-from rlhf_tasks.report.win_rates import OPTIMISED
 from rlhf_tasks.stages import report
 from tests import small
 from tests.report import workspace
@@ -72,69 +71,99 @@ def whole(tmp_path: Path) -> Path:
     return tmp_path
 
 
+VIEW = small.view("report")
+
+
 def written(root: Path) -> str:
-    return page.render(inputs.read(Paths(root)), {})
+    return page.render(inputs.read(Paths(root)), VIEW, {})
 
 
 def context(root: Path) -> dict[str, Any]:
-    return page.context(inputs.read(Paths(root)))
+    return page.context(inputs.read(Paths(root)), VIEW)
 
 
-def test_every_headline_number_appears(whole: Path) -> None:
-    text = Document(written(whole)).text
-    # 71.25% is shown with one decimal; Python rounds 71.25 half to even.
+def test_the_page_begins_with_the_story(whole: Path) -> None:
+    """The verdict, the task, what was done, and the numbers in words stand before the samples."""
+    put_verdict(whole)
+    prepared = {"rows/sft/train": 600, "rows/prompts/train": 2000}
+    workspace.put_text(whole / "metrics/prepare.json", json.dumps(prepared))
+    workspace.put_text(whole / "metrics/ppo.json", json.dumps(KEPT | {"episode": 8192}))
+    text = Document(written(whole)).text.partition("Responses to test prompts")[0]
     for expected in (
-        "71.2%",
-        "68.4% to 74.1%",
-        "77.3%",
-        "74.8% to 79.8%",
-        "36.2%",
-        "33.3% to 39.1%",
-        "50.2%",
+        "The gate refused the policy: do not use it yet",
+        "name the facts of a made-up post",
+        "Fine-tuning on 600 demonstrations made the SFT model",
+        "for 8,192 episodes, each one response to one of 2,000 prompts",
+        "On 3 of 4 test prompts the gold judge prefers the policy’s response to the SFT model’s; "
+        "on 0 it is worse, on 1 neither.",
+        "77% win rate",
+        "95% interval 75% to 80%",
+        "71% win rate",
+        "3.5 nats",
+        "± 0.2. 0 is no change. Of the checkpoint of episode 768",
+        "The policy moved too far from the SFT model. Raise ppo.kl_coef",
     ):
         assert expected in text
-    assert "4.32 nats" in text
-    assert "inside the band from 0 to 10" in text
-    assert "episode 768" in text
-    for fact in ("0.8432", "0.6218", "0.3154", "0.8123", "0.0345", "0.7654"):
+
+
+def test_only_responses_of_the_data_are_called_references(whole: Path) -> None:
+    """The model that PPO starts from, and from which the KL is measured, is the SFT model."""
+    put_verdict(whole)
+    text = Document(written(whole)).text
+    assert "called references" in text
+    assert "reference model" not in text
+    assert "from the reference" not in text
+
+
+def test_the_time_is_that_from_the_first_stage_to_the_verdict(whole: Path) -> None:
+    for stage, minute in {"prepare": 0, "ppo": 7, "verdict": 25}.items():
+        lineage = {"rlhf.run": f"{stage}-20260102T03{minute:02}00-aa"}
+        workspace.put_text(whole / f"models/lineage/{stage}.json", json.dumps(lineage))
+    assert "25 minutes from the start of the first stage to the verdict" in written(whole)
+    workspace.put_text(whole / "models/lineage/prepare.json", '{"rlhf.run": "prepare-20260103T030000-aa"}')
+    workspace.put_text(whole / "plots/ppo.csv", "episode,time/train_seconds\n1,100\n2,80\n")
+    assert "Some stages are older runs" in written(whole), "the data is newer than the policy"
+    assert "updates took 3 minutes" in written(whole)
+
+
+def test_every_win_rate_appears_and_an_interval_around_one_half_names_no_winner(whole: Path) -> None:
+    text = Document(written(whole)).text
+    for pair in (
+        "Policy against SFT model 77% (75% to 80%) 3 / 1 / 0 0 p = 0.03 Policy better",
+        "SFT model against References 36% (33% to 39%) 1 / 1 / 2 0 p = 0.03 References better",
+        "By the reward model Policy against References 50% (47% to 53%) 2 / 1 / 1 0 p = 0.03 no clear winner",
+    ):
+        assert pair in text
+
+
+def test_measured_values_are_by_model_and_the_reward_model_has_its_facts(whole: Path) -> None:
+    audit = {"empty": {"score": 0.25, "beats_reference": 0.75}}
+    workspace.put_text(whole / "evaluation/ppo/audit.json", json.dumps(audit))
+    assert context(whole)["measured"]["Facts named, by the gold judge"] == {"policy": "0.843", "sft": "0.622"}
+    text = Document(written(whole)).text
+    for fact in ("empty 0.250 75.0%", "Accuracy on test pairs 0.812", "0.765", "given pairs 0.125"):
         assert fact in text
-
-
-def test_an_interval_around_one_half_names_no_winner(whole: Path) -> None:
-    text = Document(written(whole)).text
-    assert "no clear winner" in text  # the reward model's, 47.1% to 53.3%
-    assert "Reference better" in text  # SFT against reference, 33.3% to 39.1%
-
-
-def test_a_kl_beyond_the_band_is_marked_as_outside(whole: Path) -> None:
-    workspace.put_text(whole / "metrics/ppo.json", '{"objective/kl": 14.5}')
-    assert "outside the band from 0 to 10" in Document(written(whole)).text
-
-
-def test_wins_ties_and_losses_are_shown(whole: Path) -> None:
-    assert "2 / 1 / 1" in Document(written(whole)).text
-
-
-def test_the_kl_of_the_kept_checkpoint_is_shown(whole: Path) -> None:
-    """The gate reads this one."""
-    metrics = {"objective/kl": 14.5, "selected_episode": 768, "selected_kl": 3.5}
-    metrics["selected_kl_standard_error"] = 0.25
-    workspace.put_text(whole / "metrics/ppo.json", json.dumps(metrics))
-    text = Document(written(whole)).text
-    assert "3.50 nats of the kept checkpoint, ± 0.25" in text
-    assert "inside the band from 0 to 10" in text
-    assert "Checkpoint kept: episode 768. KL of the last rollout: 14.50 nats" in text
 
 
 def test_samples_show_the_greatest_leads_and_lags_side_by_side(whole: Path) -> None:
     text = Document(written(whole)).text
-    won, lost = text.split("Where the policy won most")[1].split("Where the policy lost most")
-    assert won.index("ahead by 0.75") < won.index("ahead by 0.25")
-    assert won.index("Prompt 2") < won.index("Prompt 0")
-    assert "behind by 0.5" in lost
-    for shown in ("post number 3", "reference 3", "demonstrated 3", "optimised 3"):
+    won, middle, lost, more = re.split(
+        "Where the policy won most|In the middle|Where the policy lost most", text
+    )[1:]
+    assert "Prompt 2" in won
+    assert "ahead by 0.750" in won
+    assert "Prompt 1" in middle
+    for shown in (
+        "Prompt 3",
+        "post number 3",
+        "reference 3",
+        "demonstrated 3",
+        "optimised 3",
+        "behind by 0.500",
+    ):
         assert shown in lost
-    assert "Prompt 1" not in won + lost.split("Training curves")[0]
+    assert "Prompt 0" in more
+    assert "ahead by 0.250" in more
 
 
 def test_hostile_text_stays_text(whole: Path) -> None:
@@ -149,7 +178,7 @@ def test_hostile_text_stays_text(whole: Path) -> None:
     hostile_curve = 'step,"x""><script>alert(3)</script>/loss"\n1,2\n2,1\n'
     workspace.put_text(whole / "plots/sft.csv", hostile_curve)
     document = Document(written(whole))
-    assert document.of("script") == []
+    assert len(document.of("script")) == 1, "the page's own, the only one that the policy allows"
     assert document.of("img") == []
     assert " ".join(HOSTILE.split()) in document.text
     assert "49" not in re.findall(r"\d+", document.text)
@@ -182,17 +211,17 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         "evaluation/judge/answers.parquet",
         "models/lineage/sft.json",
     ):
-        assert name in text
-    for part in ("No curves: plots/ppo.csv", "No samples from training", "metrics/reward.json is missing"):
+        assert name in text.replace("/ ", "/").replace(". ", ".")
+    for part in ("No curves of PPO", "No samples from training", "metrics/reward.json is missing"):
         assert part in text
     assert "metrics/ppo.json has no KL" in text
-    assert "71.2%" in text
+    assert "71% (68% to 74%)" in text
 
 
 def test_a_pair_that_was_not_judged_is_marked(tmp_path: Path) -> None:
     workspace.put_results(tmp_path, EvaluationResults())
     text = Document(written(tmp_path)).text
-    assert text.count("Not judged in this run.") == 2
+    assert text.count("not judged in this run.") == 2
     assert "results.json has no win rate" in text
 
 
@@ -202,8 +231,10 @@ def test_a_judge_that_ppo_optimised_does_not_lead_and_is_marked(tmp_path: Path) 
     results = EvaluationResults(comparisons=comparisons, optimised_judges={"optimised": "models/reward"})
     workspace.put_results(tmp_path, results)
     variables = context(tmp_path)
-    assert variables["judge_name"] == "other"
-    assert list(variables["rates"]) == [f"optimised ({OPTIMISED})", "other"]
+    assert variables["judge_name"] == "the judge other"
+    warned, other = variables["rates"]
+    assert "its win rate is no evidence" in warned
+    assert other == "the judge other"
 
 
 def test_without_results_there_is_no_report(tmp_path: Path) -> None:
@@ -217,13 +248,6 @@ def test_without_results_there_is_no_report(tmp_path: Path) -> None:
         ("metrics/ppo.json", "{", "not readable as JSON.* run `rlhf ppo` again"),
         ("metrics/ppo.json", "[1]", "must hold an object, but holds list; run `rlhf ppo` again"),
         ("metrics/judge.json", "[]", "must hold an object, but holds list; run `rlhf judge` again"),
-        (
-            "metrics/sft.json",
-            '{"loss": null, "a": 1}',
-            "must hold numbers, but does not at loss; run `rlhf sft` again",
-        ),
-        ("metrics/sft.json", json.dumps(dict.fromkeys("abcdefg")), "at a, b, c, d, e and 2 more; run"),
-        ("evaluation/ppo/guards.json", "{}", "lacks trips; run `rlhf ppo` again"),
         ("plots/ppo.csv", "episode,objective/kl\n1,high\n", "not a table of numbers"),
         ("plots/ppo.csv", "episode,objective/kl\n1\n", "not a table of numbers"),
         (
@@ -241,34 +265,38 @@ def test_a_broken_file_is_named(whole: Path, name: str, content: str, problem: s
     assert name in str(caught.value)
 
 
-CRITERION = {
-    "title": "KL", "value": 1.0, "relation": "<=", "bound": 10.0, "lacking": "", "standard_error": None,
-    "margin": 9.0, "passed": True,
-}  # fmt: skip
+KEPT = {"objective/kl": 14.5, "selected_episode": 768, "selected_kl": 3.5, "selected_kl_standard_error": 0.25}
 
 
-@pytest.mark.parametrize(
-    ("name", "tree", "key", "stage"),
-    [
-        ("evaluation/verdict.json", {"passed": True}, "criteria", "verdict"),
-        ("evaluation/verdict.json", {"criteria": [CRITERION], "passed": True}, "summary", "verdict"),
-        ("evaluation/ppo/guards.json", {"trips": [{"episode": 5}]}, "message", "ppo"),
-    ],
-)
-def test_a_missing_key_is_named_with_the_stage_that_writes_the_file(
-    whole: Path, name: str, tree: dict[str, Any], key: str, stage: str
-) -> None:
-    workspace.put_text(whole / name, json.dumps(tree))
-    with pytest.raises(UserError, match=f"{name} lacks {key}; run `rlhf {stage}` again"):
-        written(whole)
+def put_verdict(root: Path) -> None:
+    criteria = [
+        {"key": "kl", "title": "KL", "value": 11.2, "relation": "<=", "bound": 10.0, "lacking": "",
+         "standard_error": 0.25, "margin": -1.2, "passed": False},
+        {"key": "examples", "title": "judged examples", "value": 990.0, "relation": ">=", "bound": 200.0,
+         "lacking": "", "standard_error": None, "margin": 790.0, "passed": True},
+        {"key": "choice", "title": "right choices <lost>", "value": None, "relation": "<=", "bound": 0.05,
+         "lacking": "choice/sft was not measured", "standard_error": None, "margin": None, "passed": False},
+    ]  # fmt: skip
+    verdict = {"passed": False, "summary": "KL 11.2 > 10", "criteria": criteria}
+    workspace.put_text(root / "evaluation/verdict.json", json.dumps(verdict))
 
 
-def test_a_criterion_without_a_margin_is_a_user_error(whole: Path) -> None:
-    del (lacking := dict(CRITERION))["margin"]
-    verdict = {"criteria": [lacking], "passed": True, "summary": "all criteria are met"}
-    workspace.put_text(whole / "evaluation/verdict.json", json.dumps(verdict))
-    with pytest.raises(UserError, match=r"evaluation/verdict\.json lacks margin; run `rlhf verdict` again"):
-        written(whole)
+def test_every_criterion_is_shown_with_its_value_and_reason(whole: Path) -> None:
+    put_verdict(whole)
+    text = Document(written(whole)).text
+    for expected in (
+        "May it be used? No: KL 11.2 > 10.",
+        "KL 11.2 ± 0.2 ≤ 10 −1.20 failed",
+        "Judged examples 990 ≥ 200 790 passed",
+        "Right choices <lost> not known ≤ 0.0500 – failed : choice/sft was not measured",
+    ):
+        assert expected in text
+
+
+def test_a_gate_that_is_off_differs_from_a_missing_verdict(whole: Path) -> None:
+    assert "No verdict: evaluation/verdict.json is missing" in written(whole)
+    workspace.put_text(whole / "evaluation/verdict.json", "{}")
+    assert "there is no gate to pass" in written(whole)
 
 
 def test_headings_descend_by_one_and_ids_are_unique(whole: Path) -> None:
@@ -280,7 +308,7 @@ def test_headings_descend_by_one_and_ids_are_unique(whole: Path) -> None:
     ids = [a["id"] for _, a in document.tags if "id" in a]
     assert len(ids) == len(set(ids))
     targets = {a["href"] for a in document.of("a")} | {
-        f"#{s['aria-labelledby']}" for s in document.of("section")
+        f"#{s['aria-labelledby']}" for s in document.of("section") if "aria-labelledby" in s
     }
     assert targets <= {f"#{i}" for i in ids}
 
@@ -288,11 +316,12 @@ def test_headings_descend_by_one_and_ids_are_unique(whole: Path) -> None:
 def test_figures_have_a_text_and_scrolling_boxes_take_the_keyboard(whole: Path) -> None:
     document = Document(written(whole))
     drawings = [a for a in document.of("svg") if a.get("aria-hidden") != "true"]
-    assert len(drawings) > 8
+    assert len(drawings) > 6
     assert all(a.get("role") == "img" and a.get("aria-label") for a in drawings)
     labels = " ".join(a["aria-label"] or "" for a in drawings)
-    assert "KL of the rollouts from 0.5 to 4.321" in labels
-    assert "Gold judge, Policy against SFT: 77.3%, 95% interval 74.8% to 79.8%" in labels
+    assert "KL of the rollouts from 0.500 to 4.32" in labels
+    bars = [a["aria-label"] for a in document.of("div") if a.get("role") == "img"]
+    assert "the gold judge, Policy against SFT model: 77% (75% to 80%)" in bars
     boxes = [a for a in document.of("div") if a.get("class") == "scroll"]
     assert boxes
     assert all(a["tabindex"] == "0" and a["aria-label"] for a in boxes)
@@ -317,7 +346,7 @@ def test_the_stage_writes_one_file_and_logs_it(whole: Path) -> None:
     assert [path.name for path in (whole / "reports").iterdir()] == ["index.html"]
     assert tracker.artifacts == [whole / "reports/index.html"]
     text = Document((whole / "reports/index.html").read_text(encoding="utf-8")).text
-    assert text.index("Seed 7") < text.index("Verdict"), "the page begins with which run it is"
+    assert "Seed 7" in text
 
 
 def put_only(root: Path, judge: str) -> None:
@@ -327,32 +356,31 @@ def put_only(root: Path, judge: str) -> None:
     workspace.put_results(root, EvaluationResults(comparisons=(comparison,)))
 
 
-def test_samples_of_a_comparing_judge_are_its_most_confident_ones(whole: Path) -> None:
-    """By the probability that the policy's response is better, over both orders."""
-    orders = {0: (0.9, 0.8), 1: (0.9, 0.2), 2: (0.6, 0.7), 3: (0.2, 0.1)}
+@pytest.mark.parametrize(
+    ("orders", "expected"),
+    [
+        (
+            [(0.9, 0.8), (0.9, 0.2), (0.6, 0.7), (0.2, 0.1)],
+            [(0, "ahead with 85.0%"), (2, "ahead with 65.0%"), (1, "level"), (3, "behind with 85.0%")],
+        ),
+        ([None, None, None, None], [(0, "ahead"), (2, "ahead"), (1, "level"), (3, "behind")]),
+    ],
+)
+def test_samples_of_a_judge_without_scores_are_its_most_confident_ones(
+    whole: Path, orders: list[tuple[float, float] | None], expected: list[tuple[int, str]]
+) -> None:
+    """By the probability that the policy's response is better, over both orders; else by the outcome."""
     rows = [
-        {"judge": "gpt", "a": "policy", "b": "reference", "index": i, "score_a": None, "score_b": None,
-         "outcome": 1.0 if min(p, q) > 0.5 else 0.0 if max(p, q) < 0.5 else 0.5,
-         "a_shown_first": p, "a_shown_second": q}
-        for i, (p, q) in orders.items()
+        {"judge": "gpt", "a": "policy", "b": "reference", "index": i, "outcome": (1.0, 0.5, 1.0, 0.0)[i],
+         "score_a": None, "score_b": None, "a_shown_first": both and both[0],
+         "a_shown_second": both and both[1]}
+        for i, both in enumerate(orders)
     ]  # fmt: skip
     workspace.put_rows(whole / "evaluation/judge/comparisons.parquet", rows)
     put_only(whole, "gpt")
-    won, lost = context(whole)["sample_groups"]
-    assert [(s.index, s.lead_text) for s in won[1]] == [(0, "ahead with 85.0%"), (2, "ahead with 65.0%")]
-    assert [(s.index, s.lead_text) for s in lost[1]] == [(3, "behind with 85.0%")]
-
-
-def test_samples_of_a_combined_judge_are_sorted_by_the_bare_outcome(whole: Path) -> None:
-    rows = [
-        {"judge": "both", "a": "policy", "b": "reference", "index": i, "outcome": outcome,
-         "score_a": None, "score_b": None, "a_shown_first": None, "a_shown_second": None}
-        for i, outcome in enumerate((1.0, 0.5, 0.0, float("nan")))
-    ]  # fmt: skip
-    workspace.put_rows(whole / "evaluation/judge/comparisons.parquet", rows)
-    put_only(whole, "both")
-    won, lost = context(whole)["sample_groups"]
-    assert [(s.index, s.lead_text) for s in won[1] + lost[1]] == [(0, "ahead"), (2, "behind")]
+    groups = context(whole)["samples"].values()
+    found = {one["index"]: one["lead_text"] for group in groups for one in group}
+    assert list(found.items()) == expected
 
 
 def test_retention_of_base_sft_and_policy_is_shown_with_intervals(whole: Path) -> None:
@@ -364,22 +392,21 @@ def test_retention_of_base_sft_and_policy_is_shown_with_intervals(whole: Path) -
     changes = {"arc": TaskChange(metric="acc", drop=0.03, standard_error=0.01)}
     update = {"retention": retention, "task_changes": changes}
     workspace.put_results(whole, workspace.RESULTS.model_copy(update=update))
-    responses, retained = context(whole)["tables"]
-    assert retained[2] == {
-        "Multiple-choice accuracy": {"base": "0.5 (0.4 to 0.6)", "policy": "0.5 (0.4 to 0.6)"},
+    measured = context(whole)["measured"]
+    expected = {
+        "Multiple-choice accuracy": {"base": "0.50 (0.40 to 0.60)", "policy": "0.50 (0.40 to 0.60)"},
         "Perplexity on general text": {"base": "12"},
-        "Task arc, acc": {"policy": "0.625 ± 0.05"},
-        "Drop on task arc from SFT to the policy": {"policy": "0.03 ± 0.01"},
+        "Task arc, acc": {"policy": "0.62 ± 0.05"},
+        "Drop on task arc from SFT to the policy": {"policy": "0.030 ± 0.010"},
     }
-    assert responses[2]["Facts named, by the gold judge"] == {"policy": "0.8432", "sft": "0.6218"}
+    assert {name: measured[name] for name in expected} == expected
 
 
 def test_calibration_and_length_are_drawn_by_model_origin_and_contender(whole: Path) -> None:
     document = Document(written(whole))
     labels = " ".join(a["aria-label"] or "" for a in document.of("svg") if a.get("role") == "img")
-    assert "Calibration of the reward model that PPO optimises, by confidence: given pairs from 0.5" in labels
-    assert "Score by length: Gold judge, by characters: Policy from 0.2 to 0.8" in labels
-    assert "Expected calibration error: given pairs 12.5%." in document.text
+    assert "Calibration: the reward model that PPO optimises, by confidence: given pairs from 0.5" in labels
+    assert "Score by length: the gold judge, by length: policy from 0.2" in labels
     assert len(re.findall('<polygon class="ribbon', written(whole))) == 2
 
 
@@ -397,16 +424,9 @@ def test_the_lineage_names_the_stage_that_wrote_an_input(whole: Path) -> None:
     }.items():
         tree = {"rlhf.run": f"{stage_name}-1", "inputs": read, "git.rev": "f" * 40, "git.dirty": True}
         workspace.put_text(whole / f"models/lineage/{stage_name}.json", json.dumps(tree))
-    links = {link.stage: link for link in context(whole)["chain"]}
-    assert [(i.path, i.digest, i.maker) for i in links["ppo"].read] == [("models/sft", "abcdef0123", "sft")]
-    assert [(i.path, i.digest) for i in links["sft"].written] == [("models/sft", "abcdef0123")]
-    assert [(i.path, i.digest) for i in links["ppo"].written] == [("models/policy", "")]
-    assert links["ppo"].run == "ppo-1"
-    assert (links["ppo"].code, links["ppo"].dirty) == ("ffffffffff", True)
-    assert (
-        'reads <code>models/<wbr>sft</code> <code class="quiet">abcdef0123</code> of <a href="#of-sft">'
-        in (written(whole))
-    )
+    html = written(whole)
+    assert '<td><code>abcdef0123456789</code> written by <a href="#of-sft">sft</a></td>' in html
+    assert f"<code>{'f' * 40}</code>" in html
 
 
 def test_agreement_of_judges_and_position_bias_are_shown(whole: Path) -> None:
@@ -425,16 +445,17 @@ def test_agreement_of_judges_and_position_bias_are_shown(whole: Path) -> None:
     }
     workspace.put_results(whole, workspace.RESULTS.model_copy(update=changes))
     text = Document(written(whole)).text
-    assert "Gold judge and people 0.61 0.50 to 0.70 80.0% (70.0% to 90.0%)" in text
-    assert "Gold judge and gpt −0.10 −0.20 to 0.00" in text
-    assert "gpt: Policy against SFT 25.0% 60.0% 40 1,234" in text
+    for fact in ("0.61 (0.50 to 0.70)", "0.80 (0.70 to 0.90)", "−0.10 (−0.20 to 0.00)", "0.250", "1,234"):
+        assert fact in text.partition("Judges: agreement and bias")[2].partition("Measured values:")[0]
 
 
 def test_trips_of_guards_are_shown(whole: Path) -> None:
-    assert "No guard tripped." in written(whole)
+    assert "No guard tripped" in written(whole)
     trip = {"episode": 512, "guard": "kl_high", "message": "kl_high: objective/kl_k1 = 11.4 exceeds 10"}
     workspace.put_text(whole / "evaluation/ppo/guards.json", json.dumps({"trips": [trip]}))
-    assert "At episode 512, kl_high: objective/kl_k1 = 11.4 exceeds 10." in written(whole)
+    assert "A guard tripped 1 time: kl_high: objective/kl_k1 = 11.4 exceeds 10 at episode 512" in written(
+        whole
+    )
 
 
 def test_labels_are_words_and_break_between_them_only(whole: Path) -> None:
@@ -454,4 +475,4 @@ def test_a_phone_shows_each_cell_under_its_title(whole: Path) -> None:
     wide = [a for a in document.of("table") if "stack" not in (a.get("class") or "")]
     assert len(stacked) >= 5
     assert len(wide) == 7, "the metrics of the stages, which have two columns"
-    assert "Win rate" in {a.get("data-label") for a in document.of("td")}
+    assert "Won / tied / lost" in {a.get("data-label") for a in document.of("td")}

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 
-from rlhf_tasks.report import charts, numbers
-from rlhf_tasks.report.inputs import Curve
+from rlhf_tasks.report import document, figures
+from rlhf_tasks.report.figures import Curve
+from tests.report import workspace
 
 
 def curve(*points: tuple[float, float], name: str = "m") -> Curve:
-    return Curve(name, tuple(x for x, _ in points), tuple(y for _, y in points), 0)
+    return Curve(name, [x for x, _ in points], [y for _, y in points])
+
+
+def draw(title: str, axis: str, curves: list[Curve], **marks: Any) -> str:
+    return figures.draw(title, "", axis, curves, **marks).svg
 
 
 def drawn(svg: str) -> list[tuple[float, float]]:
@@ -34,7 +40,7 @@ def drawn(svg: str) -> list[tuple[float, float]]:
 )
 def test_ticks_are_round_and_hold_the_range(low: float, high: float, expected: list[float]) -> None:
     """Up to rounding: a KL starts a little below 0."""
-    marks = charts.ticks(low, high)
+    marks = figures.ticks(low, high)
     assert marks == pytest.approx(expected)
     assert marks[0] - 1e-6 <= low <= high <= marks[-1]
 
@@ -42,8 +48,7 @@ def test_ticks_are_round_and_hold_the_range(low: float, high: float, expected: l
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([0, 2000, 4000], ["0", "2k", "4k"]),
-        ([0, 500_000, 1_000_000, 2_000_000], ["0.0", "0.5M", "1.0M", "2.0M"]),
+        ([0, 2000, 4000], ["0", "2,000", "4,000"]),
         ([-0.05, 0.0, 0.05], ["−0.05", "0.00", "0.05"]),
         ([0, 1e-6, 2e-6], ["0", "1e−6", "2e−6"]),
         ([0, 5e-7, 1e-6, 1.5e-6], ["0", "5e−7", "1e−6", "1.5e−6"]),
@@ -51,60 +56,75 @@ def test_ticks_are_round_and_hold_the_range(low: float, high: float, expected: l
     ],
 )
 def test_labels_have_the_decimals_their_step_needs(values: list[float], expected: list[str]) -> None:
-    assert charts.tick_labels(values) == expected
+    assert figures.tick_labels(values) == expected
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("value", "error", "expected"),
     [
-        (8192.0, "8,192"),
-        (-0.5, "−0.5"),
-        (0.81234, "0.8123"),
-        (12345.678, "12,345.7"),
-        (math.nan, "not a number"),
+        (8192.0, None, "8,192"),
+        (-0.5, None, "−0.500"),
+        (0.81234, None, "0.812"),
+        (99.96, None, "100"),
+        (12345.678, None, "12,346"),
+        (math.nan, None, "not a number"),
+        (2.1005, 0.0712, "2.10 ± 0.07"),
+        (2.1005, 0.0, "2.10"),
+        (1234.5, 30.0, "1,234 ± 30"),
     ],
 )
-def test_numbers_are_rounded_for_people(value: float, expected: str) -> None:
-    assert numbers.number(value) == expected
+def test_numbers_have_the_digits_that_their_error_deserves(
+    value: float, error: float | None, expected: str
+) -> None:
+    assert document.number(value, error) == expected
+
+
+def test_an_interval_decides_the_digits_and_no_end_is_rounded_to_one_half() -> None:
+    assert document.interval(workspace.interval(0.6592, 0.6373, 0.6821)) == "0.66 (0.64 to 0.68)"
+    assert document.interval(workspace.interval(1.0)) == "1 (1 to 1)"
+    assert document.share(workspace.interval(0.7125, 0.684, 0.741)) == "71% (68% to 74%)"
+    assert document.share(workspace.interval(0.97, 0.9614, 0.9786)) == "97.0% (96.1% to 97.9%)"
+    assert document.share(workspace.interval(0.53, 0.5021, 0.56)) == "53.0% (50.2% to 56.0%)"
+    assert document.share(0.125) == "12.5%"
 
 
 def test_a_line_goes_from_edge_to_edge_and_larger_values_are_higher() -> None:
-    points = drawn(charts.line_chart("x", "step", [curve((0, 0), (5, 10), (10, 5))]))
-    left, right = charts.LEFT, charts.WIDTH - charts.RIGHT
-    top, floor = charts.TOP, charts.HEIGHT - charts.BOTTOM
+    points = drawn(draw("x", "step", [curve((0, 0), (5, 10), (10, 5))]))
+    left, right = figures.LEFT, figures.RIGHT
+    top, floor = figures.TOP, figures.BOTTOM
     assert points == [(left, floor), ((left + right) / 2, top), (right, (top + floor) / 2)]
 
 
 def test_a_band_covers_its_range_of_the_axis() -> None:
-    svg = charts.line_chart("KL", "episode", [curve((0, 1), (1, 20))], band=(0, 10))
+    svg = draw("KL", "episode", [curve((0, 1), (1, 20))], band=(0, 10))
     match = re.search(r'<rect class="band" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
     assert match
-    assert float(match[2]) == pytest.approx((charts.HEIGHT - charts.TOP - charts.BOTTOM) / 2, abs=0.1)
+    assert float(match[2]) == pytest.approx((figures.BOTTOM - figures.TOP) / 2, abs=0.1)
 
 
 def test_the_axis_fits_the_curve_and_the_band_is_shaded_as_far_as_it_is_seen() -> None:
-    svg = charts.line_chart("KL", "episode", [curve((0, 0), (1, 2))], band=(0, 10))
+    svg = draw("KL", "episode", [curve((0, 0), (1, 2))], band=(0, 10))
     match = re.search(r'<rect class="band" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
     assert match
-    assert float(match[1]) == charts.TOP
-    assert float(match[2]) == charts.HEIGHT - charts.TOP - charts.BOTTOM, "all of 0 to 2"
-    assert drawn(svg)[-1][1] == charts.TOP, "2 is at the top, not a fifth of the way up"
-    beyond = charts.line_chart("KL", "episode", [curve((0, 20), (1, 30))], band=(0, 10))
+    assert float(match[1]) == figures.TOP
+    assert float(match[2]) == figures.BOTTOM - figures.TOP, "all of 0 to 2"
+    assert drawn(svg)[-1][1] == figures.TOP, "2 is at the top, not a fifth of the way up"
+    beyond = draw("KL", "episode", [curve((0, 20), (1, 30))], band=(0, 10))
     assert 'class="band"' not in beyond
 
 
 def test_a_long_line_is_drawn_as_means_with_a_band_that_keeps_a_spike() -> None:
     steps = 24_000  # 200 to a bucket
     points = [(float(k), 100.0 if k == 12_345 else float(k % 2)) for k in range(steps)]
-    svg = charts.line_chart("x", "step", [curve(*points)])
+    svg = draw("x", "step", [curve(*points)])
     line = drawn(svg)
-    assert len(line) == charts.MAX_BUCKETS
+    assert len(line) == figures.MAX_BUCKETS
     assert [x for x, _ in line] == sorted(x for x, _ in line)
     match = re.search(r'<polygon class="ribbon s0" points="([^"]+)"', svg)
     assert match
     heights = [float(pair.split(",")[1]) for pair in match[1].split()]
-    assert min(heights) == charts.TOP, "100 is the top tick"
-    floor, height = charts.HEIGHT - charts.BOTTOM, charts.HEIGHT - charts.BOTTOM - charts.TOP
+    assert min(heights) == figures.TOP, "100 is the top tick"
+    floor, height = figures.BOTTOM, figures.BOTTOM - figures.TOP
     spiked, *others = sorted(y for _, y in line)
     assert spiked == pytest.approx(floor - height * 0.995 / 100, abs=0.06), "(100 + 99 · 1 + 100 · 0) / 200"
     assert others == pytest.approx([floor - height * 0.5 / 100] * len(others), abs=0.06)
@@ -112,10 +132,10 @@ def test_a_long_line_is_drawn_as_means_with_a_band_that_keeps_a_spike() -> None:
 
 
 def test_a_curves_own_band_and_the_diagonal_are_at_their_values() -> None:
-    one = Curve("m", (0.0, 1.0), (0.4, 0.6), low=(0.2, 0.4), high=(0.6, 1.0))
-    svg = charts.line_chart("x", "confidence", [one], diagonal=True)
-    left, right, floor = charts.LEFT, charts.WIDTH - charts.RIGHT, charts.HEIGHT - charts.BOTTOM
-    height = floor - charts.TOP
+    one = Curve("m", (0.0, 1.0), (0.4, 0.6), (0.2, 0.4), (0.6, 1.0))
+    svg = draw("x", "confidence", [one], guide=lambda x: x)
+    left, right, floor = figures.LEFT, figures.RIGHT, figures.BOTTOM
+    height = floor - figures.TOP
 
     def y(value: float) -> str:
         return f"{floor - height * value:.1f}"
@@ -127,19 +147,13 @@ def test_a_curves_own_band_and_the_diagonal_are_at_their_values() -> None:
 
 
 def test_one_point_is_a_dot_and_no_point_is_an_error() -> None:
-    assert "<circle" in charts.line_chart("x", "step", [curve((3, 4))])
+    assert "<circle" in draw("x", "step", [curve((3, 4))])
     with pytest.raises(ValueError, match="nothing to draw"):
-        charts.line_chart("x", "step", [curve()])
-
-
-def test_a_bar_and_its_whisker_are_at_their_values() -> None:
-    svg = charts.rate_bar("A against B", 0.75, 0.5, 1.0, "level")
-    assert 'class="bar level" x="8" y="7" width="168.0"' in svg  # ¾ of 224
-    assert '<line class="whisker" x1="120.0" y1="14.0" x2="232.0" y2="14.0"/>' in svg
+        draw("x", "step", [curve()])
 
 
 def test_names_in_figures_are_escaped() -> None:
-    svg = charts.line_chart("<b>", 'a"b', [curve((0, 1), (1, 2), name="<i>")])
+    svg = draw("<b>", 'a"b', [curve((0, 1), (1, 2), name="<i>")])
     assert "<b>" not in svg
     assert "<i>" not in svg
     assert 'a"b' not in svg
