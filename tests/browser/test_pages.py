@@ -170,3 +170,65 @@ def test_the_report_and_the_comparison_ask_no_other_machine(tmp_path: Path, read
     (tmp_path / "report.html").write_text(test_page.written(tmp_path), encoding="utf-8")
     for name in ("comparison.html", "report.html"):
         reader.open((tmp_path / name).as_uri())
+
+
+def put_large_report(folder: Path) -> None:
+    """A report with the criteria and comparisons of the default run, and longer texts."""
+    workspace.put_all(folder)
+    test_page.put_verdict(folder, num_criteria=12)
+    pairs = [("policy", "sft"), ("policy", "reference"), ("policy", "base"), ("sft", "reference")]
+    rate = workspace.interval(0.6, 0.5, 0.7)
+    comparisons = tuple(
+        workspace.comparison(j, a, b, rate) for j in ("gold", "reward_model") for a, b in pairs
+    )
+    workspace.put_results(folder, workspace.RESULTS.model_copy(update={"comparisons": comparisons}))
+    texts = dict.fromkeys(("prompt", "reference", "sft", "policy"), "a sentence of seven words " * 60)
+    rows = [row | texts for row in workspace.responses()]
+    workspace.put_rows(folder / "evaluation/judge/answers.parquet", rows)
+    (folder / "report.html").write_text(test_page.written(folder), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("width", "height", "screens"), [(1280, 800, 6), (390, 844, 12)])
+@pytest.mark.parametrize("scripts", [True, False])
+def test_the_report_is_a_few_screens_long_before_anything_is_unfolded(
+    tmp_path: Path, chromium: Any, width: int, height: int, screens: int, scripts: bool
+) -> None:
+    put_large_report(tmp_path)
+    viewport = {"width": width, "height": height}
+    page = chromium.new_page(viewport=viewport, java_script_enabled=scripts)
+    page.goto((tmp_path / "report.html").as_uri())
+    body = page.locator("body").bounding_box()
+    assert body["height"] <= screens * height
+    assert body["width"] <= width
+    assert page.locator("h2", has_text="Samples").bounding_box()["y"] < 2.5 * height
+    page.locator("#reward > summary").click()
+    assert page.locator("#reward .facts").is_visible(), "it unfolds without scripts too"
+    page.close()
+
+
+@pytest.mark.parametrize(
+    "load", ["srcdoc = text", "src = URL.createObjectURL(new Blob([text], {type: 'text/html'}))"]
+)
+def test_the_links_of_the_report_work_in_a_sandboxed_frame(tmp_path: Path, chromium: Any, load: str) -> None:
+    """MLflow shows an artifact as a blob in a frame with `sandbox="allow-scripts"`."""
+    put_large_report(tmp_path)
+    (tmp_path / "viewer.html").write_text(
+        f"<iframe sandbox='allow-scripts' width=1200 height=700></iframe><script>"
+        f"fetch('report.html').then(r => r.text()).then(text => document.querySelector('iframe').{load})"
+        "</script>",
+        encoding="utf-8",
+    )
+    with served(tmp_path) as address:
+        page = chromium.new_page()
+        page.goto(f"{address}/viewer.html")
+        frame = page.frame_locator("iframe")
+        links = frame.locator("nav a")
+        links.first.wait_for()
+        for link in links.all():
+            name = link.get_attribute("href").removeprefix("#")
+            link.click()
+            part = frame.locator(f"[id='{name}']")
+            assert part.evaluate("part => part.getBoundingClientRect().top < 700"), name
+            assert part.evaluate("part => part.tagName != 'DETAILS' || part.open"), name
+            frame.locator("body").evaluate("body => body.ownerDocument.defaultView.scrollTo(0, 0)")
+        page.close()

@@ -268,7 +268,7 @@ def test_a_broken_file_is_named(whole: Path, name: str, content: str, problem: s
 KEPT = {"objective/kl": 14.5, "selected_episode": 768, "selected_kl": 3.5, "selected_kl_standard_error": 0.25}
 
 
-def put_verdict(root: Path) -> None:
+def put_verdict(root: Path, num_criteria: int = 3) -> None:
     criteria = [
         {"key": "kl", "title": "KL", "value": 11.2, "relation": "<=", "bound": 10.0, "lacking": "",
          "standard_error": 0.25, "margin": -1.2, "passed": False},
@@ -277,6 +277,7 @@ def put_verdict(root: Path) -> None:
         {"key": "choice", "title": "right choices <lost>", "value": None, "relation": "<=", "bound": 0.05,
          "lacking": "choice/sft was not measured", "standard_error": None, "margin": None, "passed": False},
     ]  # fmt: skip
+    criteria = [criteria[i % 3] for i in range(num_criteria)]
     verdict = {"passed": False, "summary": "KL 11.2 > 10", "criteria": criteria}
     workspace.put_text(root / "evaluation/verdict.json", json.dumps(verdict))
 
