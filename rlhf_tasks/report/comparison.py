@@ -1,4 +1,4 @@
-"""Runs side by side: `rlhf compare RUN…` writes the page, and a sweep reads its table from here. No torch.
+"""Runs side by side: `rlhf compare RUN…` writes the page, a sweep shows the table. No torch.
 
 An experiment is read from git: its commit has metrics and curves, so that nothing is checked out. Other runs
 are read from MLflow, or from the folder of a pipeline. The curve of a setting is the mean over its runs; the
@@ -20,17 +20,13 @@ from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, git
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, figures, inputs
+from rlhf_tasks.report import document, figures, files, identity
 from rlhf_tasks.report.figures import Curve, Figure
 from rlhf_tasks.tracking import catalogue
 
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict, but no weight and no win rate
 MAX_SETTINGS = 6  # lines that a figure can tell apart
-FILES = ("metrics/*.json", "plots/*.csv", "params.yaml")
-SHOWN = 40  # characters of a setting beside its letter
-SHOWN_HASH = 10  # characters
-WIN_RATES_FIRST: tuple[Stage, ...] = ("judge", *(stage for stage in STAGES if stage != "judge"))
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Result:
     metrics: Mapping[str, float]
     """`{"ppo/objective/kl": 1.2, …}`"""
     curves: Mapping[str, figures.Points]
-    """By stage; without values that are not finite, because a mean cannot include those."""
+    """By stage."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Text by dotted key: the parameters that decide the result, without the seed."""
     code: str = ""
@@ -52,18 +48,6 @@ class Result:
 
 
 # --------------------------------------------------------------------------------------- reading
-
-
-def read(root: Path, setting: str, seed: int, name: str) -> Result:
-    """Read the experiment `name`.
-
-    Raises:
-        UserError: if it does not exist.
-    """
-    revision = git.find_experiment(root, name)
-    if revision is None:
-        raise UserError(f"there is no experiment {name!r}; `dvc exp list` shows those that exist")
-    return replace(_of_commit(root, revision, name), setting=setting, seed=seed)
 
 
 def find(paths: Paths, name: str) -> Result:
@@ -77,8 +61,8 @@ def find(paths: Paths, name: str) -> Result:
     """
     folder = paths.root / name
     if (folder / "metrics").is_dir():
-        files = [file for pattern in FILES for file in sorted(folder.glob(pattern))]
-        return _of_texts(name, {f.relative_to(folder).as_posix(): f.read_text("utf-8") for f in files})
+        found = [*folder.glob("metrics/*.json"), *folder.glob("plots/*.csv"), *folder.glob("params.yaml")]
+        return _of_texts(name, {f.relative_to(folder).as_posix(): f.read_text("utf-8") for f in found})
     if revision := git.find_experiment(paths.root, name):
         return _of_commit(paths.root, revision, name)
     from rlhf_tasks.tracking import context, runs
@@ -98,15 +82,15 @@ def find(paths: Paths, name: str) -> Result:
     if record.experiment and (revision := git.find_experiment(paths.root, record.experiment)):
         return _of_commit(paths.root, revision, name)
     metrics = {f"{stage}/{key}": value for stage, own in record.metrics.items() for key, value in own.items()}
-    return _result(name, metrics, record.curves, record.parameters)
+    seed = int(record.parameters.get("seed", 0))
+    return Result("", seed, name, metrics, record.curves, decisive(record.parameters))
 
 
 def _of_commit(root: Path, revision: str, name: str) -> Result:
-    paths = [
-        path for kind in ("metrics/", "plots/", "params.yaml") for path in git.files(root, revision, kind)
-    ]
-    result = _of_texts(name, {path: git.show(root, revision, path) for path in paths})
-    return replace(result, code=(git.commit(root, f"{revision}^") or "")[:SHOWN_HASH])
+    kinds = ("metrics/", "plots/", "params.yaml")
+    texts = {path: git.show(root, revision, path) for k in kinds for path in git.files(root, revision, k)}
+    code = git.commit(root, f"{revision}^") or ""
+    return replace(_of_texts(name, texts), code=code[: identity.SHOWN_HASH])
 
 
 def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
@@ -120,7 +104,7 @@ def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
             if path == "params.yaml":
                 parameters = config.values(config.parse(text, path), path)
             elif path.endswith(".csv"):
-                curves[stage] = inputs.points(text)
+                curves[stage] = files.points(text)
             else:
                 flat = config.flatten(json.loads(text))
                 metrics |= {f"{stage}/{key}": float(value) for key, value in flat.items()}
@@ -130,37 +114,13 @@ def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
             ) from None
     if not metrics:
         raise UserError(f"{name} has no metrics: no stage has run there; leave this run out")
-    return _result(name, metrics, curves, parameters)
+    return Result("", int(parameters.get("seed", 0)), name, metrics, curves, decisive(parameters))
 
 
-def _result(
-    name: str,
-    metrics: Mapping[str, float],
-    curves: Mapping[str, figures.Points],
-    parameters: Mapping[str, Any],
-) -> Result:
-    texts = {key: _text(value) for key, value in parameters.items()}
-    kept = {k: v for k, v in texts.items() if k != "seed" and k.split(".")[0] not in UNCOMPARED}
-    finite = {stage: [_finite(row) for row in rows] for stage, rows in curves.items()}
-    return Result("", int(texts.get("seed", 0)), name, _finite(metrics), finite, kept)
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if math.isfinite(value)}
-
-
-def _text(value: Any) -> str:
-    """The same text for the same value, whether it comes from YAML (`12`) or as text from MLflow (`12.0`)."""
-
-    def plain(digits: str) -> float:
-        number = float(digits)
-        return int(number) if number.is_integer() else number
-
-    try:
-        tree = json.loads(value if isinstance(value, str) else json.dumps(value), parse_float=plain)
-    except ValueError:
-        return str(value)
-    return tree if isinstance(tree, str) else json.dumps(tree)
+def decisive(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters that decide a result, without the seed, as text: the one that MLflow has."""
+    kept = {k: v for k, v in parameters.items() if k != "seed" and k.split(".")[0] not in UNCOMPARED}
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}
 
 
 # -------------------------------------------------------------------------------------- settings
@@ -209,9 +169,9 @@ def table(results: Sequence[Result], names: Sequence[str]) -> list[dict[str, Any
 def cell(results: Sequence[Result], name: str) -> str:
     """One run's value, with its interval if it has one; of several mean ± standard deviation.
 
-    With their number if some lack it.
+    With the number of runs that have a finite value, if some have not.
     """
-    values = [result.metrics[name] for result in results if name in result.metrics]
+    values = [x for result in results if math.isfinite(x := result.metrics.get(name, math.nan))]
     if not values:
         return "–"
     if len(results) == 1:
@@ -239,9 +199,9 @@ def run(paths: Paths, names: Sequence[str], out: Path) -> None:
         console.say(f"{len(names) - len(results)} of these runs count once with another: the same training")
     variables = context(results)
     atomic.write_text(paths.root / out, document.render("comparison.html", variables))
-    title = f"{len(results)} run(s), {len(variables['columns'])} setting(s)"
+    columns = [f"{letter}: {own[0].setting}" for letter, own in variables["groups"].items()]
     rows = [[name, *cells.values()] for name, cells in variables["headlines"].items()]
-    console.table(title, ["metric", *variables["columns"]], rows)
+    console.table(f"{len(results)} run(s), {len(columns)} setting(s)", ["metric", *columns], rows)
     console.say(f"wrote {out}")
 
 
@@ -251,30 +211,27 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
     Raises:
         UserError: for more settings than a figure can show.
     """
-    by_setting = _by_setting(results)
-    if len(by_setting) > MAX_SETTINGS:
+    settings = _by_setting(results)
+    if len(settings) > MAX_SETTINGS:
         raise UserError(
-            f"these runs have {len(by_setting)} different settings, and a figure shows {MAX_SETTINGS} at "
-            "most; give fewer runs"
+            f"these runs have {len(settings)} different settings, and a figure shows {MAX_SETTINGS} at most; "
+            "give fewer runs"
         )
-    groups = {
-        f"{letter}: {setting[:SHOWN]}{'…' if len(setting) > SHOWN else ''}": own
-        for letter, (setting, own) in zip("ABCDEF", by_setting.items(), strict=False)
-    }
+    groups = dict(zip("ABCDEF", settings.values(), strict=False))
     names = sorted({name for result in results for name in result.metrics})
     headlines = [
         f"{stage}/{name}"
-        for stage in WIN_RATES_FIRST
+        for stage in sorted(STAGES, key=lambda stage: stage != "judge")
         for name in catalogue.select_headlines(
             stage, [name.removeprefix(f"{stage}/") for name in names if name.startswith(f"{stage}/")]
         )
     ]
-    cells = {name: {label: cell(own, name) for label, own in groups.items()} for name in names}
+    cells = {name: {letter: cell(own, name) for letter, own in groups.items()} for name in names}
     differing = _differing([own[0].parameters for own in groups.values()])
     first, more = figures.split(_figures(groups))
     return {
-        "columns": {label: label[0] for label in groups},
-        "runs": [(order, label, one) for order, label in enumerate(groups) for one in groups[label]],
+        "groups": groups,
+        "columns": {letter: letter for letter in groups},
         "parameters": {key: dict(zip(groups, row, strict=True)) for key, row in differing.items()},
         "headlines": {name: cells[name] for name in headlines},
         "others": {name: cells[name] for name in names if name not in headlines},
@@ -293,24 +250,25 @@ def _figures(groups: Mapping[str, Sequence[Result]]) -> Iterator[Figure]:
         known = dict.fromkeys(name for row in rows for name in row)
         for panel in catalogue.panels(stage):
             for name in panel.select(known):
-                curves = [mean_curve(label[0], own, stage, name) for label, own in groups.items()]
+                curves = [mean_curve(letter, own, stage, name) for letter, own in groups.items()]
                 if any(curve.x for curve in curves):
                     note = f"{catalogue.in_words(stage, name)}, `{stage}/{name}`"
-                    yield figures.of_panel(panel, note, next(iter(known)), curves)
+                    axis = next(iter(known))
+                    yield Figure(panel.title, note, axis, curves, panel.band, panel.guide)
 
 
-def mean_curve(label: str, results: Sequence[Result], stage: Stage, name: str) -> Curve:
+def mean_curve(letter: str, results: Sequence[Result], stage: Stage, name: str) -> Curve:
     """The mean of a curve and one standard deviation to each side, at the points that all the runs have."""
     curves = [
-        {figures.x_of(row): row[name] for row in result.curves.get(stage, ()) if name in row}
-        for result in results
+        {next(iter(row.values())): y for row in points if math.isfinite(y := row.get(name, math.nan))}
+        for points in (result.curves.get(stage, ()) for result in results)
     ]
     curves = [curve for curve in curves if curve]
     common = sorted(set.intersection(*map(set, curves))) if curves else []
     values = [[curve[x] for curve in curves] for x in common]
     means = [statistics.fmean(v) for v in values]
     if len(results) == 1:
-        return Curve(label, common, means)
+        return Curve(letter, common, means)
     low = [mean - _deviation(v) for mean, v in zip(means, values, strict=True)]
     high = [mean + _deviation(v) for mean, v in zip(means, values, strict=True)]
-    return Curve(label, common, means, low, high)
+    return Curve(letter, common, means, low, high)

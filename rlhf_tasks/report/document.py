@@ -22,29 +22,31 @@ from rlhf_tasks.judging.results import ComparisonResult, Interval
 from rlhf_tasks.tracking import catalogue
 
 FOLDER = Path(__file__).parent
-MODELS: Mapping[str, str] = {
-    "base": "Base model", "sft": "SFT model", "policy": "Policy", "reference": "References",
-}  # fmt: skip
+MODELS = {"base": "Base model", "sft": "SFT model", "policy": "Policy", "reference": "References"}
 """Titles of the contenders. References are the responses of the data; no model is called a reference."""
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
-    """A template of this folder, filled in. Only the page's own script can run, by its hash."""
-    environment = jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """The templates of this folder, with the filters that they use."""
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "number": number, "share": share, "named": model, "judge": judge, "code": _code, "key": _key,
-        "in_words": in_words, "tone": tone,
-    }  # fmt: skip
+    for one in (number, share, metric, without_ends, model, tone, in_words, key, code):
+        made.filters[one.__name__] = one
+    made.filters["judge"] = catalogue.placeholder_in_words  # in a sentence: `the gold judge`
+    return made
+
+
+def render(template: str, variables: Mapping[str, Any]) -> str:
+    """A template, filled in. Only the page's own script can run, by its hash."""
     style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     own = {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
-    return environment.get_template(template).render(**own, **variables)
+    return environment().get_template(template).render(**own, **variables)
 
 
 # --------------------------------------------------------------------------------------- numbers
@@ -62,27 +64,19 @@ def number(value: float, error: float | None = None) -> str:
     return f"{value:#.3g}".rstrip(".").replace("-", "−")
 
 
-def interval(one: Interval) -> str:
-    """`0.66 (0.64 to 0.68)`."""
-    half = (one.high - one.low) / 2
-    if not 0 < half < math.inf:
-        return f"{number(one.value)} ({number(one.low)} to {number(one.high)})"
-    return _with_ends(one, 1, _decimals(half), "")
+def interval(one: Interval, scale: float = 1, unit: str = "") -> str:
+    """`0.66 (0.64 to 0.68)`. An end that is not one half is not rounded to one half."""
+    digits = _decimals(scale * (one.high - one.low) / 2) if one.high > one.low else 1 if unit else 3
+    ends = [x for x in (one.low, one.high) if x != 0.5]
+    while digits < 6 and any(round(scale * x, digits) == scale / 2 for x in ends):
+        digits += 1
+    value, low, high = (f"{scale * x:,.{digits}f}{unit}" for x in (one.value, one.low, one.high))
+    return f"{value} ({low} to {high})".replace("-", "−")
 
 
 def share(one: Interval | float) -> str:
-    """`78% (76% to 80%)`; a share without an interval has one decimal. No rounded end becomes 50%."""
-    if not isinstance(one, Interval):
-        return f"{100 * one:.1f}%"
-    digits = _decimals(50 * (one.high - one.low))
-    while digits < 4 and any(x != 0.5 and round(100 * x, digits) == 50 for x in (one.low, one.high)):
-        digits += 1
-    return _with_ends(one, 100, digits, "%")
-
-
-def _with_ends(one: Interval, scale: float, digits: int, unit: str) -> str:
-    value, low, high = (f"{scale * x:,.{digits}f}{unit}" for x in (one.value, one.low, one.high))
-    return f"{value} ({low} to {high})".replace("-", "−")
+    """`78% (76% to 80%)`; a share without an interval has one decimal."""
+    return interval(one, 100, "%") if isinstance(one, Interval) else f"{100 * one:.1f}%"
 
 
 def metric(metrics: Mapping[str, float], key: str) -> str:
@@ -103,7 +97,7 @@ def without_ends(metrics: Mapping[str, float]) -> list[str]:
 
 def _decimals(error: float) -> int:
     """Decimals of a value with this error, at most 6."""
-    return min(6, max(0, -math.floor(math.log10(error / 2)))) if error > 0 else 1
+    return min(6, max(0, -math.floor(math.log10(error / 2)))) if 0 < error < math.inf else 1
 
 
 # ----------------------------------------------------------------------------------------- words
@@ -111,12 +105,6 @@ def _decimals(error: float) -> int:
 
 def model(name: str) -> str:
     return MODELS.get(name, name)
-
-
-def judge(name: str) -> str:
-    """The judge in a sentence: `the gold judge`."""
-    words = catalogue.placeholder_in_words(name)
-    return words if words != name.replace("_", " ") else f"the judge {name}"
 
 
 def tone(one: ComparisonResult) -> str:
@@ -130,13 +118,13 @@ def in_words(name: str) -> str:
     return catalogue.in_words(cast(Stage, stage), own)
 
 
-def _key(name: str) -> Markup:
+def key(name: str) -> Markup:
     """A metric's name, a parameter or a path, which a narrow page may break after `/`, `_` and `.` only."""
     parts = re.split(r"(?<=[/_.])", name)
     return Markup("<code>{}</code>").format(Markup("<wbr>").join(parts))
 
 
-def _code(text: str) -> Markup:
+def code(text: str) -> Markup:
     """A text of the catalogue as HTML: what stands between backticks is code."""
     parts = text.split("`")
     return Markup("").join(

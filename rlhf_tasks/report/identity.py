@@ -13,7 +13,7 @@ from rlhf_tasks.config import Model, ReportView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
-SHOWN_HASH, SHOWN_CHANGES = 10, 8  # characters; changes of params.yaml
+SHOWN_HASH = 10  # characters
 _TIME = re.compile(r"-(\d{8}T\d{6})-")  # in a run key; UTC
 Lineage = Mapping[str, Mapping[str, Any]]
 """models/lineage/STAGE.json by stage."""
@@ -60,6 +60,4 @@ def _changes(view: ReportView, root: Path, commit: str) -> str:
         before = ReportView.of(config.validate(tree, "params.yaml")).declared
     except UserError:
         return ""
-    texts = config.differences(before, view.declared)
-    more = [f"and {len(texts) - SHOWN_CHANGES} more"] if len(texts) > SHOWN_CHANGES else []
-    return "; ".join([*texts[:SHOWN_CHANGES], *more])
+    return "; ".join(config.differences(before, view.declared))

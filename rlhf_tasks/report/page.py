@@ -4,115 +4,88 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_tasks.config import ReportView, flatten
+from rlhf_tasks.config import STAGES, ReportView, flatten
 from rlhf_tasks.config.scorers import OPTIMISED
-from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults
+from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import document, figures, identity
 from rlhf_tasks.report.document import number
 from rlhf_tasks.report.figures import Curve, Figure
-from rlhf_tasks.report.inputs import Inputs, Rows
+from rlhf_tasks.report.files import Files, Rows
 from rlhf_tasks.tracking import catalogue
 
 RESPONDERS = ("reference", "sft", "policy")
 """The origins of judged responses, in the order of the columns."""
 NUM_SAMPLES = 5  # won most, and lost most
 NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
-OPTIMIZED_JUDGE = " (the reward that PPO optimized: its win rate is no evidence that the policy got better)"
-Table = Mapping[str, str]
-"""Text by the words for a metric."""
+JUDGE_FACTS = ("kappa/", "human/", "position_bias", "first_share", "cost/replies", "cost/tokens")
 
 
-def render(inputs: Inputs, view: ReportView, facts: Mapping[str, str]) -> str:
-    """The whole page as one HTML document that loads nothing. Equal inputs give equal text.
+def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
+    """What page.html shows of the project at `paths`, whose parameters are `view`. Equal files, equal values.
 
-    `facts` say which run this is: see `identity.facts`.
+    Raises:
+        UserError: if the results of stage judge are missing, or a file exists and cannot be read.
     """
-    return document.render("page.html", {"run": facts, **context(inputs, view)})
-
-
-def context(inputs: Inputs, view: ReportView) -> dict[str, Any]:
-    """The template's variables."""
-    results, judge = inputs.results, leading_judge(inputs.results)
-    judged, reward = results.metrics(), inputs.metrics.get("reward", {})
-    first, more = figures.split(figures.of_run(inputs.curves))
+    files, stages = Files(paths), [stage for stage in STAGES if stage != "report"]
+    judge_folder, ppo_folder = paths.judge_results, paths.ppo_samples
+    results = EvaluationResults.read(paths.evaluation_results)
+    judged, judges = results.metrics(), sorted(one.judge for one in results.comparisons)
+    # The judge of the story: gold if there is one, and none that PPO optimized if there is another.
+    judge = min(judges, key=lambda one: (one != "gold", one in results.optimised_judges), default="")
+    metrics = {stage: found for stage in stages if (found := files.json(paths.metrics(stage))) is not None}
+    curves = {stage: files.points(paths.curves(stage)) for stage in figures.STAGES}
+    lineage = {stage: found for stage in stages if (found := files.json(paths.lineage(stage))) is not None}
+    if view.data.source != "files":  # then data.path is a dep that no stage reads
+        for tree in lineage.values():
+            tree.get("inputs", {}).pop(view.data.path, None)
+    graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
+    makers = {out: stage for stage, node in graph.items() for out in node.outs}
+    guards = files.json(ppo_folder / "guards.json")
+    first, more = figures.split(figures.of_run(curves))
     return {
         # 1. The story.
-        "gate": inputs.verdict,
-        "failed": _failed_criteria(inputs.verdict or {"criteria": []}),
+        "run": identity.facts(view, lineage, name, paths.root),
         "view": view,
         "base": identity.base_model(view.model),
-        "judge_name": document.judge(judge),
-        "headlines": {other: results.comparison(judge, "policy", other) for other in ("sft", "reference")},
-        "values": inputs.metrics,
-        "duration": _duration(inputs),
-        "ppo_duration": _ppo_duration(inputs.curves.get("ppo", ())),
+        "gate": files.json(paths.verdict),
+        "metrics": metrics,
+        "results": results,
+        "judge": judge,
+        "duration": _duration(lineage),
+        "ppo_duration": _ppo_duration(curves["ppo"]),
         # 2. Samples, and 3. curves.
-        "samples": _samples(inputs, judge),
+        "samples": _samples(
+            files.rows(paths.judged_responses), files.rows(judge_folder / "comparisons.parquet"), judge
+        ),
         "first_figures": first,
         "more_figures": more,
-        "trips": inputs.trips,
+        "trips": None if guards is None else guards["trips"],
         # 4. The evidence.
-        "rates": _rates(results),
-        "judge_facts": _facts("judge", judged, "kappa/", "human/", *_compared(results)),
+        "judge_facts": _facts("judge", judged, *JUDGE_FACTS),
         "measured": _measured(judged),
-        "reward_facts": _facts("reward", reward, "")
+        "reward_facts": _facts("reward", metrics.get("reward", {}), "")
         | _facts("judge", judged, "agreement/", "calibration/", "reward_gap/"),
-        "audit": {
-            kind.replace("_", " "): {
-                "score": number(one["score"]),
-                "beats": document.share(one["beats_reference"]),
-            }
-            for kind, one in inputs.audit.items()
-        },
+        "audit": files.json(audit) if (audit := ppo_folder / "audit.json").exists() else {},
         "reward_figures": [
             *_diagnostics(
-                inputs.calibration,
-                "model",
-                "origin",
-                "confidence",
-                "right",
-                "Share of pairs that the model orders right, by the probability that it gives its order. "
-                "Below the dashed line the model is too confident. Bands are 95% intervals.",
-                lambda x: x,
+                files.rows(judge_folder / "calibration.parquet"), ("model", "origin", "confidence", "right")
             ),
-            *_diagnostics(
-                inputs.lengths,
-                "judge",
-                "who",
-                "length",
-                "score",
-                "Mean score of responses by their length in characters, with its 95% interval. Rising lines "
-                "show that length is rewarded; the distance between them is what length does not explain.",
-            ),
+            *_diagnostics(files.rows(judge_folder / "lengths.parquet"), ("judge", "who", "length", "score")),
         ],
-        "training_samples": _of_training(inputs.ppo_samples),
-        "metrics": {
-            stage: {key: document.metric(values, key) for key in document.without_ends(values)}
-            for stage, values in inputs.metrics.items()
-        },
-        "lineage": {stage: _links(tree, inputs.makers) for stage, tree in inputs.lineage.items()},
-        "missing": inputs.missing,
+        "training_samples": _of_training(files.rows(ppo_folder / "samples.parquet")),
+        "lineage": {stage: _links(tree, makers) for stage, tree in lineage.items()},
+        "missing": files.missing,
     }
 
 
-def leading_judge(results: EvaluationResults) -> str:
-    """The judge of the story: gold if there is one, and none that PPO optimized if there is another."""
-    judges = sorted(one.judge for one in results.comparisons)
-    return min(judges, key=lambda name: (name != "gold", name in results.optimised_judges), default="")
-
-
-def _failed_criteria(verdict: Mapping[str, Any]) -> list[str]:
-    """The first word of the key of each criterion that failed: `over` of `over_sft/gold`."""
-    failed = [one["key"] for one in verdict["criteria"] if not one["passed"]]
-    return list(dict.fromkeys(key.partition("/")[0].partition("_")[0] for key in failed))
-
-
-def _duration(inputs: Inputs) -> str | None:
+def _duration(lineage: identity.Lineage) -> str | None:
     """From the start of the first stage to that of the verdict; None if a stage is older than its inputs."""
-    times = list(identity.starts(inputs.lineage).values())
+    times = list(identity.starts(lineage).values())
     if len(times) < 2 or times != sorted(times):
         return None
     return _span((times[-1] - times[0]).total_seconds())
@@ -131,38 +104,32 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-# --------------------------------------------------------------------------------------- samples
-
-
-def _samples(inputs: Inputs, judge: str) -> dict[str, Rows]:
+def _samples(responses: Rows, comparisons: Rows, judge: str) -> dict[str, Rows]:
     """Prompts on which the policy leads the references most, the one in the middle, and where it lags most.
 
     It is compared with SFT where the data has no references.
     """
-    by_index = {row["index"]: row for row in inputs.responses}
+    by_index = {row["index"]: row for row in responses}
     for opponent in ("reference", "sft"):
         found = []
-        for row in inputs.comparisons:
+        for row in comparisons:
             pair = row["judge"], row["a"], row["b"]
-            if pair != (judge, "policy", opponent) or row["index"] not in by_index or _failed(row):
+            own = by_index.get(row["index"])
+            outcome = math.nan if row["outcome"] is None else row["outcome"]  # of a judge that failed
+            if pair != (judge, "policy", opponent) or own is None or math.isnan(outcome):
                 continue
             lead, text = _lead(row)
-            own = by_index[row["index"]]
-            responses = [(who, own[who] or "", own.get(f"{judge}/{who}")) for who in RESPONDERS if who in own]
-            found.append({**own, "lead": lead, "lead_text": text, "responses": responses})
+            texts = [(who, own[who] or "", own.get(f"{judge}/{who}")) for who in RESPONDERS if who in own]
+            found.append({**own, "lead": lead, "lead_text": text, "responses": texts})
         if found:
-            found.sort(key=lambda one: (-one["lead"], one["index"]))
+            won = sorted(found, key=lambda one: (-one["lead"], one["index"]))
             lost = sorted(found, key=lambda one: (one["lead"], one["index"]))
             return {
-                "Where the policy won most": [one for one in found if one["lead"] > 0][:NUM_SAMPLES],
-                "In the middle": [found[len(found) // 2]],
+                "Where the policy won most": [one for one in won if one["lead"] > 0][:NUM_SAMPLES],
+                "In the middle": [won[len(won) // 2]],
                 "Where the policy lost most": [one for one in lost if one["lead"] < 0][:NUM_SAMPLES],
             }
     return {}
-
-
-def _failed(row: Mapping[str, Any]) -> bool:
-    return row["outcome"] is None or math.isnan(row["outcome"])
 
 
 def _lead(row: Mapping[str, Any]) -> tuple[float, str]:
@@ -186,31 +153,13 @@ def _of_training(rows: Rows) -> Rows:
     return [row for at in chosen for row in [r for r in rows if r["episode"] == at][:NUM_TRAINING_SAMPLES]]
 
 
-# -------------------------------------------------------------------------------------- evidence
-
-
-def _rates(results: EvaluationResults) -> dict[str, list[ComparisonResult]]:
-    """The comparisons by the judge's name in words, which marks a judge that PPO optimized."""
-    groups: dict[str, list[ComparisonResult]] = {}
-    for one in sorted(results.comparisons, key=lambda one: one.stem):
-        warning = OPTIMIZED_JUDGE if one.judge in results.optimised_judges else ""
-        groups.setdefault(f"{document.judge(one.judge)}{warning}", []).append(one)
-    return groups
-
-
-def _compared(results: EvaluationResults) -> list[str]:
-    """Metrics of judges that see both responses, which may prefer the first one, and cost replies."""
-    names = ("position_bias", "first_share", "cost/replies", "cost/tokens")
-    return [f"{one.stem}/{name}" for one in results.comparisons for name in names]
-
-
-def _facts(stage: str, metrics: Mapping[str, float], *starts: str) -> Table:
-    """The metrics whose names start so, with their intervals."""
-    names = (name for name in document.without_ends(metrics) if name.startswith(starts))
+def _facts(stage: str, metrics: Mapping[str, float], *parts: str) -> dict[str, str]:
+    """By their words the metrics whose names have one of these parts, with their intervals."""
+    names = (n for n in document.without_ends(metrics) if any(part in n for part in parts))
     return {document.in_words(f"{stage}/{name}"): document.metric(metrics, name) for name in names}
 
 
-def _measured(judged: Mapping[str, float]) -> Mapping[str, Table]:
+def _measured(judged: Mapping[str, float]) -> dict[str, dict[str, str]]:
     """What was measured of each model and of its responses: measure → model → value."""
     table: dict[str, dict[str, str]] = {}
     for name in document.without_ends(judged):
@@ -223,22 +172,22 @@ def _measured(judged: Mapping[str, float]) -> Mapping[str, Table]:
     return dict(sorted(table.items()))
 
 
-def _diagnostics(
-    rows: Rows, by: str, line: str, x: str, y: str, note: str, guide: Callable[[float], float] | None = None
-) -> Iterator[Figure]:
-    """A figure per value of the column `by`, with a line and its band per value of the column `line`."""
+def _diagnostics(rows: Rows, columns: tuple[str, str, str, str]) -> Iterator[Figure]:
+    """A figure per value of the first column and a line per value of the second; the others are x and y."""
+    by, line, x, y = columns
     for one in dict.fromkeys(row[by] for row in rows):
         curves = []
-        for name in dict.fromkeys(row[line] for row in rows if row[by] == one):
+        names = dict.fromkeys(row[line] for row in rows if row[by] == one)
+        for name in sorted(names, key=lambda name: -(RESPONDERS.index(name) if name in RESPONDERS else 0)):
             own = [row for row in rows if (row[by], row[line]) == (one, name)]
-            xs, ys, low, high = ([row[key] for row in own] for key in (x, y, "low", "high"))
-            curves.append(Curve(catalogue.placeholder_in_words(name), xs, ys, low, high))
-        scorer = "the reward that PPO optimized" if one == OPTIMISED else document.judge(one)
-        title = f"{'Calibration' if by == 'model' else 'Score by length'}: {scorer}"
-        yield figures.draw(title, note, x, curves, guide=guide)
+            points = ([row[key] for row in own] for key in (x, y, "low", "high"))
+            curves.append(Curve(catalogue.placeholder_in_words(name), *points))
+        scorer = "the reward that PPO optimized" if one == OPTIMISED else catalogue.placeholder_in_words(one)
+        title, guide = ("Calibration", "y = x") if y == "right" else ("Score by length", None)
+        yield Figure(f"{title}: {scorer}", "", x, curves, guide=guide)
 
 
-def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> Sequence[tuple[str, str, str | None]]:
+def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> list[tuple[str, str, str | None]]:
     """A stage's lineage: each path that it read with its hash and the stage that wrote it, then the rest."""
     read = [(path, md5, makers.get(path)) for path, md5 in tree.get("inputs", {}).items()]
     rest = flatten({key: value for key, value in tree.items() if key != "inputs"})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_tasks import config
 from rlhf_tasks.cli import main
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
@@ -78,16 +79,14 @@ def test_runs_that_differ_only_in_their_verdict_count_once() -> None:
 
 def test_seeds_are_one_line_with_a_band_and_a_single_run_has_its_interval() -> None:
     context = comparison.context(comparison.with_settings(RUNS))
-    a, b = "A: ppo.kl_coef=0.03", "B: ppo.kl_coef=0.1"
-    assert context["columns"] == {a: "A", b: "B"}
+    a, b = "A", "B"
     assert context["headlines"] == {
         "judge/gold/policy_vs_sft/win_rate": {a: "0.600", b: "0.60 (0.50 to 0.70)"},
         "ppo/objective/kl": {a: "4 ± 4", b: "0.500"},
     }
     (figure,) = context["first_figures"]
-    assert figure.svg.count("<polyline") == 2
-    assert figure.svg.count("<polygon") == 1, "one run has no band"
-    assert "A from 2 to 4" in figure.svg
+    assert [(curve.name, bool(curve.low)) for curve in figure.curves] == [(a, True), (b, False)]
+    assert "A from 2 to 4" in figure.text
 
 
 def test_the_page_says_which_runs_it_compares_and_loads_nothing() -> None:
@@ -110,19 +109,20 @@ def test_more_settings_than_a_figure_can_show_are_a_user_error() -> None:
 
 
 def test_values_that_are_not_finite_are_left_out_and_counted() -> None:
-    values = {"a": 0.5, "b": float("nan"), "c": 1.5}
-    points = [{"episode": 1.0, "x": float("inf"), "y": 2.0}]
-    runs = [comparison._result(name, {"ppo/x": v}, {"ppo": points}, {}) for name, v in values.items()]
+    points = [{"episode": 1.0, "x": float("inf")}, {"episode": 2.0, "x": 3.0}]
+    runs = [Result("", 1, "r", {"ppo/x": v}, {"ppo": points}) for v in (0.5, float("nan"), 1.5)]
     assert comparison.cell(runs, "ppo/x") == "1.0 ± 0.7 (2 of 3)"
-    assert runs[0].curves == {"ppo": [{"episode": 1.0, "y": 2.0}]}
+    assert comparison.mean_curve("A", runs, "ppo", "x").x == [2.0]
 
 
-def test_a_number_is_the_same_value_from_yaml_and_mlflow() -> None:
-    """YAML has 12; MLflow has the text of the validated value, "12.0"."""
-    pairs = [(12, "12.0"), (0.03, "0.03"), ([0.9, 1], "[0.9, 1.0]"), (None, "null"), ("gpt_neox", "gpt_neox")]
-    for yaml, mlflow in pairs:
-        texts = [comparison._result("x", {}, {}, {"k": value}).parameters["k"] for value in (yaml, mlflow)]
-        assert texts[0] == texts[1]
+def test_a_number_is_the_same_value_from_params_yaml_and_mlflow() -> None:
+    """The file has 1; MLflow has the text of the validated value, "1.0"."""
+    given = config.values({"ppo": {"kl_coef": 1}, "seed": 2}, "params.yaml")
+    assert (
+        comparison.decisive(given)["ppo.kl_coef"]
+        == comparison.decisive({"ppo.kl_coef": "1.0"})["ppo.kl_coef"]
+    )
+    assert "seed" not in comparison.decisive(given)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,10 @@ def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
     toy.commit(root)
     toy.git(root, "update-ref", f"refs/exps/00/{'0' * 38}/mine", "HEAD")
     toy.git(root, "rm", "-q", "-r", "metrics")
-    run = comparison.read(root, "a", 1, "mine")
+    run = comparison.find(Paths(root), "mine")
     assert run.metrics == {"first/x.y": 2}
     assert run.curves == {"ppo": [{"episode": 64.0, "objective/kl": 0.5}]}
     assert git.find_experiment(root, "ine") is None, "whole names only"
-    with pytest.raises(UserError, match="no experiment 'other'"):
-        comparison.read(root, "a", 1, "other")
 
 
 def test_folders_of_two_seeds_are_one_setting(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

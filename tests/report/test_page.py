@@ -23,7 +23,7 @@ from rlhf_tasks.judging.results import (
     TaskScore,
 )
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import inputs, page
+from rlhf_tasks.report import document, page
 from rlhf_tasks.stages import report
 from tests import small
 from tests.report import workspace
@@ -75,11 +75,11 @@ VIEW = small.view("report")
 
 
 def written(root: Path) -> str:
-    return page.render(inputs.read(Paths(root)), VIEW, {})
+    return document.render("page.html", context(root))
 
 
 def context(root: Path) -> dict[str, Any]:
-    return page.context(inputs.read(Paths(root)), VIEW)
+    return page.context(Paths(root), VIEW)
 
 
 def test_the_page_begins_with_the_story(whole: Path) -> None:
@@ -141,7 +141,7 @@ def test_measured_values_are_by_model_and_the_reward_model_has_its_facts(whole: 
     workspace.put_text(whole / "evaluation/ppo/audit.json", json.dumps(audit))
     assert context(whole)["measured"]["Facts named, by the gold judge"] == {"policy": "0.843", "sft": "0.622"}
     text = Document(written(whole)).text
-    for fact in ("empty 0.250 75.0%", "Accuracy on test pairs 0.812", "0.765", "given pairs 0.125"):
+    for fact in ("empty 0.250, beats 75.0%", "Accuracy on test pairs 0.812", "0.765", "given pairs 0.125"):
         assert fact in text
 
 
@@ -230,24 +230,21 @@ def test_a_judge_that_ppo_optimised_does_not_lead_and_is_marked(tmp_path: Path) 
     comparisons = tuple(workspace.comparison(name, "policy", "sft", rate) for name, rate in rates.items())
     results = EvaluationResults(comparisons=comparisons, optimised_judges={"optimised": "models/reward"})
     workspace.put_results(tmp_path, results)
-    variables = context(tmp_path)
-    assert variables["judge_name"] == "the judge other"
-    warned, other = variables["rates"]
-    assert "its win rate is no evidence" in warned
-    assert other == "the judge other"
+    assert context(tmp_path)["judge"] == "other"
+    text = Document(written(tmp_path)).text
+    assert "By optimised (the reward that PPO optimized: its win rate is no evidence" in text
 
 
 def test_without_results_there_is_no_report(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"evaluation/judge/results\.json is missing.*rlhf judge"):
-        inputs.read(Paths(tmp_path))
+    with pytest.raises(UserError, match=r"evaluation/judge/results\.json cannot be read.*rlhf judge"):
+        context(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("metrics/ppo.json", "{", "not readable as JSON.* run `rlhf ppo` again"),
-        ("metrics/ppo.json", "[1]", "must hold an object, but holds list; run `rlhf ppo` again"),
-        ("metrics/judge.json", "[]", "must hold an object, but holds list; run `rlhf judge` again"),
+        ("metrics/ppo.json", "{", "is not an object of JSON.* run `rlhf ppo` again"),
+        ("metrics/ppo.json", "[1]", "is not an object of JSON.* run `rlhf ppo` again"),
         ("plots/ppo.csv", "episode,objective/kl\n1,high\n", "not a table of numbers"),
         ("plots/ppo.csv", "episode,objective/kl\n1\n", "not a table of numbers"),
         (
@@ -261,7 +258,7 @@ def test_without_results_there_is_no_report(tmp_path: Path) -> None:
 def test_a_broken_file_is_named(whole: Path, name: str, content: str, problem: str) -> None:
     workspace.put_text(whole / name, content)
     with pytest.raises(UserError, match=problem) as caught:
-        inputs.read(Paths(whole))
+        context(whole)
     assert name in str(caught.value)
 
 
