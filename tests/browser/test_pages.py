@@ -175,16 +175,15 @@ def test_the_report_and_the_comparison_ask_no_other_machine(tmp_path: Path, read
 def put_large_report(folder: Path) -> None:
     """A report with the criteria and comparisons of the default run, and longer texts."""
     workspace.put_all(folder)
-    test_page.put_verdict(folder, num_criteria=12)
+    workspace.put_verdict(folder, num_criteria=12)
     pairs = [("policy", "sft"), ("policy", "reference"), ("policy", "base"), ("sft", "reference")]
     rate = workspace.interval(0.6, 0.5, 0.7)
     comparisons = tuple(
         workspace.comparison(j, a, b, rate) for j in ("gold", "reward_model") for a, b in pairs
     )
-    workspace.put_results(folder, workspace.RESULTS.model_copy(update={"comparisons": comparisons}))
-    texts = dict.fromkeys(("prompt", "reference", "sft", "policy"), "a sentence of seven words " * 60)
-    rows = [row | texts for row in workspace.responses()]
-    workspace.put_rows(folder / "evaluation/judge/answers.parquet", rows)
+    results = workspace.RESULTS.model_copy(update={"comparisons": comparisons})
+    results.write(folder / "evaluation/judge/results.json")
+    workspace.put_responses(folder, "a sentence of seven words " * 60)
     (folder / "report.html").write_text(test_page.written(folder), encoding="utf-8")
 
 

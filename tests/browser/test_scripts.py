@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,16 +32,10 @@ def assert_text(reader: Reader, address: str) -> None:
     assert PLANTED in reader.page.evaluate("document.body.textContent")
 
 
-def planted(rows: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    return [row | {name: f"{row[name]} {PLANTED}" for name in names} for row in rows]
-
-
 def test_a_planted_script_stays_text_in_the_report(tmp_path: Path, reader: Reader) -> None:
     workspace.put_all(tmp_path)
-    answers = planted(workspace.responses(), "prompt", "reference", "sft", "policy")
-    workspace.put_rows(tmp_path / "evaluation/judge/answers.parquet", answers)
-    samples = planted([{"episode": 256, "prompt": "a", "response": "b", "score": 0.5}], "prompt", "response")
-    workspace.put_rows(tmp_path / "evaluation/ppo/samples.parquet", samples)
+    workspace.put_responses(tmp_path, PLANTED)
+    workspace.put_training_samples(tmp_path, PLANTED)
     (tmp_path / "report.html").write_text(test_page.written(tmp_path), encoding="utf-8")
     assert_text(reader, (tmp_path / "report.html").as_uri())
 

@@ -1,62 +1,41 @@
-"""Ticks, labels and the geometry of the figures."""
+"""Numbers as text, ticks, and the geometry of the figures."""
 
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
 
-from rlhf_tasks.report import document, figures
-from rlhf_tasks.report.figures import Curve
+from rlhf_tasks.report import document
+from rlhf_tasks.report.figures import MAX_BUCKETS, Curve, Figure, ticks
 from tests.report import workspace
 
 
-def curve(*points: tuple[float, float], name: str = "m") -> Curve:
-    return Curve(name, [x for x, _ in points], [y for _, y in points])
-
-
-def draw(title: str, axis: str, curves: list[Curve], **marks: Any) -> str:
-    figure = figures.Figure(title, "", axis, curves, **marks)
+def svg(title: str, axis: str, *curves: Curve, **marks: Any) -> str:
     template = '{% from "macros.html" import chart %}{{ chart(figure) }}'
+    figure = Figure(title, "", axis, curves, **marks)
     return document.environment().from_string(template).render(figure=figure)
 
 
-def drawn(svg: str) -> list[tuple[float, float]]:
-    """The points of the first line in a chart."""
-    match = re.search(r'<polyline class="line s0" points="([^"]+)"', svg)
-    assert match
-    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in match[1].split())]
-
-
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
-        (0, 10, [0, 2, 4, 6, 8, 10]),
-        (0.3, 4.7, [0, 1, 2, 3, 4, 5]),
-        (-0.03, 0.02, [-0.03, -0.02, -0.01, 0, 0.01, 0.02]),
-        (7, 7, [6, 6.5, 7, 7.5, 8]),
-        (-1e-7, 3.2, [0, 1, 2, 3, 4]),
-    ],
-)
-def test_ticks_are_round_and_hold_the_range(low: float, high: float, expected: list[float]) -> None:
-    """Up to rounding: a KL starts a little below 0."""
-    marks = list(figures.ticks(low, high))
-    assert marks == pytest.approx(expected)
-    assert marks[0] - 1e-6 <= low <= high <= marks[-1]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
+        (0, 10, ["0", "2", "4", "6", "8", "10"]),
+        (0.3, 4.7, ["0", "1", "2", "3", "4", "5"]),
+        (-0.03, 0.02, ["−0.03", "−0.02", "−0.01", "0.00", "0.01", "0.02"]),
+        (7, 7, ["6.0", "6.5", "7.0", "7.5", "8.0"]),
+        (-1e-7, 3.2, ["0", "1", "2", "3", "4"]),
         (0, 4000, ["0", "1,000", "2,000", "3,000", "4,000"]),
-        (-0.05, 0.05, ["−0.06", "−0.04", "−0.02", "0.00", "0.02", "0.04", "0.06"]),
         (0, 2e-6, ["0", "5e−7", "1e−6", "1.5e−6", "2e−6"]),
     ],
 )
-def test_labels_have_the_decimals_their_step_needs(low: float, high: float, expected: list[str]) -> None:
-    assert list(figures.ticks(low, high).values()) == expected
+def test_ticks_are_round_and_hold_the_range(low: float, high: float, expected: list[str]) -> None:
+    """Up to rounding: a KL starts a little below 0."""
+    marks = ticks(low, high)
+    assert list(marks.values()) == expected
+    assert min(marks) - 1e-6 <= low <= high <= max(marks)
+    assert list(marks) == pytest.approx([float(x.replace("−", "-").replace(",", "")) for x in expected])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +43,6 @@ def test_labels_have_the_decimals_their_step_needs(low: float, high: float, expe
     [
         (8192.0, None, "8,192"),
         (-0.5, None, "−0.500"),
-        (0.81234, None, "0.812"),
         (99.96, None, "100"),
         (12345.678, None, "12,346"),
         (math.nan, None, "not a number"),
@@ -88,72 +66,35 @@ def test_an_interval_decides_the_digits_and_no_end_is_rounded_to_one_half() -> N
     assert document.share(0.125) == "12.5%"
 
 
-def test_a_line_goes_from_edge_to_edge_and_larger_values_are_higher() -> None:
-    points = drawn(draw("x", "step", [curve((0, 0), (5, 10), (10, 5))]))
-    left, right = figures.LEFT, figures.RIGHT
-    top, floor = figures.TOP, figures.BOTTOM
-    assert points == [(left, floor), ((left + right) / 2, top), (right, (top + floor) / 2)]
-
-
-def test_a_band_covers_its_range_of_the_axis() -> None:
-    svg = draw("KL", "episode", [curve((0, 1), (1, 20))], band=(0, 10))
-    match = re.search(r'<rect class="band" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
-    assert match
-    assert float(match[2]) == pytest.approx((figures.BOTTOM - figures.TOP) / 2, abs=0.1)
-
-
-def test_the_axis_fits_the_curve_and_the_band_is_shaded_as_far_as_it_is_seen() -> None:
-    svg = draw("KL", "episode", [curve((0, 0), (1, 2))], band=(0, 10))
-    match = re.search(r'<rect class="band" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
-    assert match
-    assert float(match[1]) == figures.TOP
-    assert float(match[2]) == figures.BOTTOM - figures.TOP, "all of 0 to 2"
-    assert drawn(svg)[-1][1] == figures.TOP, "2 is at the top, not a fifth of the way up"
-    beyond = draw("KL", "episode", [curve((0, 20), (1, 30))], band=(0, 10))
-    match = re.search(r'<rect class="band" x="\S+" y="\S+" width="\S+" height="(\S+)"', beyond)
-    assert match
-    assert float(match[1]) == 0
+def test_lines_bands_and_guides_are_at_their_values() -> None:
+    """The plot is from 48 to 346 and, downwards, from 12 to 182: y is 182 − 170 · value from 0 to 1."""
+    drawn = svg("x", "step", Curve("m", (0, 5, 10), (0, 1, 0.5)), band=(0.5, 7), guide=0.2)
+    assert '<polyline class="line s0" points="48.0,182.0 197.0,12.0 346.0,97.0"/>' in drawn
+    assert '<rect class="band" x="48" y="12.0" width="298" height="85.0"/>' in drawn, "as far as it is seen"
+    assert '<polyline class="guide" points="48.0,148.0 346.0,148.0"/>' in drawn
+    banded = Curve("m", (0.0, 1.0), (0.4, 0.6), (0.2, 0.4), (0.6, 1.0))
+    drawn = svg("x", "confidence", banded, band=(3, 4), guide="y = x")
+    assert '<polygon class="ribbon s0" points="48.0,80.0 346.0,12.0 346.0,114.0 48.0,148.0"/>' in drawn
+    assert '<polyline class="guide" points="48.0,182.0 346.0,12.0"/>' in drawn
+    assert 'height="0"' in drawn, "the band is above the plot"
+    assert '<circle class="dot s1" cx="197.0"' in svg(
+        "x", "step", Curve("without points"), Curve("m", (3,), (4,))
+    )
 
 
 def test_a_long_line_is_drawn_as_means_with_a_band_that_keeps_a_spike() -> None:
     steps = 24_000  # 200 to a bucket
-    points = [(float(k), 100.0 if k == 12_345 else float(k % 2)) for k in range(steps)]
-    svg = draw("x", "step", [curve(*points)])
-    line = drawn(svg)
-    assert len(line) == figures.MAX_BUCKETS
-    assert [x for x, _ in line] == sorted(x for x, _ in line)
-    match = re.search(r'<polygon class="ribbon s0" points="([^"]+)"', svg)
-    assert match
-    heights = [float(pair.split(",")[1]) for pair in match[1].split()]
-    assert min(heights) == figures.TOP, "100 is the top tick"
-    floor, height = figures.BOTTOM, figures.BOTTOM - figures.TOP
-    spiked, *others = sorted(y for _, y in line)
-    assert spiked == pytest.approx(floor - height * 0.995 / 100, abs=0.06), "(100 + 99 · 1 + 100 · 0) / 200"
-    assert others == pytest.approx([floor - height * 0.5 / 100] * len(others), abs=0.06)
-    assert "highest 100" in svg
-
-
-def test_a_curves_own_band_and_the_diagonal_are_at_their_values() -> None:
-    one = Curve("m", (0.0, 1.0), (0.4, 0.6), (0.2, 0.4), (0.6, 1.0))
-    svg = draw("x", "confidence", [one], guide="y = x")
-    left, right, floor = figures.LEFT, figures.RIGHT, figures.BOTTOM
-    height = floor - figures.TOP
-
-    def y(value: float) -> str:
-        return f"{floor - height * value:.1f}"
-
-    expected = [(left, 0.6), (right, 1.0), (right, 0.4), (left, 0.2)]
-    corners = " ".join(f"{x:.1f},{y(value)}" for x, value in expected)
-    assert f'<polygon class="ribbon s0" points="{corners}"/>' in svg
-    assert f'<polyline class="guide" points="{left:.1f},{y(0)} {right:.1f},{y(1)}"/>' in svg
-
-
-def test_one_point_is_a_dot() -> None:
-    assert "<circle" in draw("x", "step", [curve((3, 4))])
+    long = Curve("m", range(steps), [100.0 if k == 12_345 else float(k % 2) for k in range(steps)])
+    short = long.condensed
+    assert len(short.x) == MAX_BUCKETS
+    assert list(short.x) == sorted(short.x)
+    *others, spiked = sorted(short.y)
+    assert spiked == 0.995, "(100 + 99 · 1 + 100 · 0) / 200"
+    assert others == [0.5] * len(others)
+    assert (min(short.low), max(short.high)) == (0, 100)
+    assert "highest 100" in Figure("x", "", "step", [long]).text
 
 
 def test_names_in_figures_are_escaped() -> None:
-    svg = draw("<b>", 'a"b', [curve((0, 1), (1, 2), name="<i>")])
-    assert "<b>" not in svg
-    assert "<i>" not in svg
-    assert 'a"b' not in svg
+    drawn = svg("<b>", 'a"b', Curve("<i>", (0, 1), (1, 2)))
+    assert not any(name in drawn for name in ("<b>", "<i>", 'a"b'))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rlhf_tasks import config
 from rlhf_tasks.report import identity
 from tests import small
@@ -31,20 +29,9 @@ def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out
         "Commit": "aaaaaaaaaa",
     }
     assert identity.facts(view, LINEAGE, "", tmp_path)["Run"] == "ppo-20260102T030405-aa"
+    files = small.view("report", {"data.source": "files", "data.path": "mine/rows", "judge.judges": HELDOUT})
+    assert identity.facts(files, {}, "", tmp_path)["Data"] == "mine/rows", "named only where it is read"
     assert set(identity.facts(view, {"judge": {}}, "", tmp_path)) == {"Preset", "Seed", "Data", "Base model"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "data"),
-    [
-        ({"data.source": "files", "data.path": "mine/rows", "judge.judges": HELDOUT}, "mine/rows"),
-        ({"data.source": "docstrings", "judge.judges": HELDOUT}, "docstrings of installed packages"),
-    ],
-)
-def test_the_path_of_the_data_is_named_only_where_it_is_read(
-    tmp_path: Path, changes: dict[str, object], data: str
-) -> None:
-    assert identity.facts(small.view("report", changes), {}, "", tmp_path)["Data"] == data
 
 
 def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> None:
