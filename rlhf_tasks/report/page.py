@@ -37,9 +37,9 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     judged, judges = results.metrics(), sorted(one.judge for one in results.comparisons)
     # The judge of the story: gold if there is one, and none that PPO optimized if there is another.
     judge = min(judges, key=lambda one: (one != "gold", one in results.optimised_judges), default="")
-    metrics = {stage: found for stage in stages if (found := files.json(paths.metrics(stage))) is not None}
-    curves = {stage: files.points(paths.curves(stage)) for stage in figures.STAGES}
-    lineage = {stage: found for stage in stages if (found := files.json(paths.lineage(stage))) is not None}
+    metrics: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.metrics(s)))}
+    curves: dict[str, figures.Points] = {s: files.points(paths.curves(s)) for s in figures.STAGES}
+    lineage: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.lineage(s)))}
     if view.data.source != "files":  # then data.path is a dep that no stage reads
         for tree in lineage.values():
             tree.get("inputs", {}).pop(view.data.path, None)
@@ -134,12 +134,13 @@ def _samples(responses: Rows, comparisons: Rows, judge: str) -> dict[str, Rows]:
 
 def _lead(row: Mapping[str, Any]) -> tuple[float, str]:
     """How far A is ahead: by score; by its mean probability over both orders, less ½; by the bare outcome."""
-    orders = [row.get("a_shown_first"), row.get("a_shown_second")]
+    shown = (row.get("a_shown_first"), row.get("a_shown_second"))
+    orders = [float(p) for p in shown if p is not None]
     if row["score_a"] is not None and row["score_b"] is not None:
         lead = float(row["score_a"] - row["score_b"])
         text = f" by {number(abs(lead))}"
-    elif None not in orders and row["outcome"] != 0.5:
-        lead = sum(orders) / 2 - 0.5
+    elif orders and row["outcome"] != 0.5:
+        lead = sum(orders) / len(orders) - 0.5
         text = f" with {document.share(abs(lead) + 0.5)}"
     else:
         lead, text = float(row["outcome"]) - 0.5, ""
@@ -183,8 +184,10 @@ def _diagnostics(rows: Rows, columns: tuple[str, str, str, str]) -> Iterator[Fig
             points = ([row[key] for row in own] for key in (x, y, "low", "high"))
             curves.append(Curve(catalogue.placeholder_in_words(name), *points))
         scorer = "the reward that PPO optimized" if one == OPTIMISED else catalogue.placeholder_in_words(one)
-        title, guide = ("Calibration", "y = x") if y == "right" else ("Score by length", None)
-        yield Figure(f"{title}: {scorer}", "", x, curves, guide=guide)
+        if y == "right":
+            yield Figure(f"Calibration: {scorer}", "", x, curves, guide="y = x")
+        else:
+            yield Figure(f"Score by length: {scorer}", "", x, curves)
 
 
 def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> list[tuple[str, str, str | None]]:
