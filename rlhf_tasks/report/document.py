@@ -1,7 +1,7 @@
 """How a template becomes one HTML document, and how numbers become text.
 
-Digits follow the interval: the last one shown is worth at most half of its half-width. A number without an
-interval has three significant digits.
+Digits follow the interval: ±1 keeps one decimal, ±1.5 none. A number without an interval has three
+significant digits.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def without_ends(metrics: Mapping[str, float]) -> list[str]:
 
 def _decimals(error: float) -> int:
     """Decimals of a value with this error, at most 6."""
-    return min(6, max(0, -math.floor(math.log10(error / 2)))) if 0 < error < math.inf else 1
+    return min(6, max(0, -math.floor(math.log10(error / 1.2)))) if 0 < error < math.inf else 1
 
 
 # ----------------------------------------------------------------------------------------- words

@@ -1,8 +1,7 @@
 """Figures of curves: the geometry; the macro `chart` of macros.html draws it as SVG.
 
 Colors come from the style sheet by class, so that one figure serves light and dark pages. Figures are about
-as large as on a phone, so that labels stay readable there. matplotlib would take a second per figure on a
-laptop, and fixes its colors.
+as large as on a phone, so that labels stay readable there. matplotlib fixes colors, and is slow for twenty.
 """
 
 from __future__ import annotations

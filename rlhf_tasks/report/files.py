@@ -31,9 +31,8 @@ class Files:
         self._paths = paths
 
     def json(self, path: Path) -> dict[str, Any] | None:
-        found: dict[str, Any] | None
         found = self._read(path, "an object of JSON", lambda: dict(json.loads(path.read_bytes())))
-        return found
+        return None if found is None else dict(found)
 
     def rows(self, path: Path) -> Rows:
         return self._read(path, "a Parquet table", lambda: pq.read_table(path).to_pylist()) or []

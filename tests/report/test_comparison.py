@@ -168,7 +168,7 @@ def test_folders_of_two_seeds_are_one_setting(project: Path, capsys: pytest.Capt
     assert "1 of these runs count once with another" in printed, "it was given twice"
     assert "2 run(s), 1 setting(s)" in printed
     text = Document(Path("both.html").read_text(encoding="utf-8")).text
-    assert "KL of the rollouts ppo 2.0 ± 1.4" in text
+    assert "KL of the rollouts ppo 2 ± 1" in text
 
 
 def test_an_unknown_run_is_one_message(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
