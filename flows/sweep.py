@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +33,7 @@ from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import git, hashing
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison
 
 TABLE_KEY = "rlhf-sweep"
@@ -116,7 +117,10 @@ def sweep(
 
         # 3. One table.
         completed = [cell for cell in found if cell not in lost]
-        read = [comparison.read(root, cell.setting, cell.seed, cell.experiment) for cell in completed]
+        read = [
+            replace(comparison.find(Paths(root), c.experiment), setting=c.setting, seed=c.seed)
+            for c in completed
+        ]
         logged = list(dict.fromkeys(key for result in read for key in result.metrics))
         rows = with_lost(comparison.table(read, metrics or results.headlines(logged) or logged), lost)
         compare = " ".join(["rlhf compare", *(cell.experiment for cell in completed)])

@@ -54,7 +54,6 @@ TORCH_FREE = (
     "judging.labelling",
     "judging.results",
     "report.comparison",
-    "report.comparison_page",
     "benchmark.shapes",
     "cli.main",
     "stages.prepare",

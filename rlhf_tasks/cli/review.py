@@ -63,9 +63,9 @@ def compare(
     """Write one page that compares runs: results and curves; seeds of one setting as mean and band."""
     paths = project()
     check_output_file(out)
-    from rlhf_tasks.report import comparison_page
+    from rlhf_tasks.report import comparison
 
-    comparison_page.run(paths, runs, out)
+    comparison.run(paths, runs, out)
     return 0
 
 

@@ -6,54 +6,48 @@ import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf_tasks import config, presets
 from rlhf_tasks.config import Model, ReportView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
-SHOWN_HASH, SHOWN_CHANGES = 10, 8  # characters; changes of params.yaml
-CHANGES = "Changes of params.yaml"
+SHOWN_HASH = 10  # characters
 _TIME = re.compile(r"-(\d{8}T\d{6})-")  # in a run key; UTC
+Lineage = Mapping[str, Mapping[str, Any]]
+"""models/lineage/STAGE.json by stage."""
 
 
-class Origin(NamedTuple):
-    """What ended last in a run; empty where it is not known."""
+def facts(view: ReportView, lineage: Lineage, name: str, root: Path) -> dict[str, str]:
+    """What a reader wants to know of the run, by title; what is not known is left out.
 
-    name: str = ""
-    time: datetime | None = None
-    commit: str = ""
-    dirty: bool = False
-    """Whether the code or params.yaml differed from the commit."""
-
-    @classmethod
-    def of_lineage(cls, lineage: Mapping[str, Mapping[str, Any]], name: str = "") -> Origin:
-        """Of models/lineage/STAGE.json by stage. A run without a name has the key of its last stage."""
-        keys = {key: tree for tree in lineage.values() if _TIME.search(key := tree.get("rlhf.run", ""))}
-        if not keys:
-            return cls(name)
-        key = max(keys, key=lambda key: _TIME.findall(key)[-1])
-        time = datetime.strptime(_TIME.findall(key)[-1], "%Y%m%dT%H%M%S")
-        return cls(name or key, time, keys[key].get("git.rev") or "", bool(keys[key].get("git.dirty")))
-
-
-def facts(view: ReportView, origin: Origin, root: Path) -> dict[str, str]:
-    """What a page begins with, by title; what is not known is left out. The git of `root` has the commit."""
+    Date, commit and, without a `name`, the name are those of the stage that ran last.
+    """
+    times = starts(lineage)
+    last = max(times, key=lambda stage: times[stage], default="")
+    tree = lineage.get(last, {})
+    commit = tree.get("git.rev") or ""
     known = {
-        "Date": "" if origin.time is None else f"{origin.time.day} {origin.time:%B %Y, %H:%M} UTC",
-        "Run": origin.name,
+        "Date": f"{times[last].day} {times[last]:%B %Y, %H:%M} UTC" if last else "",
+        "Run": name or tree.get("rlhf.run", ""),
         "Preset": ", ".join(presets.matching(view.declared)) or "none",
         "Seed": str(view.seed),
         "Data": view.data.in_words,
-        "Base model": _base(view.model),
-        "Commit": origin.commit[:SHOWN_HASH] + " with uncommitted changes" * origin.dirty,
-        CHANGES: _changes(view, root, origin.commit) if origin.commit else "",
+        "Base model": base_model(view.model),
+        "Commit": commit[:SHOWN_HASH] + " with uncommitted changes" * bool(tree.get("git.dirty")),
+        "Changes of params.yaml": _changes(view, root, commit) if commit else "",
     }
     return {title: text for title, text in known.items() if text}
 
 
-def _base(model: Model) -> str:
+def starts(lineage: Lineage) -> dict[str, datetime]:
+    """When the run of each stage began, by the stage's run key; without stages that have none."""
+    found = {stage: _TIME.search(tree.get("rlhf.run") or "") for stage, tree in lineage.items()}
+    return {stage: datetime.strptime(at[1], "%Y%m%dT%H%M%S") for stage, at in found.items() if at}
+
+
+def base_model(model: Model) -> str:
     if (shape := model.scratch) is None:
         return f"{model.base} {(model.revision or '')[:SHOWN_HASH]}".rstrip()
     return f"{shape.family} from random weights, {shape.num_layers} layers of width {shape.hidden_size}"
@@ -66,6 +60,4 @@ def _changes(view: ReportView, root: Path, commit: str) -> str:
         before = ReportView.of(config.validate(tree, "params.yaml")).declared
     except UserError:
         return ""
-    texts = config.differences(before, view.declared)
-    more = [f"and {len(texts) - SHOWN_CHANGES} more"] if len(texts) > SHOWN_CHANGES else []
-    return "; ".join([*texts[:SHOWN_CHANGES], *more])
+    return "; ".join(config.differences(before, view.declared))

@@ -1,163 +1,198 @@
-"""The report's page: what its template shows, and how a template becomes a document."""
+"""The report's page. Its words and the order of its sections are in page.html; here are its values."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import jinja2
-from markupsafe import Markup, escape
-
-from rlhf_tasks.config import Stage, flatten
-from rlhf_tasks.report import (
-    agreement,
-    chain,
-    charts,
-    figures,
-    measures,
-    names,
-    numbers,
-    reward_diagnostics,
-    samples,
-)
-from rlhf_tasks.report.inputs import Inputs
-from rlhf_tasks.report.win_rates import by_judge, headline, leading_judge, win_rates
+from rlhf_tasks.config import STAGES, ReportView, flatten
+from rlhf_tasks.config.scorers import OPTIMISED
+from rlhf_tasks.judging.results import EvaluationResults
+from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.report import document, figures, identity
+from rlhf_tasks.report.document import number
+from rlhf_tasks.report.figures import Curve, Figure
+from rlhf_tasks.report.files import Files, Rows
 from rlhf_tasks.tracking import catalogue
 
-KL = "objective/kl"
+RESPONDERS = ("reference", "sft", "policy")
+"""The origins of judged responses, in the order of the columns."""
+NUM_SAMPLES = 5  # won most, and lost most
+NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
+JUDGE_FACTS = ("kappa/", "human/", "position_bias", "first_share", "cost/replies", "cost/tokens")
 
 
-def render(inputs: Inputs, run: Mapping[str, str]) -> str:
-    """The whole page as one HTML document that loads nothing. Equal inputs give equal text.
+def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
+    """What page.html shows of the project at `paths`, whose parameters are `view`. Equal files, equal values.
 
-    `run` says which run this is: see `identity.facts`.
+    Raises:
+        UserError: if the results of stage judge are missing, or a file exists and cannot be read.
     """
-    return document("page.html", {"run": run, **context(inputs)})
-
-
-def document(template: str, variables: Mapping[str, Any]) -> str:
-    """A template of this folder, filled in; its variable `style` is the style sheet."""
-    here = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "number": numbers.number, "percent": numbers.percent, "hundredths": numbers.hundredths,
-        "named": names.model, "judge_named": names.judge, "code": _code, "key": _key,
-        "in_words": _in_words,
-    }  # fmt: skip
-    style = Markup((here / "page.css").read_text(encoding="utf-8"))  # our own file, so trusted
-    return environment.get_template(template).render(style=style, **variables)
-
-
-def context(inputs: Inputs) -> dict[str, Any]:
-    """The template's variables."""
+    files, stages = Files(paths), [stage for stage in STAGES if stage != "report"]
+    judge_folder, ppo_folder = paths.judge_results, paths.ppo_samples
+    results = EvaluationResults.read(paths.evaluation_results)
+    judged, judges = results.metrics(), sorted(one.judge for one in results.comparisons)
+    # The judge of the story: gold if there is one, and none that PPO optimized if there is another.
+    judge = min(judges, key=lambda one: (one != "gold", one in results.optimised_judges), default="")
+    metrics: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.metrics(s)))}
+    curves: dict[str, figures.Points] = {s: files.points(paths.curves(s)) for s in figures.STAGES}
+    lineage: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.lineage(s)))}
+    if view.data.source != "files":  # then data.path is a dep that no stage reads
+        for tree in lineage.values():
+            tree.get("inputs", {}).pop(view.data.path, None)
+    graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
+    makers = {out: stage for stage, node in graph.items() for out in node.outs}
+    guards = files.json(ppo_folder / "guards.json")
+    first, more = figures.split(figures.of_run(curves))
     return {
-        **_win_rates(inputs),
-        **_measured(inputs),
-        "gate": inputs.verdict or {"criteria": []},
-        "gate_is_off": inputs.verdict == {},
-        "kl": _kl(inputs.metrics.get("ppo", {})),
-        "ppo_figures": figures.of_stages(inputs.curves, ("judge", "ppo")),
-        "loss_figures": figures.of_stages(inputs.curves, ("sft", "reward", "base")),
-        "trips": inputs.trips,
-        "training_samples": samples.of_training(inputs.ppo_samples),
-        "metrics": inputs.metrics,
-        "chain": chain.links(inputs.lineage, inputs.outs),
-        "lineage": {stage: _flat(tree) for stage, tree in inputs.lineage.items()},
-        "missing": inputs.missing,
-    }
-
-
-def _win_rates(inputs: Inputs) -> dict[str, Any]:
-    results = inputs.results
-    rates = win_rates(results)
-    judge = leading_judge(rates, results.optimised_judges)
-    won, lost = samples.clearest(inputs, judge)
-    return {
-        "judge_name": names.judge(judge),
-        "headlines": [headline(results, judge, "policy", other) for other in ("reference", "sft")],
-        "rates": by_judge(rates, results.optimised_judges),
-        "rate_scale": charts.rate_scale(),
-        "agreements": agreement.agreements(results),
-        "biased": agreement.biased(results),
-        "sample_groups": [("Where the policy won most", won), ("Where the policy lost most", lost)],
-    }
-
-
-def _measured(inputs: Inputs) -> dict[str, Any]:
-    results = inputs.results
-    return {
-        "tables": [
-            ("Responses to the judged prompts", names.RESPONDERS, measures.responses(results)),
-            ("What the language models still know", names.LANGUAGE_MODELS, measures.retention(results)),
+        # 1. The story.
+        "run": identity.facts(view, lineage, name, paths.root),
+        "view": view,
+        "base": identity.base_model(view.model),
+        "gate": files.json(paths.verdict),
+        "metrics": metrics,
+        "results": results,
+        "judge": judge,
+        "duration": _duration(lineage),
+        "ppo_duration": _ppo_duration(curves["ppo"]),
+        # 2. Samples, and 3. curves.
+        "samples": _samples(
+            files.rows(paths.judged_responses), files.rows(judge_folder / "comparisons.parquet"), judge
+        ),
+        "first_figures": first,
+        "more_figures": more,
+        "trips": None if guards is None else guards["trips"],
+        # 4. The evidence.
+        "judge_facts": _facts("judge", judged, *JUDGE_FACTS),
+        "measured": _measured(judged),
+        "reward_facts": _facts("reward", metrics.get("reward", {}), "")
+        | _facts("judge", judged, "agreement/", "calibration/", "reward_gap/"),
+        "audit": files.json(audit) if (audit := ppo_folder / "audit.json").exists() else {},
+        "reward_figures": [
+            *_diagnostics(
+                files.rows(judge_folder / "calibration.parquet"), ("model", "origin", "confidence", "right")
+            ),
+            *_diagnostics(files.rows(judge_folder / "lengths.parquet"), ("judge", "who", "length", "score")),
         ],
-        "facts": measures.reward_facts(inputs.metrics.get("reward", {}), results),
-        "diagnostic_figures": [
-            *reward_diagnostics.calibration(inputs.calibration, results),
-            *reward_diagnostics.lengths(inputs.lengths),
-        ],
+        "training_samples": _of_training(files.rows(ppo_folder / "samples.parquet")),
+        "lineage": {stage: _links(tree, makers) for stage, tree in lineage.items()},
+        "missing": files.missing,
     }
 
 
-def _kl(ppo: Mapping[str, float]) -> dict[str, Any] | None:
-    """The card of the kept checkpoint's KL, as in the gate, else of the last rollout's; None without both."""
-    selected, last = ppo.get("selected_kl"), ppo.get(KL)
-    value = last if selected is None else selected
-    if value is None or not math.isfinite(value):
+def _duration(lineage: identity.Lineage) -> str | None:
+    """From the start of the first stage to that of the verdict; None if a stage is older than its inputs."""
+    times = list(identity.starts(lineage).values())
+    if len(times) < 2 or times != sorted(times):
         return None
-    low, high = _kl_band()
-    side = "inside" if low <= value <= high else "outside"
-    label = f"KL {numbers.number(value)} nats, {side} the band from {low:g} to {high:g}"
-    return {
-        "value": value,
-        "band": (low, high),
-        "side": side,
-        "svg": charts.gauge(label, value, (low, high)),
-        "episode": ppo.get("selected_episode"),
-        "standard_error": ppo.get("selected_kl_standard_error"),
-        "is_selected": selected is not None,
-        "last": last,
-    }
+    return _span((times[-1] - times[0]).total_seconds())
 
 
-def _kl_band() -> tuple[float, float]:
-    """The catalogue's band of the KL's figure."""
-    bands = (p.band for p in catalogue.panels("ppo") if any(metric.name == KL for metric in p.metrics))
-    band = next(bands)
-    assert band is not None, "the catalogue gives the KL a band"
-    return band
+def _ppo_duration(points: figures.Points) -> str | None:
+    names = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
+    seconds = sum(row.get(name, 0.0) for row in points for name in names)
+    return _span(seconds) if seconds else None
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for key, value in flatten(tree).items()
-    }
+def _span(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.2g} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
-def _in_words(name: str) -> str:
-    """The words for a metric `STAGE/NAME`."""
-    stage, _, own = name.partition("/")
-    return catalogue.in_words(cast(Stage, stage), own)
+def _samples(responses: Rows, comparisons: Rows, judge: str) -> dict[str, Rows]:
+    """Prompts on which the policy leads the references most, the one in the middle, and where it lags most.
+
+    It is compared with SFT where the data has no references.
+    """
+    by_index = {row["index"]: row for row in responses}
+    for opponent in ("reference", "sft"):
+        found = []
+        for row in comparisons:
+            pair = row["judge"], row["a"], row["b"]
+            own = by_index.get(row["index"])
+            outcome = math.nan if row["outcome"] is None else row["outcome"]  # of a judge that failed
+            if pair != (judge, "policy", opponent) or own is None or math.isnan(outcome):
+                continue
+            lead, text = _lead(row)
+            texts = [(who, own[who] or "", own.get(f"{judge}/{who}")) for who in RESPONDERS if who in own]
+            found.append({**own, "lead": lead, "lead_text": text, "responses": texts})
+        if found:
+            won = sorted(found, key=lambda one: (-one["lead"], one["index"]))
+            lost = sorted(found, key=lambda one: (one["lead"], one["index"]))
+            return {
+                "Where the policy won most": [one for one in won if one["lead"] > 0][:NUM_SAMPLES],
+                "In the middle": [won[len(won) // 2]],
+                "Where the policy lost most": [one for one in lost if one["lead"] < 0][:NUM_SAMPLES],
+            }
+    return {}
 
 
-def _key(name: str) -> Markup:
-    """A metric's name, a parameter or a path, which a narrow page may break after `/`, `_` and `.` only."""
-    parts = re.split(r"(?<=[/_.])", name)
-    return Markup("<code>{}</code>").format(Markup("<wbr>").join(parts))
+def _lead(row: Mapping[str, Any]) -> tuple[float, str]:
+    """How far A is ahead: by score; by its mean probability over both orders, less ½; by the bare outcome."""
+    shown = (row.get("a_shown_first"), row.get("a_shown_second"))
+    orders = [float(p) for p in shown if p is not None]
+    if row["score_a"] is not None and row["score_b"] is not None:
+        lead = float(row["score_a"] - row["score_b"])
+        text = f" by {number(abs(lead))}"
+    elif orders and row["outcome"] != 0.5:
+        lead = sum(orders) / len(orders) - 0.5
+        text = f" with {document.share(abs(lead) + 0.5)}"
+    else:
+        lead, text = float(row["outcome"]) - 0.5, ""
+    return lead, f"ahead{text}" if lead > 0 else f"behind{text}" if lead < 0 else "level"
 
 
-def _code(text: str) -> Markup:
-    """A text of the catalogue as HTML: what stands between backticks is code."""
-    parts = str(text).split("`")
-    pieces = [Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts)]
-    return Markup("").join(pieces)
+def _of_training(rows: Rows) -> Rows:
+    """A few samples of PPO's evaluations, at the first, the middle and the last of their episodes."""
+    episodes = sorted({row["episode"] for row in rows})
+    chosen = sorted({episodes[i] for i in (0, len(episodes) // 2, -1)}) if episodes else []
+    return [row for at in chosen for row in [r for r in rows if r["episode"] == at][:NUM_TRAINING_SAMPLES]]
+
+
+def _facts(stage: str, metrics: Mapping[str, float], *parts: str) -> dict[str, str]:
+    """By their words the metrics whose names have one of these parts, with their intervals."""
+    names = (n for n in document.without_ends(metrics) if any(part in n for part in parts))
+    return {document.in_words(f"{stage}/{name}"): document.metric(metrics, name) for name in names}
+
+
+def _measured(judged: Mapping[str, float]) -> dict[str, dict[str, str]]:
+    """What was measured of each model and of its responses: measure → model → value."""
+    table: dict[str, dict[str, str]] = {}
+    for name in document.without_ends(judged):
+        metric = catalogue.find("judge", name)
+        words, _, who = document.in_words(f"judge/{name}").rpartition(": ")
+        if metric and {"ANSWERER", "MODEL"} & {*metric.placeholders}:
+            table.setdefault(words, {})[who.lower()] = document.metric(judged, name)
+        elif name.startswith("task_drop/"):
+            table[document.in_words(f"judge/{name}")] = {"policy": document.metric(judged, name)}
+    return dict(sorted(table.items()))
+
+
+def _diagnostics(rows: Rows, columns: tuple[str, str, str, str]) -> Iterator[Figure]:
+    """A figure per value of the first column and a line per value of the second; the others are x and y."""
+    by, line, x, y = columns
+    for one in dict.fromkeys(row[by] for row in rows):
+        curves = []
+        names = dict.fromkeys(row[line] for row in rows if row[by] == one)
+        for name in sorted(names, key=lambda name: -(RESPONDERS.index(name) if name in RESPONDERS else 0)):
+            own = [row for row in rows if (row[by], row[line]) == (one, name)]
+            points = ([row[key] for row in own] for key in (x, y, "low", "high"))
+            curves.append(Curve(catalogue.placeholder_in_words(name), *points))
+        scorer = "the reward that PPO optimized" if one == OPTIMISED else catalogue.placeholder_in_words(one)
+        if y == "right":
+            yield Figure(f"Calibration: {scorer}", "", x, curves, guide="y = x")
+        else:
+            yield Figure(f"Score by length: {scorer}", "", x, curves)
+
+
+def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> list[tuple[str, str, str | None]]:
+    """A stage's lineage: each path that it read with its hash and the stage that wrote it, then the rest."""
+    read = [(path, md5, makers.get(path)) for path, md5 in tree.get("inputs", {}).items()]
+    rest = flatten({key: value for key, value in tree.items() if key != "inputs"})
+    texts = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in rest.items()}
+    return [*read, *((key, text, None) for key, text in texts.items())]

@@ -7,8 +7,7 @@ import os
 from rlhf_tasks.config import ReportView
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import identity, inputs, page
-from rlhf_tasks.report.identity import Origin
+from rlhf_tasks.report import document, page
 from rlhf_tasks.tracking import Tracker, context
 
 
@@ -18,9 +17,8 @@ def run(config: ReportView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     Raises:
         UserError: if the results document of stage judge does not exist, or a file cannot be read.
     """
-    found = inputs.read(paths, None if config.data.source == "files" else config.data.path)
-    origin = Origin.of_lineage(found.lineage, os.environ.get(context.EXPERIMENT_NAME, ""))
-    html = page.render(found, identity.facts(config, origin, paths.root))
+    name = os.environ.get(context.EXPERIMENT_NAME, "")
+    html = document.render("page.html", page.context(paths, config, name))
     with atomic.whole(paths.reports) as folder:
         (folder / "index.html").write_text(html, encoding="utf-8")
     tracker.artifact(paths.reports / "index.html")

@@ -16,13 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import comparison, comparison_page, inputs, page
 from tests.browser import forms
 from tests.browser.conftest import NAMES, Reader, printed
 from tests.flows import toy
 from tests.flows.toy import Service
-from tests.report import test_comparison_page, workspace
+from tests.report import test_comparison, test_page, workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -166,11 +164,70 @@ def test_the_documentation_asks_no_other_machine(tmp_path: Path, reader: Reader)
 
 
 def test_the_report_and_the_comparison_ask_no_other_machine(tmp_path: Path, reader: Reader) -> None:
-    results = comparison.with_settings(test_comparison_page.RUNS)
-    (tmp_path / "comparison.html").write_text(
-        page.document("comparison.html", comparison_page.context(results)), encoding="utf-8"
-    )
+    compared = test_comparison.written(test_comparison.RUNS)
+    (tmp_path / "comparison.html").write_text(compared, encoding="utf-8")
     workspace.put_all(tmp_path)
-    (tmp_path / "report.html").write_text(page.render(inputs.read(Paths(tmp_path)), {}), encoding="utf-8")
+    (tmp_path / "report.html").write_text(test_page.written(tmp_path), encoding="utf-8")
     for name in ("comparison.html", "report.html"):
         reader.open((tmp_path / name).as_uri())
+
+
+def put_large_report(folder: Path) -> None:
+    """A report with the criteria and comparisons of the default run, and longer texts."""
+    workspace.put_all(folder)
+    workspace.put_verdict(folder, num_criteria=12)
+    pairs = [("policy", "sft"), ("policy", "reference"), ("policy", "base"), ("sft", "reference")]
+    rate = workspace.interval(0.6, 0.5, 0.7)
+    comparisons = tuple(
+        workspace.comparison(j, a, b, rate) for j in ("gold", "reward_model") for a, b in pairs
+    )
+    results = workspace.RESULTS.model_copy(update={"comparisons": comparisons})
+    results.write(folder / "evaluation/judge/results.json")
+    workspace.put_responses(folder, "a sentence of seven words " * 60)
+    (folder / "report.html").write_text(test_page.written(folder), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("width", "height", "screens"), [(1280, 800, 6), (390, 844, 12)])
+@pytest.mark.parametrize("scripts", [True, False])
+def test_the_report_is_a_few_screens_long_before_anything_is_unfolded(
+    tmp_path: Path, chromium: Any, width: int, height: int, screens: int, scripts: bool
+) -> None:
+    put_large_report(tmp_path)
+    viewport = {"width": width, "height": height}
+    page = chromium.new_page(viewport=viewport, java_script_enabled=scripts)
+    page.goto((tmp_path / "report.html").as_uri())
+    body = page.locator("body").bounding_box()
+    assert body["height"] <= screens * height
+    assert body["width"] <= width
+    assert page.locator("h2", has_text="Samples").bounding_box()["y"] < 2.5 * height
+    page.locator("#reward > summary").click()
+    assert page.locator("#reward .facts").first.is_visible(), "it unfolds without scripts too"
+    page.close()
+
+
+@pytest.mark.parametrize(
+    "load", ["srcdoc = text", "src = URL.createObjectURL(new Blob([text], {type: 'text/html'}))"]
+)
+def test_the_links_of_the_report_work_in_a_sandboxed_frame(tmp_path: Path, chromium: Any, load: str) -> None:
+    """MLflow shows an artifact as a blob in a frame with `sandbox="allow-scripts"`."""
+    put_large_report(tmp_path)
+    (tmp_path / "viewer.html").write_text(
+        f"<iframe sandbox='allow-scripts' width=1200 height=700></iframe><script>"
+        f"fetch('report.html').then(r => r.text()).then(text => document.querySelector('iframe').{load})"
+        "</script>",
+        encoding="utf-8",
+    )
+    with served(tmp_path) as address:
+        page = chromium.new_page()
+        page.goto(f"{address}/viewer.html")
+        frame = page.frame_locator("iframe")
+        links = frame.locator("nav a")
+        links.first.wait_for()
+        for link in links.all():
+            name = link.get_attribute("href").removeprefix("#")
+            link.click()
+            part = frame.locator(f"[id='{name}']")
+            assert part.evaluate("part => part.getBoundingClientRect().top < 700"), name
+            assert part.evaluate("part => part.tagName != 'DETAILS' || part.open"), name
+            frame.locator("body").evaluate("body => body.ownerDocument.defaultView.scrollTo(0, 0)")
+        page.close()

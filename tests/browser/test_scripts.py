@@ -7,14 +7,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import comparison, comparison_page, inputs, page
 from tests.browser.conftest import Reader
-from tests.report import test_comparison_page, workspace
+from tests.report import test_comparison, test_page, workspace
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -35,24 +32,17 @@ def assert_text(reader: Reader, address: str) -> None:
     assert PLANTED in reader.page.evaluate("document.body.textContent")
 
 
-def planted(rows: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    return [row | {name: f"{row[name]} {PLANTED}" for name in names} for row in rows]
-
-
 def test_a_planted_script_stays_text_in_the_report(tmp_path: Path, reader: Reader) -> None:
     workspace.put_all(tmp_path)
-    answers = planted(workspace.responses(), "prompt", "reference", "sft", "policy")
-    workspace.put_rows(tmp_path / "evaluation/judge/answers.parquet", answers)
-    samples = planted([{"episode": 256, "prompt": "a", "response": "b", "score": 0.5}], "prompt", "response")
-    workspace.put_rows(tmp_path / "evaluation/ppo/samples.parquet", samples)
-    (tmp_path / "report.html").write_text(page.render(inputs.read(Paths(tmp_path)), {}), encoding="utf-8")
+    workspace.put_responses(tmp_path, PLANTED)
+    workspace.put_training_samples(tmp_path, PLANTED)
+    (tmp_path / "report.html").write_text(test_page.written(tmp_path), encoding="utf-8")
     assert_text(reader, (tmp_path / "report.html").as_uri())
 
 
 def test_a_planted_script_stays_text_in_the_comparison(tmp_path: Path, reader: Reader) -> None:
-    runs = [replace(run, experiment=f"{run.experiment}{PLANTED}") for run in test_comparison_page.RUNS]
-    text = page.document("comparison.html", comparison_page.context(comparison.with_settings(runs)))
-    (tmp_path / "comparison.html").write_text(text, encoding="utf-8")
+    runs = [replace(run, experiment=f"{run.experiment}{PLANTED}") for run in test_comparison.RUNS]
+    (tmp_path / "comparison.html").write_text(test_comparison.written(runs), encoding="utf-8")
     assert_text(reader, (tmp_path / "comparison.html").as_uri())
 
 

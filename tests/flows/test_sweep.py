@@ -157,11 +157,7 @@ def test_a_failed_sweep_says_how_only_the_lost_runs_are_repeated(
 ) -> None:
     deployments.apply(root, None)
     commit = toy.git(root, "rev-parse", "HEAD").strip()
-    monkeypatch.setattr(
-        comparison,
-        "read",
-        lambda root, setting, seed, name: comparison.Result(setting, seed, name, {}, {}),
-    )
+    monkeypatch.setattr(comparison, "find", lambda paths, name: comparison.Result("", 1, name, {}, {}))
 
     def run(seeds: list[int]) -> str:
         state: Any = sweep.sweep(settings_list=[{"ppo.kl_coef": 0.9}], seeds=seeds, return_state=True)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
-
-import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.report import identity
-from rlhf_tasks.report.identity import Origin
 from tests import small
 from tests.flows import toy
 
@@ -21,16 +17,9 @@ LINEAGE = {
 }
 
 
-def test_the_stage_that_ran_last_gives_date_name_and_commit() -> None:
-    origin = Origin.of_lineage(LINEAGE)
-    assert origin == ("ppo-20260102T030405-aa", datetime(2026, 1, 2, 3, 4, 5), "a" * 40, False)
-    assert Origin.of_lineage(LINEAGE, "mine").name == "mine"
-    assert Origin.of_lineage({"judge": {}}) == ("", None, "", False)
-
-
 def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     view = small.view("report", {"seed": 7})
-    assert identity.facts(view, Origin.of_lineage(LINEAGE, "mine"), tmp_path) == {
+    assert identity.facts(view, LINEAGE, "mine", tmp_path) == {
         "Date": "2 January 2026, 03:04 UTC",
         "Run": "mine",
         "Preset": "none",
@@ -39,20 +28,10 @@ def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out
         "Base model": "gpt_neox from random weights, 4 layers of width 96",
         "Commit": "aaaaaaaaaa",
     }
-    assert set(identity.facts(view, Origin(), tmp_path)) == {"Preset", "Seed", "Data", "Base model"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "data"),
-    [
-        ({"data.source": "files", "data.path": "mine/rows", "judge.judges": HELDOUT}, "mine/rows"),
-        ({"data.source": "docstrings", "judge.judges": HELDOUT}, "docstrings of installed packages"),
-    ],
-)
-def test_the_path_of_the_data_is_named_only_where_it_is_read(
-    tmp_path: Path, changes: dict[str, object], data: str
-) -> None:
-    assert identity.facts(small.view("report", changes), Origin(), tmp_path)["Data"] == data
+    assert identity.facts(view, LINEAGE, "", tmp_path)["Run"] == "ppo-20260102T030405-aa"
+    files = small.view("report", {"data.source": "files", "data.path": "mine/rows", "judge.judges": HELDOUT})
+    assert identity.facts(files, {}, "", tmp_path)["Data"] == "mine/rows", "named only where it is read"
+    assert set(identity.facts(view, {"judge": {}}, "", tmp_path)) == {"Preset", "Seed", "Data", "Base model"}
 
 
 def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> None:
@@ -60,9 +39,10 @@ def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> N
     toy.git(tmp_path, "init", "-q")
     toy.identify(tmp_path)
     toy.commit(tmp_path)
-    origin = Origin(commit=toy.git(tmp_path, "rev-parse", "HEAD").strip(), dirty=True)
+    commit = toy.git(tmp_path, "rev-parse", "HEAD").strip()
+    lineage = {"ppo": {**LINEAGE["ppo"], "git.rev": commit, "git.dirty": True}}
     tree = small.params({"seed": 2, "ppo.kl_coef": 0.5}, gate=True)
     view = config.ReportView.of(config.validate(tree, "test"))
-    facts = identity.facts(view, origin, tmp_path)
+    facts = identity.facts(view, lineage, "", tmp_path)
     assert facts["Commit"].endswith(" with uncommitted changes")
     assert facts["Changes of params.yaml"] == "ppo.kl_coef: 0.03 → 0.5; seed: 1 → 2"

@@ -11,11 +11,19 @@ import pyarrow.parquet as pq
 
 from rlhf_tasks.judging.results import (
     ComparisonResult,
+    Cost,
     EvaluationResults,
+    HumanAgreement,
+    HumanLabels,
     Interval,
-    ResponseStatistics,
+    JudgeKappa,
+    RetentionResult,
     RewardDiagnostic,
+    TaskChange,
+    TaskScore,
 )
+
+TEXTS = ("prompt", "reference", "sft", "policy")
 
 
 def interval(value: float, low: float | None = None, high: float | None = None) -> Interval:
@@ -30,56 +38,32 @@ def comparison(judge: str, a: str, b: str, rate: Interval, **changes: Any) -> Co
     )  # fmt: skip
 
 
+GPT = {"position_bias": 0.25, "first_share": 0.6, "cost": Cost(replies=40, tokens=1234)}
+ARC = TaskScore(value=0.625, standard_error=0.05, examples=96)
+HUMAN = HumanAgreement(kappa=interval(0.61, 0.5, 0.7), agreement=interval(0.8, 0.7, 0.9))
 RESULTS = EvaluationResults(
     comparisons=(
         comparison("gold", "sft", "reference", interval(0.3617, 0.3329, 0.3906)),
         comparison("gold", "policy", "reference", interval(0.7125, 0.684, 0.741)),
         comparison("gold", "policy", "sft", interval(0.7731, 0.748, 0.7982)),
         comparison("reward_model", "policy", "reference", interval(0.502, 0.471, 0.533)),
+        comparison("gpt", "policy", "sft", interval(0.6), **GPT),
     ),
-    responses={
-        "policy": ResponseStatistics(
-            rouge_l=0.3154, length=12.0, ended=0.9, distinct_1=0.8, distinct_2=0.95, repetition=0.01
-        )
-    },
     facets={"gold": {"sft": {"coverage": 0.6218}, "policy": {"coverage": 0.8432}}},
+    retention={
+        "base": RetentionResult(perplexity={"general": 12.0}, multiple_choice=interval(0.5, 0.4, 0.6)),
+        "policy": RetentionResult(perplexity={}, multiple_choice=None, tasks={"arc": {"acc": ARC}}),
+    },
+    task_changes={"arc": TaskChange(metric="acc", drop=0.03, standard_error=0.01)},
     reward_diagnostics=(
         RewardDiagnostic(model="reward", origin="given", calibration_error=0.125, agreement=None),
         RewardDiagnostic(
             model="reward", origin="policy_samples", calibration_error=0.2, agreement=interval(0.7654)
         ),
     ),
+    human_labels=HumanLabels(labels=20, judges={"gold": HUMAN}),
+    judge_kappas=(JudgeKappa(first="gold", second="gpt", kappa=interval(-0.1, -0.2, 0.0)),),
 )
-
-
-def responses() -> list[dict[str, Any]]:
-    return [
-        {
-            "index": i,
-            "prompt": f"post number {i}",
-            "reference": f"reference {i}",
-            "sft": f"demonstrated {i}",
-            "policy": f"optimised {i}",
-        }
-        for i in range(4)
-    ]
-
-
-def comparisons() -> list[dict[str, Any]]:
-    """The policy leads on prompt 2 (by .75) and 0 (by .25), ties on 1 and lags on 3."""
-    scores = {0: (0.75, 0.5), 1: (0.5, 0.5), 2: (1.0, 0.25), 3: (0.25, 0.75)}
-    return [
-        {
-            "judge": "gold",
-            "a": "policy",
-            "b": "reference",
-            "index": index,
-            "outcome": (a > b) + (a == b) / 2,
-            "score_a": a,
-            "score_b": b,
-        }
-        for index, (a, b) in scores.items()
-    ]
 
 
 def put_text(path: Path, text: str) -> None:
@@ -87,51 +71,94 @@ def put_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def put_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def put_json(path: Path, tree: Any) -> None:
+    put_text(path, json.dumps(tree))
+
+
+def put_rows(path: Path, columns: str, *rows: tuple[Any, ...]) -> None:
+    """A Parquet table; `columns` are names between spaces."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    names = columns.split()
+    pq.write_table(pa.Table.from_pylist([dict(zip(names, row, strict=True)) for row in rows]), path)
 
 
-def put_results(root: Path, results: EvaluationResults = RESULTS) -> None:
-    """The one document that the report needs."""
-    results.write(root / "evaluation/judge/results.json")
+def put_responses(root: Path, text: str = "") -> None:
+    """Four prompts and the responses to them; each contains `text`."""
+    rows = [(i, *(f"{name} number {i} {text}" for name in TEXTS)) for i in range(4)]
+    put_rows(root / "evaluation/judge/answers.parquet", "index prompt reference sft policy", *rows)
+
+
+def put_training_samples(root: Path, text: str = "") -> None:
+    rows = [(episode, f"a post {text}", f"sampled at {episode} {text}", 0.5) for episode in (256, 768)]
+    put_rows(root / "evaluation/ppo/samples.parquet", "episode prompt response score", *rows)
+
+
+def put_verdict(root: Path, num_criteria: int = 3) -> None:
+    names = ("key", "title", "value", "relation", "bound", "lacking", "standard_error", "margin", "passed")
+    rows = (
+        ("kl", "KL", 11.2, "<=", 10.0, "", 0.25, -1.2, False),
+        ("examples", "judged examples", 990.0, ">=", 200.0, "", None, 790.0, True),
+        (
+            "choice",
+            "right choices <lost>",
+            None,
+            "<=",
+            0.05,
+            "choice/sft was not measured",
+            None,
+            None,
+            False,
+        ),
+    )
+    criteria = [dict(zip(names, rows[i % 3], strict=True)) for i in range(num_criteria)]
+    verdict = {"passed": False, "summary": "KL 11.2 > 10", "criteria": criteria}
+    put_json(root / "evaluation/verdict.json", verdict)
 
 
 def put_all(root: Path) -> None:
-    put_results(root)
-    put_text(root / "metrics/judge.json", json.dumps(RESULTS.metrics()))
-    put_text(root / "metrics/ppo.json", json.dumps({"objective/kl": 4.321, "selected_episode": 768}))
-    put_text(root / "metrics/reward.json", json.dumps({"accuracy": 0.8123, "calibration": 0.0345}))
-    for stage in ("prepare", "base", "sft", "preferences"):
-        put_text(root / f"metrics/{stage}.json", json.dumps({"loss": 1.25}))
+    RESULTS.write(root / "evaluation/judge/results.json")
+    put_verdict(root)
+    put_responses(root)
+    put_training_samples(root)
+    # The policy leads on prompt 2 (by .75) and 0 (by .25), ties on 1 and lags on 3.
+    scores = ((0, 1.0, 0.75, 0.5), (1, 0.5, 0.5, 0.5), (2, 1.0, 1.0, 0.25), (3, 0.0, 0.25, 0.75))
+    put_rows(
+        root / "evaluation/judge/comparisons.parquet",
+        "judge a b index outcome score_a score_b",
+        *(("gold", "policy", "reference", *row) for row in scores),
+    )
+    put_rows(
+        root / "evaluation/judge/calibration.parquet",
+        "model origin confidence right low high pairs",
+        *(("reward", "given", c, r, r - 0.1, r + 0.1, 20) for c, r in ((0.55, 0.5), (0.95, 0.8))),
+    )
+    put_rows(
+        root / "evaluation/judge/lengths.parquet",
+        "judge who length score low high",
+        *(("gold", "policy", n, s, s - 0.1, s + 0.1) for n, s in ((10.0, 0.2), (30.0, 0.8))),
+    )
+    put_json(root / "evaluation/ppo/guards.json", {"trips": []})
+    put_json(root / "evaluation/ppo/audit.json", {"empty": {"score": 0.25, "beats_reference": 0.75}})
+    kept = {"selected_episode": 768, "selected_kl": 3.5, "selected_kl_standard_error": 0.25}
+    metrics: dict[str, dict[str, float]] = {
+        "prepare": {"rows/sft/train": 600, "rows/prompts/train": 2000},
+        "base": {"loss": 1.25},
+        "sft": {"loss": 1.25},
+        "reward": {"accuracy": 0.8123},
+        "ppo": {"episode": 8192, "objective/kl": 4.321, **kept},
+        "judge": RESULTS.metrics(),
+    }
+    for minute, (stage, values) in enumerate(metrics.items()):
+        put_json(root / f"metrics/{stage}.json", values)
+        key = f"{stage}-20260102T03{5 * minute:02}00-aa"
+        lineage = {"rlhf.run": key, "inputs": {"models/sft": "ab" * 16}, "git.rev": "f" * 40}
+        put_json(root / f"models/lineage/{stage}.json", lineage)
     put_text(
         root / "plots/ppo.csv",
-        "episode,objective/kl,objective/scores,objective/rlhf_reward,eval/reward_heldout\n"
-        "256,0.5,0.1,0.075,\n512,2.0,0.6,0.5,0.3\n768,4.321,1.1,0.884,\n",
+        "episode,objective/kl,objective/scores,objective/rlhf_reward,time/train_seconds\n"
+        "256,0.5,0.1,0.075,\n512,2.0,0.6,0.5,100\n768,4.321,1.1,0.884,80\n",
     )
     for stage in ("base", "sft", "reward"):
         put_text(root / f"plots/{stage}.csv", "step,train/loss,eval/loss\n1,2.0,\n2,1.5,1.6\n3,1.25,\n")
-    for stage in ("prepare", "base", "sft", "preferences", "reward", "ppo", "judge"):
-        put_text(
-            root / f"models/lineage/{stage}.json",
-            json.dumps({"run": f"run-of-{stage}", "inputs": {"data": "md5:12"}}),
-        )
-    put_rows(root / "evaluation/judge/answers.parquet", responses())
-    put_rows(root / "evaluation/judge/comparisons.parquet", comparisons())
-    bins = [
-        {"model": "reward", "origin": "given", "confidence": c, "right": r, "low": r - 0.1, "high": r + 0.1,
-         "pairs": 20}
-        for c, r in ((0.55, 0.5), (0.95, 0.8))
-    ]  # fmt: skip
-    put_rows(root / "evaluation/judge/calibration.parquet", bins)
-    lengths = [
-        {"judge": "gold", "who": "policy", "length": n, "score": s, "low": s - 0.1, "high": s + 0.1,
-         "answers": 20}
-        for n, s in ((10.0, 0.2), (30.0, 0.8))
-    ]  # fmt: skip
-    put_rows(root / "evaluation/judge/lengths.parquet", lengths)
-    samples = [
-        {"episode": e, "prompt": "a post", "response": f"sampled at {e}", "score": 0.5} for e in (256, 768)
-    ]
-    put_rows(root / "evaluation/ppo/samples.parquet", samples)
-    put_text(root / "evaluation/ppo/guards.json", json.dumps({"trips": []}))
+    put_text(root / "params.yaml", "{}")
+    put_text(root / "dvc.yaml", "stages: {sft: {cmd: rlhf sft, outs: [models/sft]}}\n")

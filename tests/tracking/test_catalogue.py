@@ -125,7 +125,7 @@ def test_every_metric_with_a_panel_is_in_a_figure() -> None:
 
 def test_ppo_shows_kl_reward_and_clip_fraction_first() -> None:
     titles = [panel.title for panel in catalogue.panels("ppo")]
-    assert titles[:3] == ["KL from the reference", "Reward", "Clip fraction"]
+    assert titles[:3] == ["KL from the SFT model", "Reward", "Clip fraction"]
 
 
 def test_a_panel_selects_logged_names_in_its_order() -> None:

@@ -1,0 +1,64 @@
+"""The small files of other stages that the report reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from rlhf_tasks.config import STAGES
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.report.figures import Points
+
+Rows = list[dict[str, Any]]
+
+
+class Files:
+    """Reads the files of a project, and notes the `missing` ones, of which nothing comes back.
+
+    Raises:
+        UserError: if a file exists and cannot be read.
+    """
+
+    def __init__(self, paths: Paths) -> None:
+        self.missing: list[str] = []
+        self._paths = paths
+
+    def json(self, path: Path) -> dict[str, Any] | None:
+        found = self._read(path, "an object of JSON", lambda: dict(json.loads(path.read_bytes())))
+        return None if found is None else dict(found)
+
+    def rows(self, path: Path) -> Rows:
+        return self._read(path, "a Parquet table", lambda: pq.read_table(path).to_pylist()) or []
+
+    def points(self, path: Path) -> Points:
+        return self._read(path, "a table of numbers", lambda: points(path.read_text("utf-8"))) or []
+
+    def _read(self, path: Path, kind: str, parse: Callable[[], Any]) -> Any:
+        if not path.exists():
+            self.missing.append(self._paths.relative(path))
+            return None
+        try:
+            return parse()
+        except PermissionError:
+            raise
+        except (OSError, ValueError, TypeError) as error:
+            # The file, or its folder, is named after the stage that writes it.
+            stage = path.stem if path.stem in STAGES else path.parent.name
+            raise UserError(f"{path} is not {kind} ({error}); run `rlhf {stage}` again") from None
+
+
+def points(text: str) -> Points:
+    """The rows of a plots/STAGE.csv; a cell is empty where a step has no value.
+
+    Raises:
+        ValueError: if a cell is no number.
+    """
+    rows = csv.DictReader(io.StringIO(text), restval="no cell")
+    return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
