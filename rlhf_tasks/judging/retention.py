@@ -24,7 +24,7 @@ from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness, statistics
 from rlhf_tasks.judging.harness import Done, HarnessTasks
-from rlhf_tasks.judging.results import Interval, RetentionResult, TaskChange
+from rlhf_tasks.judging.results import RetentionResult, TaskChange
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.project.paths import Paths
@@ -81,7 +81,7 @@ class Probes:
         accuracy = None
         if self._questions:
             right = are_right(model, tokenizer, self._questions, most)
-            accuracy = Interval.of(statistics.wilson(sum(right), len(right)))
+            accuracy = statistics.wilson(sum(right), len(right))
         return RetentionResult(perplexity=perplexities, multiple_choice=accuracy)
 
 

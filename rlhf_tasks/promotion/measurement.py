@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf_tasks import console
 from rlhf_tasks.config import Config, JudgeView, Promotion
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.comparisons import has_reward, optimised_judges, selecting_judges
+from rlhf_tasks.judging.judges.comparisons import has_reward, optimized_judges, selecting_judges
 from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence, judge_files
@@ -61,7 +61,7 @@ class Measurer:
         judging, folder = self._settings().judge, self.candidate.folder
         own = {
             "has_reward": has_reward(folder),
-            "optimised_judges": {**known.results.optimised_judges, **self._optimised()},
+            "optimised_judges": {**known.results.optimised_judges, **self._optimized()},
             "selecting_judges": selecting_judges(judging, folder, paths.root),
         }
         return replace(known, results=known.results.model_copy(update=own))
@@ -115,18 +115,18 @@ class Measurer:
         bounds = (own.max_kl, own.max_perplexity_growth, own.max_choice_drop, own.max_task_drop)
         return any(bound is not None for bound in bounds)
 
-    def _optimised(self) -> dict[str, str]:
-        """Judges that are what PPO optimised for the candidate: its reward model, or a function."""
+    def _optimized(self) -> dict[str, str]:
+        """Judges that are what PPO optimized for the candidate: its reward model, or a function."""
         paths, judging = self.candidate.paths, self._settings().judge
-        optimised = optimised_judges(judging, self.candidate.folder, paths.root)
+        optimized = optimized_judges(judging, self.candidate.folder, paths.root)
         if evidence.is_trained_here(paths, self.candidate.md5):
             functions = evidence.reward_functions(paths)
-            optimised |= {
+            optimized |= {
                 one.name: one.function
                 for one in judging.judges
                 if one.kind == "function" and one.function in functions
             }
-        return optimised
+        return optimized
 
     def _settings(self) -> Config:
         return judge_files.with_local_paths(self.settings, self.candidate.paths.root, self.local.root)

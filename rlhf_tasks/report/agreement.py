@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults, Interval
+from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.report import names
 
 

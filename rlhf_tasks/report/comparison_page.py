@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_tasks import console
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.results import EvaluationResults
+from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import charts, comparison, measures, page
@@ -115,10 +115,12 @@ def _cell(results: Sequence[Result], name: str) -> str:
     """A single run's value, with its interval if it has one; of several runs mean ± standard deviation."""
     if len(results) != 1 or name not in results[0].metrics:
         return comparison.cell(results, name)
-    metrics = results[0].metrics
-    judged = EvaluationResults.from_metrics(_of_stage(metrics, "judge"))
-    rates = {f"judge/{one.stem}/win_rate": one.win_rate for one in judged.comparisons}
-    return measures.interval_text(rates[name]) if name in rates else measures.with_interval(metrics, name)
+    metrics, stem = results[0].metrics, name.removesuffix("/win_rate")
+    if stem != name and {f"{stem}/low", f"{stem}/high"} <= metrics.keys():
+        return measures.interval_text(
+            Interval(metrics[name], metrics[f"{stem}/low"], metrics[f"{stem}/high"])
+        )
+    return measures.with_interval(metrics, name)
 
 
 # --------------------------------------------------------------------------------------- figures

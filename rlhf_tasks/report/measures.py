@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf_tasks.judging.results import EvaluationResults, Interval
+from rlhf_tasks.judging.results import EvaluationResults
+from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.report import numbers
 from rlhf_tasks.tracking import catalogue
 

@@ -14,10 +14,10 @@ from rlhf_tasks import config
 from rlhf_tasks.judging.results import (
     ComparisonResult,
     EvaluationResults,
-    Interval,
     RetentionResult,
     TaskChange,
 )
+from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.project import hashing
 from rlhf_tasks.promotion.cost import Cost
 from rlhf_tasks.promotion.gate import Kl

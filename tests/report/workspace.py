@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 from rlhf_tasks.judging.results import (
     ComparisonResult,
     EvaluationResults,
-    Interval,
     ResponseStatistics,
     RewardDiagnostic,
 )
+from rlhf_tasks.judging.statistics import Interval
 
 
 def interval(value: float, low: float | None = None, high: float | None = None) -> Interval:
