@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from rlhf_tasks.project import hashing
-from rlhf_tasks.promotion import judge_files
+from rlhf_tasks.promotion import measurement
 
 
 def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) ->
         f"    - {{path: inputs/judge.json, md5: {hashing.dvc_md5(record)}}}\n",
         encoding="utf-8",
     )
-    assert judge_files.changed(tmp_path, tmp_path) == []
+    assert measurement.changed_files(tmp_path, tmp_path) == []
     (tmp_path / "rubric.txt").write_text("now", encoding="utf-8")
     (tmp_path / "my_judges/short.py").unlink()
-    assert judge_files.changed(tmp_path, tmp_path) == names
+    assert measurement.changed_files(tmp_path, tmp_path) == names

@@ -16,7 +16,8 @@ from rlhf_tasks.judging.responses import sample
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import cost
+from rlhf_tasks.promotion import measurement
+from rlhf_tasks.promotion.gate import Evidence
 from tests import small, toy
 
 SFT, POLICY, CPU = Path("models/sft"), Path("models/policy"), torch.device("cpu")
@@ -27,8 +28,8 @@ def settings(**changes: object) -> Config:
     return config.validate(small.params(SMALL | changes), "test")
 
 
-def measure(given: Config, policy: Path) -> cost.Cost:
-    return cost.measure(given, Paths(), policy)
+def measure(given: Config, policy: Path) -> Evidence:
+    return measurement.measure_cost(given, Paths(), policy)
 
 
 def test_the_kl_and_its_standard_error_equal_those_of_a_slow_loop(models_here: Path) -> None:
@@ -59,20 +60,22 @@ def test_sft_has_no_kl_and_forgot_nothing(models_here: Path) -> None:
     measured = measure(settings(), SFT)
     assert measured.kl is not None
     assert measured.kl.mean == pytest.approx(0, abs=1e-6)
-    assert measured.retention["policy"] == measured.retention["sft"]
+    assert measured.results.retention["policy"] == measured.results.retention["sft"]
 
 
 def test_retention_equals_that_of_the_judge_stage(models_here: Path) -> None:
     given = settings(**{"judge.judges": [small.GOLD], "judge.num_examples": 12})
     toy.run("judge", given)
     stage = EvaluationResults.read(Paths().evaluation_results)
-    assert measure(given, POLICY).retention == {name: stage.retention[name] for name in ("sft", "policy")}
+    assert measure(given, POLICY).results.retention == {
+        name: stage.retention[name] for name in ("sft", "policy")
+    }
 
 
 def test_without_retention_the_kl_is_still_measured(models_here: Path) -> None:
     measured = measure(settings(**{"judge.retention": None}), POLICY)
     assert measured.kl is not None
-    assert measured.retention == {}
+    assert measured.results.retention == {}
 
 
 def test_a_policy_with_another_tokenizer_has_no_kl_and_no_perplexity(
@@ -82,7 +85,7 @@ def test_a_policy_with_another_tokenizer_has_no_kl_and_no_perplexity(
     toy.foreign("foreign", "gpt_neox", max_position_embeddings=256)
     measured = measure(settings(), Path("foreign"))
     assert measured.kl is None
-    assert all(one.perplexity == {} and one.multiple_choice for one in measured.retention.values())
+    assert all(one.perplexity == {} and one.multiple_choice for one in measured.results.retention.values())
     assert "foreign has another tokenizer than models/sft" in capsys.readouterr().out
 
 
