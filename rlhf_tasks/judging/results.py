@@ -148,12 +148,12 @@ class RewardDiagnostic(_Part):
 
 
 class RewardGaps(_Part):
-    """How much better the policy looks to the reward that PPO optimised than to each judge."""
+    """How much better the policy looks to the reward that PPO optimized than to each judge."""
 
     win_rate_by_reward: float
     """Of the policy over SFT."""
     by_judge: dict[str, float]
-    """`win_rate_by_reward` minus the judge's win rate; a gap that grows is over-optimisation."""
+    """`win_rate_by_reward` minus the judge's win rate; a gap that grows is over-optimization."""
 
 
 class HumanAgreement(_Part):
@@ -167,7 +167,7 @@ class HumanAgreement(_Part):
 class HumanLabels(_Part):
     labels: int
     judges: dict[str, HumanAgreement]
-    """Without the judges that failed on every labelled pair."""
+    """Without the judges that failed on every labeled pair."""
 
 
 class Accuracy(_Part):
@@ -196,7 +196,7 @@ class EvaluationResults(_Part):
     has_reward: bool = True
     """False for a policy that only dummy scorers have trained."""
     optimised_judges: dict[str, str] = {}
-    """Judges that are the reward model which PPO optimised: judge → folder."""
+    """Judges that are the reward model which PPO optimized: judge → folder."""
     selecting_judges: dict[str, str] = {}
     """Judges that are the reward model by which PPO chose its checkpoint: judge → folder."""
     responses: dict[str, ResponseStatistics] = {}

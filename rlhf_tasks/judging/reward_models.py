@@ -77,7 +77,7 @@ def load_rewards(paths: Paths, device: torch.device) -> dict[str, Scorer]:
     }
 
 
-def labelled_pairs(paths: Paths) -> dict[str, Pairs]:
+def labeled_pairs(paths: Paths) -> dict[str, Pairs]:
     """The test pairs of data/comparisons by origin: `given`, `sft_samples`."""
     by_origin: dict[str, Pairs] = {}
     for row in read_table(paths, "comparisons", "test"):
@@ -114,7 +114,7 @@ def leads(model: Scorer, pairs: Pairs) -> statistics.Floats:
 
 
 def agreement(lead: ArrayLike) -> Interval:
-    """Share of pairs that a model orders as labelled; equal scores count half."""
+    """Share of pairs that a model orders as labeled; equal scores count half."""
     leads = np.asarray(lead, dtype=np.float64)
     return statistics.rate(statistics.outcomes(leads, np.zeros_like(leads)))
 
@@ -123,7 +123,7 @@ def calibration(lead: ArrayLike) -> tuple[float, Rows]:
     """Expected calibration error of σ(|lead|), and its bins, from (N,) leads of the better responses.
 
     A pair is turned so that the model favors its first response. Of each bin, `confidence` is the mean
-    σ(|lead|), and `right` the share of pairs whose favoured response is the better one, with Wilson's
+    σ(|lead|), and `right` the share of pairs whose favored response is the better one, with Wilson's
     interval. Bins hold equal counts (± 1) by rising confidence. Pairs of equal scores are left out; if there
     are no others, the error is 0.
     """
@@ -140,16 +140,16 @@ def calibration(lead: ArrayLike) -> tuple[float, Rows]:
 
 
 def diagnose(
-    rewards: Rewards, labelled: Mapping[str, Pairs], samples: Mapping[str, Pairs]
+    rewards: Rewards, labeled: Mapping[str, Pairs], samples: Mapping[str, Pairs]
 ) -> tuple[tuple[RewardDiagnostic, ...], Rows]:
     """Each reward model's diagnostics on each origin of pairs, and the bins of calibration.
 
-    `labelled` and `samples` are pairs by origin. `samples` come from this evaluation, ordered by gold: they
-    replace labelled pairs of the same origin, and only for them agreement is measured.
+    `labeled` and `samples` are pairs by origin. `samples` come from this evaluation, ordered by gold: they
+    replace labeled pairs of the same origin, and only for them agreement is measured.
     """
     diagnostics: list[RewardDiagnostic] = []
     rows: Rows = []
-    for origin, pairs in {**labelled, **samples}.items():
+    for origin, pairs in {**labeled, **samples}.items():
         if not pairs.prompts:  # a collapsed policy samples the same text twice
             continue
         for name, model in rewards.items():
@@ -228,7 +228,7 @@ def measure_accuracy(folder: Path, file: Path, out: Path | None, device: torch.d
     rows = list(read_rows(file, KnownRow).values())
     if any(row.subset == ALL for row in rows):
         raise UserError(f"{file}: the subset {ALL!r} stands for all rows; give the subset another name")
-    right: dict[str, list[bool]] = {row.subset: [] for row in rows} | {ALL: []}
+    right: dict[str, list[bool]] = {name: [] for name in (*(row.subset for row in rows), ALL)}
     for row, scores in zip(rows, score(folder, rows, device), strict=True):
         for name in (row.subset, ALL):
             right[name].append(is_right(row, scores))

@@ -247,7 +247,7 @@ def matched_length_gain(
     if d.size < 3:
         raise ValueError(f"a gain at matched length needs 3 judged prompts or more, not {d.size}")
     rows = _with_ones(x)
-    bread = np.linalg.inv(rows.T @ rows)
+    bread: Floats = np.asarray(np.linalg.inv(rows.T @ rows), dtype=np.float64)
     weights = bread @ (rows.T @ d)
     gain, reach = float(weights[0]), _robust_reach(rows, d - rows @ weights, bread)
     return Interval(gain, gain - reach, gain + reach)
@@ -294,7 +294,8 @@ def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayL
         return np.asarray((rows * (p * (1 - p))[:, None]).T @ rows + ridge)
 
     theta = root(gradient, np.zeros(rows.shape[1]), jac=hessian, tol=1e-14).x  # of a convex loss
-    reach = _robust_reach(rows, y - expit(rows @ theta), np.linalg.inv(hessian(theta)))
+    bread: Floats = np.asarray(np.linalg.inv(hessian(theta)), dtype=np.float64)
+    reach = _robust_reach(rows, y - expit(rows @ theta), bread)
     value, low, high = (float(expit(theta[0] + shift)) for shift in (0.0, -reach, reach))
     return Interval(value, low, high)
 

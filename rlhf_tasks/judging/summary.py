@@ -208,17 +208,17 @@ def check_verifiers(settings: Judging, rows: Sequence[Mapping[str, Any]], names:
             verifier.check(rows, columns.of_rows(rows), f"judge.judges: {name}")
 
 
-def judged_rows(paths: Paths, num_examples: int, labelled: Collection[str]) -> list[dict[str, Any]]:
+def judged_rows(paths: Paths, num_examples: int, labeled: Collection[str]) -> list[dict[str, Any]]:
     """The rows of data/prompts whose columns the judges of stage judge get.
 
-    They are the first test rows, the test rows of the prompts `labelled` by people, and the validation rows
+    They are the first test rows, the test rows of the prompts `labeled` by people, and the validation rows
     of the curve. Where `source` names no line of a file, it becomes the table and the row's number.
     """
     curve = set(pq.read_table(paths.ppo_responses, columns=["prompt"])["prompt"].to_pylist())
     rows = []
     for split in ("test", "validation"):
         for i, row in enumerate(read_table(paths, "prompts", split)):
-            is_test = split == "test" and (i < num_examples or row["prompt"] in labelled)
+            is_test = split == "test" and (i < num_examples or row["prompt"] in labeled)
             if is_test or (split == "validation" and row["prompt"] in curve):
                 source = row.get("source", "")
                 rows.append({**row, "source": source if ":" in source else f"data/prompts/{split}:{i + 1}"})

@@ -89,8 +89,8 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     evidence = measurement.collect(candidate, stale)
     compared = {one.b for one in evidence.results.comparisons if one.a == "policy"}
     if opponent is not None:
-        folder = _restored(candidate, opponent)
-        evidence = measurement.with_opponent(candidate, evidence, "champion", folder)
+        restored = _restored(candidate, opponent)
+        evidence = measurement.with_opponent(candidate, evidence, "champion", restored)
     elif criteria.over_bar is not None and bar not in compared:
         folder = candidate.paths.base if bar == "base" else None
         evidence = measurement.with_opponent(candidate, evidence, bar, folder)

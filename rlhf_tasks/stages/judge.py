@@ -71,8 +71,8 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     dist, settings = Distributed(config.launch, config.seed), config.judge
     # 1. Whatever can fail is built and checked before anything is sampled.
     labels = human_labels.read(paths.root / settings.labels) if settings.labels else []
-    labelled = {label.prompt for label in labels}
-    summary.check_verifiers(settings, summary.judged_rows(paths, settings.num_examples, labelled))
+    labeled = {label.prompt for label in labels}
+    summary.check_verifiers(settings, summary.judged_rows(paths, settings.num_examples, labeled))
     rows = read_table(paths, "prompts", "test")
     judges = build_judges(
         settings,
@@ -95,14 +95,14 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     sampled = sample_contenders(config, paths, dist.device)
     models = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
     retention, task_changes = probes.measure_all(models, dist.device) if probes else ({}, {})
-    # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labelled.
+    # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labeled.
     judged = _judge(config, judges, sampled)
     summary.log_curve(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
     people = _compare_with_people(labels, judges, rows)
     # 4. The reward models, on pairs and by the length of responses.
     rewards = diagnostics.load_rewards(paths, dist.device)
     pairs = _sample_pairs(dist, config, paths, sampled) if rewards else {}
-    given = diagnostics.labelled_pairs(paths) if rewards else {}
+    given = diagnostics.labeled_pairs(paths) if rewards else {}
     diagnosed, bins = diagnostics.diagnose(rewards, given, pairs)
     scores, gaps = dict(judged.scores), None
     if "reward" in rewards and contracts.fingerprint(paths.reward) in contracts.optimized_rewards(
@@ -224,7 +224,7 @@ def _sample_pairs(
 
 
 def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> typed.RewardGaps:
-    """PPO's win rate over SFT by the scores `own` of the reward that it optimised, minus each judge's."""
+    """PPO's win rate over SFT by the scores `own` of the reward that it optimized, minus each judge's."""
     by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
     by_judge = {
         key.judge: by_reward - statistics.rate(comparisons.outcomes).value

@@ -92,7 +92,7 @@ def test_the_first_policy_that_passes_becomes_champion(
     version = client(project).get_model_version(NAME, "1")
     tags = version.tags
     assert (tags["verdict"], tags["rlhf.run"], tags["git.rev"]) == ("passed", "ppo-of-one", "c" * 40)
-    assert "| KL | 1.5 ± 0.02 | <= 10 | +8.5 | passed |" in version.description.splitlines()
+    assert "| KL | 1.5 ± 0.02 | <= 10 | +8.5 | passed |" in str(version.description).splitlines()
     file = verdict_file(project / ".rlhf", hashing.dvc_md5(Path("models/policy")))
     assert json.loads(file.read_text(encoding="utf-8"))["passed"] is True
 
@@ -160,7 +160,7 @@ def test_a_worse_policy_is_refused_with_the_reason(
     version = client(project).get_model_version(NAME, "2")
     assert (version.tags["verdict"], version.tags["verdict.against"]) == ("refused", "version 1")
     criterion = "| win rate over the champion by gold (95% low) | 0.44 | > 0.5 | -0.06 | FAILED |"
-    assert criterion in version.description.splitlines()
+    assert criterion in str(version.description).splitlines()
 
 
 def test_an_over_optimised_policy_is_refused(project: Path) -> None:

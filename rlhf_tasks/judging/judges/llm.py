@@ -325,31 +325,20 @@ def reply_of(record: Mapping[str, Any]) -> Reply:
     return Reply(probability, num_tokens=tokens)
 
 
-class Cache:
+class Cache(dict[str, Record]):
     """Records by key; the key is `hashing.json_sha256` of everything that decides a reply."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
-        self._known: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            for line in path.read_bytes().splitlines():
-                self._read(line)
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                record = json.loads(line)
+                self[record["key"]] = record
+            except (ValueError, LookupError, TypeError):  # a line that a killed process has cut off
+                continue
 
-    def _read(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return
-        if isinstance(record, dict) and isinstance(record.get("key"), str):
-            self._known[record["key"]] = record
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._known
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        return self._known.get(key)
-
-    def add(self, key: str, record: Mapping[str, Any]) -> None:
-        kept = {"key": key, **record}
-        atomic.append_line(self._path, json.dumps(kept))
-        self._known[key] = kept
+    def add(self, key: str, record: Record) -> None:
+        """Keep a record on the disk too."""
+        self[key] = {"key": key, **record}
+        atomic.append_line(self._path, json.dumps(self[key]))
