@@ -19,9 +19,15 @@ from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import gate
-from rlhf_tasks.promotion.candidate import POLICY
-from rlhf_tasks.promotion.command import DEFERRED, DONE, REFUSED, RETRY_HINT, UNDECIDED
-from rlhf_tasks.promotion.record import verdict_file
+from rlhf_tasks.promotion.command import (
+    DEFERRED,
+    DONE,
+    POLICY,
+    REFUSED,
+    RETRY_HINT,
+    UNDECIDED,
+    verdict_file,
+)
 
 NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Refused", DEFERRED: "Deferred"}
 

@@ -23,7 +23,7 @@ FLOORS: Mapping[str, int] = {
     "data": 3,
     "presets": 3,
     "tracking": 3,
-    "project.provenance": 7,  # reads the results of an evaluation, and runs of MLflow
+    "project.provenance": 7,  # reads identities of models, and runs of MLflow
     "models": 4,
     "scoring": 5,
     "judging": 6,
@@ -51,7 +51,6 @@ TORCH_FREE = (
     "promotion.command",
     "promotion.registry",
     "judging.judges.comparisons",
-    "judging.labelling",
     "judging.results",
     "report.comparison",
     "benchmark.shapes",

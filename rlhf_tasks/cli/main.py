@@ -46,7 +46,6 @@ COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
         review.compare,
         review.lineage,
         review.judge,
-        review.label,
         review.generate,
         review.sync,
     ),

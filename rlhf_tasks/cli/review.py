@@ -1,11 +1,10 @@
-"""Commands that review results: `rlhf mlflow`, `compare`, `lineage`, `judge`, `label`, `generate`, `sync`."""
+"""Commands that review results: `rlhf mlflow`, `compare`, `lineage`, `judge`, `generate`, `sync`."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Literal
 
 from typer import Argument, Option
 
@@ -101,22 +100,18 @@ def judge(
     out: Path | None = Option(
         None, metavar="FILE", help="also write every comparison, to .jsonl or .parquet"
     ),
-    export: Literal["alpaca_eval"] | None = Option(
-        None, help="also write both models' responses for this tool"
-    ),
-    to: Path | None = Option(None, metavar="FOLDER", help="the folder of --export"),
 ) -> int:
     """Run the stage judge: compare reference, SFT and policy.
 
     With MODEL, compute the win rate of a checkpoint or a file of responses on the test prompts, by the judges
     of params.yaml. With MODEL and --rows, measure a reward model on rows whose right responses are known.
     """
-    of_pairs = any((against, num_examples, judges, export, to))
+    of_pairs = any((against, num_examples, judges))
     if model is None:
         if of_pairs or rows or out:
             raise UserError(
-                "--against, --num-examples, --judge, --rows, --out, --export and --to need a MODEL, such as "
-                "`rlhf judge models/policy`; the stage takes everything from params.yaml"
+                "--against, --num-examples, --judge, --rows and --out need a MODEL, such as `rlhf judge "
+                "models/policy`; the stage takes everything from params.yaml"
             )
         from rlhf_tasks.stages import runner
 
@@ -134,13 +129,10 @@ def judge(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         reward_models.measure_accuracy(Path(model), rows, out, device)
         return 0
-    if (export is None) != (to is None):
-        raise UserError("--export alpaca_eval and --to FOLDER need each other; give both")
     view = config.JudgeView.of(config.load())
     from rlhf_tasks.judging import head_to_head
 
     if out is not None:
-        head_to_head.check_format(out)
         check_output_file(out)
     head_to_head.compare_models(
         view,
@@ -150,31 +142,7 @@ def judge(
         num_examples=num_examples,
         names=judges or [],
         out=out,
-        alpaca_eval=to,
     )
-    return 0
-
-
-def label(
-    pairs: list[str] | None = Option(
-        None, metavar="A_vs_B", help="pairs to label, such as policy_vs_sft; may be repeated"
-    ),
-    num_examples: int | None = Option(
-        None, min=1, help="pairs to label, without skipped ones (default: all)"
-    ),
-    seed: int = Option(1, help="seed of the order and the sides"),
-    by: str | None = Option(None, metavar="NAME", help="also write this name and the time with each label"),
-) -> int:
-    """Label pairs of responses without seeing their authors, to measure how well the judges agree."""
-    paths = project()
-    from rlhf_tasks.judging import labelling
-
-    try:
-        labelling.run(paths, pairs or [], most=num_examples, seed=seed, by=by, stream=sys.stdin)
-    except KeyboardInterrupt:
-        labelling.keep(paths)
-        raise
-    labelling.keep(paths)
     return 0
 
 

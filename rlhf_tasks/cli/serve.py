@@ -43,9 +43,6 @@ def export(
         ..., metavar="NAME", help="champion, an experiment of `dvc exp list`, or a checkpoint's folder"
     ),
     to: Path = Option(..., metavar="FOLDER", help="a folder that is empty or does not exist"),
-    push_to_hub: str | None = Option(
-        None, metavar="ID", help="also upload it to this repository of the hub; a new one is private"
-    ),
 ) -> int:
     """Write a policy as a plain Hugging Face folder with its card.
 
@@ -55,13 +52,7 @@ def export(
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.promotion import export as exports
 
-    if push_to_hub is not None:
-        exports.check_id(push_to_hub)
-    source = exports.export(Paths(), name, to)
-    if push_to_hub is not None:
-        from huggingface_hub import HfApi
-
-        exports.push(to, push_to_hub, source.label, HfApi())
+    exports.export(Paths(), name, to)
     return 0
 
 

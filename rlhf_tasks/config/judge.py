@@ -263,10 +263,10 @@ class Judging(Section):
     num_samples_shown: t.Count = 20
     """Number of prompts whose responses MLflow shows."""
     num_traces: t.Count = 100
-    """Number of replies per llm judge that MLflow shows as traces, beside those on human-labelled pairs; 0:
-    none at all."""
+    """Number of replies per llm judge that MLflow shows as traces."""
     labels: str | None = None
-    """File of human labels, null: none; `rlhf label` writes data/labels.jsonl, which DVC then tracks."""
+    """File of human labels, rows with the texts prompt, answer_a and answer_b and an outcome (1: A is better,
+    0.5, 0, or null); null: none."""
     retention: Retention | None = Retention()
     """Perplexity and multiple-choice accuracy of base, SFT and policy; null: not measured."""
 

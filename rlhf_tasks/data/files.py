@@ -118,8 +118,10 @@ def read_file(file: Path, name: str, problems: Problems, most: int | None = None
     a single JSON value.
 
     Raises:
-        UserError: if the file cannot be read.
+        UserError: if the file cannot be read, or its name has another suffix.
     """
+    if _suffix(file) not in _READERS:
+        raise UserError(f"{name}: give a file whose name ends with {', '.join(_READERS)}")
     table = _READERS[_suffix(file)](file, name, problems, most)
     return table if most is None else replace(table, lines=table.lines[:most])
 

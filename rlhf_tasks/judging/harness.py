@@ -13,7 +13,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -101,14 +101,14 @@ class HarnessTasks:
         runner = HFLM(
             pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=self._settings.batch_size
         )
-        with _one_process():
-            found = evaluate(
-                runner,
-                self._loaded,
-                limit=self._settings.num_examples,
-                bootstrap_iters=NUM_RESAMPLES,
-                log_samples=True,
-            )
+        os.environ["DISABLE_MULTIPROC"] = "1"  # or it forks this process, which has threads, to resample
+        found = evaluate(
+            runner,
+            self._loaded,
+            limit=self._settings.num_examples,
+            bootstrap_iters=NUM_RESAMPLES,
+            log_samples=True,
+        )
         wanted = self._reported()
         scores = {_name(task): _scores(task, found) for task in wanted}
         return Done(scores, {_name(task): self._first(task, found) for task in wanted})
@@ -137,22 +137,14 @@ def changes(before: Done, after: Done) -> dict[str, TaskChange]:
     for name, first in before.firsts.items():
         old, new = (done.scores[name][first.metric] for done in (before, after))
         sign = 1 if first.higher_is_better else -1
-        error = _paired_error(first.values, after.firsts[name].values)
-        if error is None and old.standard_error is not None and new.standard_error is not None:
+        x, y, error = first.values, after.firsts[name].values, None
+        if x is not None and y is not None and x.shape == y.shape and y.size > 1:  # on the same documents
+            error = float((y - x).std(ddof=1) / math.sqrt(y.size))
+        elif old.standard_error is not None and new.standard_error is not None:
             error = math.hypot(old.standard_error, new.standard_error)
         drop = sign * (old.value - new.value)
         result[name] = TaskChange(metric=first.metric, drop=drop, standard_error=error)
     return result
-
-
-def _paired_error(before: NDArray[np.float64] | None, after: NDArray[np.float64] | None) -> float | None:
-    """Standard error of the mean difference on the same N documents; None without two values or more."""
-    if before is None or after is None or before.shape != after.shape or before.size < 2:
-        return None
-    return float((after - before).std(ddof=1) / math.sqrt(before.size))
-
-
-# ------------------------------------------------------------------------------------- the harness
 
 
 def _load(settings: config.Tasks) -> Any:
@@ -197,20 +189,6 @@ def _load(settings: config.Tasks) -> Any:
             f"judge.retention.tasks: {', '.join(settings.names)} cannot be loaded ({reason}). Without a "
             "network a task must have local data: see docs/how-to/evaluation-tasks.md"
         ) from error
-
-
-@contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """Keep the harness from forking this process, which has threads, for its resampling."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
 
 
 Key = tuple[str, str]

@@ -144,10 +144,9 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class Contenders:
-    """The responses of all contenders to the same test prompts, and the sources of the prompts."""
+    """The responses of all contenders to the same test prompts."""
 
     prompts: list[str]
-    sources: list[str]
     texts: dict[str, list[str]]
     """By contender, the references included."""
     sampled: dict[str, Responses]
@@ -166,7 +165,7 @@ def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> 
             bar.advance()
     texts = {"reference": [row["reference"] for row in rows]}
     texts |= {name: responses.texts for name, responses in sampled.items()}
-    return Contenders(prompts, [row.get("source", "") for row in rows], texts, sampled, columns.of_rows(rows))
+    return Contenders(prompts, texts, sampled, columns.of_rows(rows))
 
 
 def sample_policy(

@@ -1,9 +1,8 @@
-"""The results document of stage judge, `evaluation/judge/results.json`, as typed values. No torch, no numpy.
+"""The results document of stage judge, `evaluation/judge/results.json`, as typed values. No torch.
 
-Stage judge writes it, and derives metrics/judge.json from it by `EvaluationResults.metrics`. The gate, the
-report and the flows read it. The comparison of runs and `rlhf lineage` make its type from those metrics,
-which git and MLflow keep. `rlhf judge MODEL` and `rlhf promote` return and use the same type for policies
-that the pipeline did not train.
+Stage judge writes it, and derives metrics/judge.json from it by `EvaluationResults.metrics`. The gate and the
+report read it. `rlhf judge MODEL` and `rlhf promote` return and use the same type for policies that the
+pipeline did not train.
 
 Contenders are `sft`, `policy` and `reference` in the stage; `rlhf judge MODEL` uses the names it is given.
 Models of `retention` are `base`, `sft` and `policy`. Intervals are 95% intervals.
@@ -12,38 +11,26 @@ Models of `retention` are `base`, `sft` and `policy`. Intervals are 95% interval
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.project import atomic
 
-if TYPE_CHECKING:
-    from rlhf_tasks.judging.statistics import Estimate
-
 Metrics = dict[str, float]
+COMPARISON_METRICS = (
+    *("decisive", "length_controlled", "matched_length_gain", "p_value", "ties", "examples", "failures"),
+    *("position_bias", "first_share"),
+)
+"""Fields of `ComparisonResult` that are metrics of their own name."""
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Interval(_Part):
-    """A value with its 95% interval, `low <= value <= high`."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, estimate: Estimate) -> Self:
-        return cls(value=estimate.value, low=estimate.low, high=estimate.high)
-
-    def metrics(self, key: str) -> Metrics:
-        return {key: self.value, f"{key}/low": self.low, f"{key}/high": self.high}
 
 
 class Cost(_Part):
@@ -94,26 +81,6 @@ class ComparisonResult(_Part):
         """Prompts on which B wins."""
         return self.examples - self.wins - self.ties
 
-    def metrics(self) -> Metrics:
-        rate = self.win_rate
-        values: Metrics = {
-            "win_rate": rate.value,
-            "low": rate.low,
-            "high": rate.high,
-            "p_value": self.p_value,
-            "ties": self.ties,
-            "examples": self.examples,
-            "failures": self.failures,
-        }
-        values |= self.decisive.metrics("decisive") | self.length_controlled.metrics("length_controlled")
-        optional = {"position_bias": self.position_bias, "first_share": self.first_share}
-        values |= {name: value for name, value in optional.items() if value is not None}
-        if self.cost is not None:
-            values |= {"cost/replies": self.cost.replies, "cost/tokens": self.cost.tokens}
-        if self.matched_length_gain is not None:
-            values |= self.matched_length_gain.metrics("matched_length_gain")
-        return {f"{self.stem}/{name}": value for name, value in values.items()}
-
 
 class ResponseStatistics(_Part):
     """Means over the responses that one model sampled to the test prompts."""
@@ -140,10 +107,6 @@ class TaskScore(_Part):
     examples: int
     """Documents of the task."""
 
-    def metrics(self, key: str) -> Metrics:
-        error = {} if self.standard_error is None else {f"{key}/standard_error": self.standard_error}
-        return {key: self.value} | error
-
 
 class TaskChange(_Part):
     """What PPO changed of a task's first metric, from SFT to the policy."""
@@ -153,12 +116,6 @@ class TaskChange(_Part):
     """How much worse the policy is; negative where it is better."""
     standard_error: float | None
     """Of the drop. From the differences on the same documents where the metric is a mean over documents."""
-
-    def metrics(self, task: str) -> Metrics:
-        error = (
-            {} if self.standard_error is None else {f"task_drop/{task}/standard_error": self.standard_error}
-        )
-        return {f"task_drop/{task}": self.drop} | error
 
 
 class RetentionResult(_Part):
@@ -191,12 +148,12 @@ class RewardDiagnostic(_Part):
 
 
 class RewardGaps(_Part):
-    """How much better the policy looks to the reward that PPO optimised than to each judge."""
+    """How much better the policy looks to the reward that PPO optimized than to each judge."""
 
     win_rate_by_reward: float
     """Of the policy over SFT."""
     by_judge: dict[str, float]
-    """`win_rate_by_reward` minus the judge's win rate; a gap that grows is over-optimisation."""
+    """`win_rate_by_reward` minus the judge's win rate; a gap that grows is over-optimization."""
 
 
 class HumanAgreement(_Part):
@@ -210,7 +167,7 @@ class HumanAgreement(_Part):
 class HumanLabels(_Part):
     labels: int
     judges: dict[str, HumanAgreement]
-    """Without the judges that failed on every labelled pair."""
+    """Without the judges that failed on every labeled pair."""
 
 
 class Accuracy(_Part):
@@ -222,13 +179,6 @@ class Accuracy(_Part):
     """Share of responses that the format matches, by contender; empty for a verifier without a format."""
     gain: Interval
     """Accuracy of the policy minus that of SFT, on the same prompts."""
-
-    def metrics(self, judge: str) -> Metrics:
-        values = self.gain.metrics(f"{judge}/accuracy_gain")
-        for name, shares in (("accuracy", self.right), ("format", self.formatted)):
-            for who, share in shares.items():
-                values |= share.metrics(f"{judge}/{name}/{who}")
-        return values
 
 
 class JudgeKappa(_Part):
@@ -246,7 +196,7 @@ class EvaluationResults(_Part):
     has_reward: bool = True
     """False for a policy that only dummy scorers have trained."""
     optimised_judges: dict[str, str] = {}
-    """Judges that are the reward model which PPO optimised: judge → folder."""
+    """Judges that are the reward model which PPO optimized: judge → folder."""
     selecting_judges: dict[str, str] = {}
     """Judges that are the reward model by which PPO chose its checkpoint: judge → folder."""
     responses: dict[str, ResponseStatistics] = {}
@@ -269,41 +219,19 @@ class EvaluationResults(_Part):
         """Read the document from a file.
 
         Raises:
-            UserError: if the file does not exist or cannot be read.
+            UserError: if the file does not exist, cannot be read, or is not such a document.
         """
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} cannot be read ({error}); run `rlhf judge` to write it") from None
-        return cls.parse(text, str(path))
-
-    @classmethod
-    def parse(cls, text: str, origin: str) -> Self:
-        """The document from its text; `origin` names the text's place in the message.
-
-        Raises:
-            UserError: if the text is not such a document.
-        """
-        try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the file"
             raise UserError(
-                f"{origin} is not a results document of stage judge ({place}: {first['msg']}); run "
-                "`rlhf judge` to write it again"
+                f"{path} is not a results document of stage judge ({place}: {first['msg']}); run `rlhf "
+                "judge` to write it again"
             ) from None
-
-    @classmethod
-    def from_metrics(cls, metrics: Mapping[str, float]) -> Self:
-        """The comparisons among the values of metrics/judge.json; everything else stays empty.
-
-        It is the inverse of `metrics` for runs of which only flat values are known: MLflow and git keep
-        those, but not the document. A comparison whose values are incomplete is left out.
-        """
-        stems = (key.removesuffix("/win_rate") for key in metrics if key.endswith("/win_rate"))
-        comparisons = (_comparison(stem, metrics) for stem in stems if "_vs_" in stem)
-        return cls(comparisons=tuple(one for one in comparisons if one is not None))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read ({error}); run `rlhf judge` to write it") from None
 
     def text(self) -> str:
         """The document as JSON with sorted keys: equal results give equal bytes."""
@@ -318,76 +246,56 @@ class EvaluationResults(_Part):
         return next(found, None)
 
     def metrics(self) -> Metrics:
-        """The values of metrics/judge.json by their keys."""
-        metrics: Metrics = {f"{name}/is_optimised_reward": 1.0 for name in self.optimised_judges}
-        for part in (
-            *self._response_metrics(),
-            *self._retention_metrics(),
-            *(one.metrics() for one in self.comparisons),
-            *self._facet_metrics(),
-            *(one.metrics(judge) for judge, one in self.accuracies.items()),
-            *self._agreement_metrics(),
-            *self._reward_metrics(),
-        ):
-            metrics |= part
+        """The values of metrics/judge.json by their keys. An interval has KEY, KEY/low and KEY/high."""
+        metrics: Metrics = {}
+        for key, value in self._metrics():
+            if isinstance(value, Interval):
+                metrics |= {key: value.value, f"{key}/low": value.low, f"{key}/high": value.high}
+            elif value is not None:
+                metrics[key] = value
         return metrics
 
-    def _response_metrics(self) -> Iterator[Metrics]:
-        for name, one in self.responses.items():
-            yield {f"{measure}/{name}": value for measure, value in one.model_dump().items()}
+    def _metrics(self) -> Iterator[tuple[str, Interval | float | None]]:
+        """The metrics before intervals are taken apart; None is no metric."""
+        yield from ((f"{name}/is_optimised_reward", 1.0) for name in self.optimised_judges)
+        for who, measured in self.responses.items():
+            yield from ((f"{measure}/{who}", value) for measure, value in measured.model_dump().items())
         if {"policy", "sft"} <= set(self.responses):
-            ratio = self.responses["policy"].length / self.responses["sft"].length
-            yield {"length/policy_over_sft": ratio}
-
-    def _retention_metrics(self) -> Iterator[Metrics]:
-        for name, one in self.retention.items():
-            yield {f"perplexity/{text}/{name}": value for text, value in one.perplexity.items()}
-            if one.multiple_choice is not None:
-                yield one.multiple_choice.metrics(f"choice/{name}")
-            for task, metric, score in one.scores():
-                yield score.metrics(f"task/{task}/{metric}/{name}")
-        yield from (change.metrics(task) for task, change in self.task_changes.items())
-
-    def _facet_metrics(self) -> Iterator[Metrics]:
+            yield "length/policy_over_sft", self.responses["policy"].length / self.responses["sft"].length
+        for who, retained in self.retention.items():
+            yield from ((f"perplexity/{text}/{who}", value) for text, value in retained.perplexity.items())
+            yield f"choice/{who}", retained.multiple_choice
+            for task, metric, score in retained.scores():
+                yield f"task/{task}/{metric}/{who}", score.value
+                yield f"task/{task}/{metric}/{who}/standard_error", score.standard_error
+        for task, change in self.task_changes.items():
+            yield f"task_drop/{task}", change.drop
+            yield f"task_drop/{task}/standard_error", change.standard_error
+        for one in self.comparisons:
+            yield from ((f"{one.stem}/{name}", getattr(one, name)) for name in COMPARISON_METRICS)
+            yield f"{one.stem}/win_rate", one.win_rate.value
+            yield f"{one.stem}/low", one.win_rate.low
+            yield f"{one.stem}/high", one.win_rate.high
+            if one.cost is not None:
+                yield f"{one.stem}/cost/replies", one.cost.replies
+                yield f"{one.stem}/cost/tokens", one.cost.tokens
         for judge, contenders in self.facets.items():
-            for name, measures in contenders.items():
-                yield {f"{judge}/{name}/{measure}": value for measure, value in measures.items()}
-
-    def _agreement_metrics(self) -> Iterator[Metrics]:
+            for who, measures in contenders.items():
+                yield from ((f"{judge}/{who}/{measure}", value) for measure, value in measures.items())
+        for judge, accuracy in self.accuracies.items():
+            yield f"{judge}/accuracy_gain", accuracy.gain
+            yield from ((f"{judge}/accuracy/{who}", share) for who, share in accuracy.right.items())
+            yield from ((f"{judge}/format/{who}", share) for who, share in accuracy.formatted.items())
         for pair in self.judge_kappas:
-            yield pair.kappa.metrics(f"kappa/{pair.first}_and_{pair.second}")
-        if self.human_labels is None:
-            return
-        yield {"human/labels": self.human_labels.labels}
-        for judge, one in self.human_labels.judges.items():
-            yield one.kappa.metrics(f"human/{judge}/kappa")
-            if one.agreement is not None:
-                yield one.agreement.metrics(f"human/{judge}/agreement")
-
-    def _reward_metrics(self) -> Iterator[Metrics]:
-        for one in self.reward_diagnostics:
-            if one.agreement is not None:
-                yield one.agreement.metrics(f"agreement/{one.model}/{one.origin}")
-            yield {f"calibration/{one.model}/{one.origin}": one.calibration_error}
+            yield f"kappa/{pair.first}_and_{pair.second}", pair.kappa
+        if self.human_labels is not None:
+            yield "human/labels", self.human_labels.labels
+            for judge, agreement in self.human_labels.judges.items():
+                yield f"human/{judge}/kappa", agreement.kappa
+                yield f"human/{judge}/agreement", agreement.agreement
+        for diagnostic in self.reward_diagnostics:
+            yield f"agreement/{diagnostic.model}/{diagnostic.origin}", diagnostic.agreement
+            yield f"calibration/{diagnostic.model}/{diagnostic.origin}", diagnostic.calibration_error
         if self.reward_gaps is not None:
-            yield {"reward_gap/win_rate_by_reward": self.reward_gaps.win_rate_by_reward}
-            yield {f"reward_gap/{judge}": gap for judge, gap in self.reward_gaps.by_judge.items()}
-
-
-def _comparison(stem: str, metrics: Mapping[str, float]) -> ComparisonResult | None:
-    """The inverse of `ComparisonResult.metrics`; None if a value is missing."""
-    judge, _, pair = stem.partition("/")
-    a, _, b = pair.partition("_vs_")
-    start = f"{stem}/"
-    flat = {key.removeprefix(start): value for key, value in metrics.items() if key.startswith(start)}
-    tree: dict[str, Any] = {key: value for key, value in flat.items() if key in ComparisonResult.model_fields}
-    for name in ("decisive", "length_controlled", "matched_length_gain"):
-        if name in flat:
-            tree[name] = {"value": flat[name], **{end: flat.get(f"{name}/{end}") for end in ("low", "high")}}
-    tree["win_rate"] = {"value": flat["win_rate"], "low": flat.get("low"), "high": flat.get("high")}
-    if "cost/replies" in flat:
-        tree["cost"] = {"replies": flat["cost/replies"], "tokens": flat.get("cost/tokens")}
-    try:
-        return ComparisonResult.model_validate({"judge": judge, "a": a, "b": b, **tree})
-    except ValidationError:
-        return None
+            yield "reward_gap/win_rate_by_reward", self.reward_gaps.win_rate_by_reward
+            yield from ((f"reward_gap/{judge}", gap) for judge, gap in self.reward_gaps.by_judge.items())

@@ -24,9 +24,9 @@ from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness, statistics
 from rlhf_tasks.judging.harness import Done, HarnessTasks
-from rlhf_tasks.judging.results import Interval, RetentionResult, TaskChange
+from rlhf_tasks.judging.results import RetentionResult, TaskChange
 from rlhf_tasks.models.load import load_causal, place
-from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.project.paths import Paths
 
 NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations
@@ -81,7 +81,7 @@ class Probes:
         accuracy = None
         if self._questions:
             right = are_right(model, tokenizer, self._questions, most)
-            accuracy = Interval.of(statistics.wilson(sum(right), len(right)))
+            accuracy = statistics.wilson(sum(right), len(right))
         return RetentionResult(perplexity=perplexities, multiple_choice=accuracy)
 
 
@@ -116,7 +116,7 @@ def are_right(
 ) -> list[bool]:
     """Whether the right ending is the likeliest, by log p divided by its number of characters.
 
-    The rate per character does not favour short endings; common harnesses use the rate per byte.
+    The rate per character does not favor short endings; common harnesses use the rate per byte.
     """
     beginnings = [q.beginning for q in questions for _ in q.endings]
     endings = [ending for q in questions for ending in q.endings]
@@ -136,6 +136,7 @@ def logprob_sums(
     responses: Sequence[Ids],
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
+    temperature: float = 1.0,
 ) -> list[float]:
     """Σ log p of each response's tokens after its query; no query may be empty."""
     sums = [0.0] * len(queries)
@@ -143,7 +144,7 @@ def logprob_sums(
     for rows in micro_batches(sizes(queries, responses), max_tokens):
         batch = collate([queries[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
         batch = batch.to(device)
-        values = token_stats(model, batch).logprobs.sum(1).tolist()
+        values = response_logprobs(model, batch, temperature).sum(1).tolist()
         for i, value in zip(rows, values, strict=True):
             sums[i] = value
     return sums

@@ -10,25 +10,25 @@ scores are wrong. RewardBench computes the score of its subset Ties in another w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import ArrayLike
+from pydantic import BeforeValidator, Field
 
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import load_tokenizer, read_table, sizes
-from rlhf_tasks.data.tokenizer import Ids, encode_rows, ready_rendering
+from rlhf_tasks.data.tokenizer import encode_rows, ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
-from rlhf_tasks.judging.results import Interval, RewardDiagnostic
-from rlhf_tasks.judging.statistics import Estimate
+from rlhf_tasks.judging.results import RewardDiagnostic
+from rlhf_tasks.judging.rows import Row, read_rows
+from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_reward
 from rlhf_tasks.project import atomic
@@ -77,10 +77,7 @@ def load_rewards(paths: Paths, device: torch.device) -> dict[str, Scorer]:
     }
 
 
-# ----------------------------------------------------------------------------------- labelled pairs
-
-
-def labelled_pairs(paths: Paths) -> dict[str, Pairs]:
+def labeled_pairs(paths: Paths) -> dict[str, Pairs]:
     """The test pairs of data/comparisons by origin: `given`, `sft_samples`."""
     by_origin: dict[str, Pairs] = {}
     for row in read_table(paths, "comparisons", "test"):
@@ -116,11 +113,8 @@ def leads(model: Scorer, pairs: Pairs) -> statistics.Floats:
     return np.subtract(better, worse)
 
 
-# ---------------------------------------------------------------------------------------- measures
-
-
-def agreement(lead: ArrayLike) -> statistics.Estimate:
-    """Share of pairs that a model orders as labelled; equal scores count half."""
+def agreement(lead: ArrayLike) -> Interval:
+    """Share of pairs that a model orders as labeled; equal scores count half."""
     leads = np.asarray(lead, dtype=np.float64)
     return statistics.rate(statistics.outcomes(leads, np.zeros_like(leads)))
 
@@ -128,8 +122,8 @@ def agreement(lead: ArrayLike) -> statistics.Estimate:
 def calibration(lead: ArrayLike) -> tuple[float, Rows]:
     """Expected calibration error of σ(|lead|), and its bins, from (N,) leads of the better responses.
 
-    A pair is turned so that the model favours its first response. Of each bin, `confidence` is the mean
-    σ(|lead|), and `right` the share of pairs whose favoured response is the better one, with Wilson's
+    A pair is turned so that the model favors its first response. Of each bin, `confidence` is the mean
+    σ(|lead|), and `right` the share of pairs whose favored response is the better one, with Wilson's
     interval. Bins hold equal counts (± 1) by rising confidence. Pairs of equal scores are left out; if there
     are no others, the error is 0.
     """
@@ -137,39 +131,30 @@ def calibration(lead: ArrayLike) -> tuple[float, Rows]:
     leads = leads[leads != 0]
     if leads.size == 0:
         return 0.0, []
-    count = max(1, min(NUM_BINS, leads.size // MIN_IN_BIN))
+    num_bins = max(1, min(NUM_BINS, leads.size // MIN_IN_BIN))
     bins: Rows = []
-    for part in np.array_split(leads[np.argsort(np.abs(leads), kind="stable")], count):
-        share = statistics.wilson(int((part > 0).sum()), part.size)
-        confidence = float((1 / (1 + np.exp(-np.abs(part)))).mean())
-        bins.append(
-            {
-                "confidence": confidence,
-                "right": share.value,
-                "low": share.low,
-                "high": share.high,
-                "pairs": part.size,
-            }
-        )
-    return statistics.calibration_error(leads, np.ones_like(leads), count), bins
+    for confidence, right, count in statistics.calibration_bins(leads, num_bins):
+        share = asdict(statistics.wilson(round(right * count), count))
+        bins.append({"confidence": confidence, "right": share.pop("value"), **share, "pairs": count})
+    return statistics.calibration_error(leads, num_bins), bins
 
 
 def diagnose(
-    rewards: Rewards, labelled: Mapping[str, Pairs], samples: Mapping[str, Pairs]
+    rewards: Rewards, labeled: Mapping[str, Pairs], samples: Mapping[str, Pairs]
 ) -> tuple[tuple[RewardDiagnostic, ...], Rows]:
     """Each reward model's diagnostics on each origin of pairs, and the bins of calibration.
 
-    `labelled` and `samples` are pairs by origin. `samples` come from this evaluation, ordered by gold: they
-    replace labelled pairs of the same origin, and only for them agreement is measured.
+    `labeled` and `samples` are pairs by origin. `samples` come from this evaluation, ordered by gold: they
+    replace labeled pairs of the same origin, and only for them agreement is measured.
     """
     diagnostics: list[RewardDiagnostic] = []
     rows: Rows = []
-    for origin, pairs in {**labelled, **samples}.items():
+    for origin, pairs in {**labeled, **samples}.items():
         if not pairs.prompts:  # a collapsed policy samples the same text twice
             continue
         for name, model in rewards.items():
             lead = leads(model, pairs)
-            agreed = Interval.of(agreement(lead)) if origin in samples else None
+            agreed = agreement(lead) if origin in samples else None
             error, bins = calibration(lead)
             diagnostics.append(
                 RewardDiagnostic(model=name, origin=origin, calibration_error=error, agreement=agreed)
@@ -208,20 +193,22 @@ def by_length(scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[
 
 
 ALL = "all"
-MAX_SHOWN = 10  # problems of a file
-SHAPE = (
-    "give `prompt` (text), `chosen` and `rejected` (a text or a list of texts each), and `subset` (text "
-    "other than 'all')"
-)
+Texts = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda x: (x,) if isinstance(x, str) else x),
+    Field(min_length=1, strict=False),
+]
 
 
-@dataclass(frozen=True)
-class Row:
+class KnownRow(Row):
     """One prompt, its right and its wrong responses."""
 
+    FORM: ClassVar[str] = (
+        "give `prompt` (text), `chosen` and `rejected` (a text or a list of texts each), and `subset` (text)"
+    )
     prompt: str
-    chosen: tuple[str, ...]
-    rejected: tuple[str, ...]
+    chosen: Texts
+    rejected: Texts
     subset: str
 
     @property
@@ -229,42 +216,43 @@ class Row:
         return (*self.chosen, *self.rejected)
 
 
-def measure_accuracy(folder: Path, file: Path, out: Path | None, device: torch.device) -> dict[str, Estimate]:
-    """Print and return the accuracy by subset, and over all rows; `out` is a JSON file for them.
+def measure_accuracy(folder: Path, file: Path, out: Path | None, device: torch.device) -> None:
+    """Print the accuracy by subset in the order of the file, then over all rows, with Wilson's 95% interval.
+
+    `out` is a JSON file for them.
 
     Raises:
         UserError: for a row of another form, a folder without a trained reward model, or a row that is longer
             than the model can read.
     """
-    rows = read(file)
-    scores = score(folder, rows, device)
-    found = accuracies(
-        [row.subset for row in rows], [is_right(r, s) for r, s in zip(rows, scores, strict=True)]
-    )
+    rows = list(read_rows(file, KnownRow).values())
+    if any(row.subset == ALL for row in rows):
+        raise UserError(f"{file}: the subset {ALL!r} stands for all rows; give the subset another name")
+    right: dict[str, list[bool]] = {name: [] for name in (*(row.subset for row in rows), ALL)}
+    for row, scores in zip(rows, score(folder, rows, device), strict=True):
+        for name in (row.subset, ALL):
+            right[name].append(is_right(row, scores))
+    found = {
+        name: asdict(statistics.wilson(sum(own), len(own))) | {"count": len(own)}
+        for name, own in right.items()
+    }
     shown = [
-        [name, f"{one.value:.1%}", f"{one.low:.1%}", f"{one.high:.1%}", one.count]
+        [name, f"{one['value']:.1%}", f"{one['low']:.1%}", f"{one['high']:.1%}", one["count"]]
         for name, one in found.items()
     ]
     console.table(f"accuracy of {folder} on {file}", ["subset", "accuracy", "low", "high", "rows"], shown)
     if out is not None:
-        atomic.write_json(out, {name: asdict(one) for name, one in found.items()})
+        atomic.write_json(out, found)
         console.say(f"wrote {out}")
-    return found
 
 
-def accuracies(subsets: Sequence[str], right: Sequence[bool]) -> dict[str, Estimate]:
-    """The share of right rows by subset in the order of the file, then of all, with Wilson's 95% interval."""
-    groups = {name: [r for s, r in zip(subsets, right, strict=True) if s == name] for name in subsets}
-    return {name: statistics.wilson(sum(x), len(x)) for name, x in (groups | {ALL: list(right)}).items()}
-
-
-def is_right(row: Row, scores: Sequence[float]) -> bool:
+def is_right(row: KnownRow, scores: Sequence[float]) -> bool:
     """Whether every chosen response scores higher than every rejected one; scores are in their order."""
     return min(scores[: len(row.chosen)]) > max(scores[len(row.chosen) :])
 
 
-def score(folder: Path, rows: Sequence[Row], device: torch.device) -> list[list[float]]:
-    """The score of each response of each row, in the order of `Row.responses`.
+def score(folder: Path, rows: Sequence[KnownRow], device: torch.device) -> list[list[float]]:
+    """The score of each response of each row, in the order of `KnownRow.responses`.
 
     A model with a chat template reads the prompt as a message of the user, and the response as its answer.
 
@@ -285,84 +273,14 @@ def score(folder: Path, rows: Sequence[Row], device: torch.device) -> list[list[
             for p, a in zip(prompts, answers, strict=True)
         ]
         ids = conversation_ids(tokenizer, [reads.chat(conversation, False) for conversation in turns])
-    _check_lengths(ids, getattr(model.model.config, "max_position_embeddings", None), folder, prompts)
+    longest = getattr(model.model.config, "max_position_embeddings", None)
+    over = [(p, n) for p, n in zip(prompts, sizes(*ids), strict=True) if longest is not None and n > longest]
+    if over:
+        prompt, length = over[0]
+        raise UserError(
+            f"{folder} can read {longest} tokens, and {len(over)} of {len(answers)} responses are longer "
+            f"with their prompt, the first one to {prompt[:60]!r} ({length} tokens); remove those rows"
+        )
     given = Responses.of_ids(prompts, *ids, tokenizer)
     scores = iter(RewardModel(model.to(device), tokenizer)(given).tolist())
     return [[next(scores) for _ in row.responses] for row in rows]
-
-
-def _check_lengths(
-    ids: tuple[list[Ids], list[Ids]], longest: int | None, folder: Path, prompts: Sequence[str]
-) -> None:
-    lengths = sizes(*ids)
-    over = [number for number, length in enumerate(lengths) if longest is not None and length > longest]
-    if over:
-        raise UserError(
-            f"{folder} can read {longest} tokens, and {len(over)} of {len(lengths)} responses are longer "
-            f"with their prompt, the first one to {prompts[over[0]][:60]!r} ({lengths[over[0]]} tokens); "
-            "remove those rows"
-        )
-
-
-# ---------------------------------------------------------------------------------------- the file
-
-
-def read(file: Path) -> list[Row]:
-    """The rows of a .jsonl or .parquet file.
-
-    Raises:
-        UserError: if it cannot be read, or naming the rows that have another form.
-    """
-    rows, problems = [], []
-    for number, values in enumerate(_values(file), start=1):
-        if values is None:  # an empty line
-            continue
-        row = _row(values)
-        if row is None:
-            problems.append(f"{file}:{number}: {SHAPE}")
-        else:
-            rows.append(row)
-    if problems:
-        more = f"\n… and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
-        raise UserError("\n".join(problems[:MAX_SHOWN]) + more)
-    if not rows:
-        raise UserError(f"{file} has no row; {SHAPE}")
-    return rows
-
-
-def _values(file: Path) -> list[Any]:
-    try:
-        if file.suffix == ".parquet":
-            table: list[Any] = pq.read_table(file).to_pylist()
-            return table
-        if file.suffix == ".jsonl":
-            text = file.read_text(encoding="utf-8")
-            return [_json(line, f"{file}:{number}") for number, line in enumerate(text.split("\n"), start=1)]
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
-    raise UserError(f"{file}: give a file whose name ends with .jsonl or .parquet")
-
-
-def _json(line: str, where: str) -> Any:
-    try:
-        return json.loads(line) if line.strip() else None
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg}, column {error.colno}"
-        raise UserError(f"{where}: this line is not JSON ({reason}); {SHAPE}") from None
-
-
-def _row(values: Any) -> Row | None:
-    if not isinstance(values, Mapping):
-        return None
-    prompt, subset = values.get("prompt"), values.get("subset")
-    chosen, rejected = (_texts(values.get(name)) for name in ("chosen", "rejected"))
-    if not (isinstance(prompt, str) and isinstance(subset, str) and chosen and rejected):
-        return None
-    return None if subset == ALL else Row(prompt, chosen, rejected, subset)
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    """The texts of a column; empty for anything else."""
-    given = [value] if isinstance(value, str) else value
-    is_list = isinstance(given, list) and all(isinstance(text, str) for text in given)
-    return tuple(given) if is_list else ()

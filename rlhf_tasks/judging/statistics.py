@@ -1,4 +1,4 @@
-"""Win rates, agreement, calibration, length control: arrays in, numbers with 95% intervals out. numpy only.
+"""Win rates, agreement, calibration, length control: arrays in, numbers with 95% intervals out.
 
 Notation: N prompts; the outcome of a prompt is 1 where A wins, ½ for a tie, 0 where B wins, and NaN for a
 failure of the judge. Failures are counted, and never treated as losses. Swapping A and B mirrors each number.
@@ -17,9 +17,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ConfigDict
 
 Floats = NDArray[np.float64]
 
@@ -29,44 +31,13 @@ _NUM_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A value with its 95% interval, `low <= value <= high`, and the number of prompts or pairs behind it."""
+class Interval:
+    """A value with its 95% interval, `low <= value <= high`."""
 
     value: float
     low: float
     high: float
-    count: int
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A against B over many prompts.
-
-    `win_rate` counts a tie as half a win; `decisive` is A's share of the prompts that are not ties, with
-    Wilson's interval; `p_value` is the two-sided sign test's. Failures are in none of them.
-    """
-
-    win_rate: Estimate
-    decisive: Estimate
-    wins: int
-    ties: int
-    losses: int
-    failures: int
-    p_value: float
-
-
-@dataclass(frozen=True)
-class PositionBias:
-    """How the order of two responses changes a judge's preference.
-
-    `flips` is the share of pairs whose preference changes with the order. `first` is the share of all
-    replies that prefer the response shown first: ½ without bias; a reply of exactly ½ counts half. `count`
-    is the number of pairs judged in both orders.
-    """
-
-    flips: float
-    first: float
-    count: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 def outcomes(scores_a: ArrayLike, scores_b: ArrayLike) -> Floats:
@@ -90,38 +61,38 @@ def both_orders(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> Floats:
     return np.asarray(np.where(np.isnan(p) | np.isnan(q), np.nan, result))
 
 
-def position_bias(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> PositionBias:
-    """How far replies depend on the order; the arguments are those of `both_orders`. No pair: 0 and ½."""
+def position_bias(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> tuple[float, float]:
+    """How far a judge's replies depend on the order; the arguments are those of `both_orders`.
+
+    Returns the share of pairs whose preference changes with the order (0 without a pair), and the share of
+    replies that prefer the response shown first: ½ without bias; a reply of exactly ½ counts half.
+    """
     p, q = paired(a_shown_first, a_shown_second)
     whole = ~(np.isnan(p) | np.isnan(q))
     p, q = p[whole], q[whole]
     if p.size == 0:
-        return PositionBias(0.0, 0.5, 0)
-    flips = (p - 0.5) * (q - 0.5) < 0
+        return 0.0, 0.5
     first = np.concatenate([outcomes(p, np.full_like(p, 0.5)), outcomes(np.full_like(q, 0.5), q)])
-    return PositionBias(float(flips.mean()), float(first.mean()), int(p.size))
+    return float(((p - 0.5) * (q - 0.5) < 0).mean()), float(first.mean())
 
 
-def summarise(outcomes: ArrayLike) -> Summary:
-    """Summarise (N,) outcomes of A against B.
+def counts(given: ArrayLike) -> tuple[int, int, int]:
+    """The numbers of wins, ties and losses in (N,) outcomes; NaN is left out.
 
     Raises:
         ValueError: if an outcome is not 1, ½, 0 or NaN, or if every one of them is NaN.
     """
-    given = np.asarray(outcomes, dtype=np.float64)
-    wins, ties, losses = counts(given)
-    return Summary(
-        win_rate=_rate(wins, ties, losses),
-        decisive=wilson(wins, wins + losses),
-        wins=wins,
-        ties=ties,
-        losses=losses,
-        failures=int(np.isnan(given).sum()),
-        p_value=sign_test(wins, losses),
-    )
+    values = np.asarray(given, dtype=np.float64)
+    counted = values[~np.isnan(values)]
+    wins, ties, losses = (int((counted == value).sum()) for value in (1.0, 0.5, 0.0))
+    if wins + ties + losses != counted.size:
+        raise ValueError("an outcome is 1 (A wins), 0.5 (tie), 0 (B wins) or NaN (failure)")
+    if counted.size == 0:
+        raise ValueError(f"none of {values.size} prompts was judged, so there is no rate")
+    return wins, ties, losses
 
 
-def rate(outcomes: ArrayLike) -> Estimate:
+def rate(outcomes: ArrayLike) -> Interval:
     """Mean of (N,) outcomes with its percentile-bootstrap interval; NaN is left out.
 
     A bootstrap over prompts draws N outcomes with replacement. Only three values occur, so twice the
@@ -131,69 +102,46 @@ def rate(outcomes: ArrayLike) -> Estimate:
     no spread (low = high); read Wilson's interval there.
 
     Raises:
-        ValueError: as `summarise`.
+        ValueError: as `counts`.
     """
-    return _rate(*counts(np.asarray(outcomes, dtype=np.float64)))
-
-
-def _rate(wins: int, ties: int, losses: int) -> Estimate:
+    wins, ties, losses = counts(outcomes)
     count = wins + ties + losses
     size = 2 * count + 1  # twice the drawn sum is 0 … 2N
     shares = np.array([losses, ties, wins]) / count
     masses = np.fft.irfft(np.fft.rfft(shares, size) ** count, size)
     low = int(np.argmax(np.cumsum(masses) >= _TAIL))
     high = 2 * count - int(np.argmax(np.cumsum(masses[::-1]) >= _TAIL))
-    return Estimate((wins + ties / 2) / count, low / (2 * count), high / (2 * count), count)
+    return Interval((wins + ties / 2) / count, low / (2 * count), high / (2 * count))
 
 
-def counts(given: Floats) -> tuple[int, int, int]:
-    """The numbers of wins, ties and losses; NaN is left out.
-
-    Raises:
-        ValueError: as `summarise`.
-    """
-    counted = given[~np.isnan(given)]
-    wins, ties, losses = (int((counted == value).sum()) for value in (1.0, 0.5, 0.0))
-    if wins + ties + losses != counted.size:
-        raise ValueError("an outcome is 1 (A wins), 0.5 (tie), 0 (B wins) or NaN (failure)")
-    if counted.size == 0:
-        raise ValueError(f"none of {given.size} prompts was judged, so there is no rate")
-    return wins, ties, losses
-
-
-def wilson(successes: int, count: int) -> Estimate:
+def wilson(successes: int, count: int) -> Interval:
     """Share of successes with Wilson's 95% interval; with a count of 0, ½ between 0 and 1."""
+    from scipy.stats import binomtest
+
     if count == 0:
-        return Estimate(0.5, 0.0, 1.0, 0)
-    share = successes / count
-    scale = 1 + Z**2 / count
-    centre = (share + Z**2 / (2 * count)) / scale
-    reach = Z / scale * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
-    low, high = min(share, centre - reach), max(share, centre + reach)  # equal at 0 and 1 but for rounding
-    return Estimate(share, max(0.0, low), min(1.0, high), count)
+        return Interval(0.5, 0.0, 1.0)
+    share, ends = successes / count, binomtest(successes, count).proportion_ci(method="wilson")
+    # At 0 and 1 an end differs from the share by rounding.
+    return Interval(share, min(share, float(ends.low)), max(share, float(ends.high)))
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided exact p-value of "wins and losses are equally likely": min(1, 2·P(X <= min(w, l))).
+    """Two-sided exact p-value of "wins and losses are equally likely"; ties are left out.
 
-    X ~ Binomial(w + l, ½); ties are left out. 1 without a decisive prompt.
+    1 without a decisive prompt.
     """
-    count = wins + losses
-    whole = math.lgamma(count + 1) - count * math.log(2)
-    tail = math.fsum(
-        math.exp(whole - math.lgamma(k + 1) - math.lgamma(count - k + 1))
-        for k in range(min(wins, losses) + 1)
-    )
-    return min(1.0, 2 * tail)
+    from scipy.stats import binomtest
+
+    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
 
 
-def kappa(first: ArrayLike, second: ArrayLike) -> Estimate:
+def kappa(first: ArrayLike, second: ArrayLike) -> Interval:
     """Cohen's κ of two judges: (p − e) / (1 − e), p the share on which they agree, e that by chance.
 
     Both are (N,) or (N, K) outcomes of N prompts with K comparisons each; win, tie and loss are three
     categories without an order. A failure of either judge leaves the comparison out. κ is 0 where both
     judges give one outcome throughout. The interval is a percentile bootstrap over prompts with a fixed
-    seed; `count` is the number of comparisons.
+    seed.
 
     Raises:
         ValueError: if the shapes differ, or no comparison was judged by both.
@@ -203,26 +151,22 @@ def kappa(first: ArrayLike, second: ArrayLike) -> Estimate:
         raise ValueError(f"expected two sets of outcomes of one shape, got {a.shape} and {b.shape}")
     a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
     levels = (1.0, 0.5, 0.0)
-    tables = np.stack([((a == i) & (b == j)).sum(axis=1) for i in levels for j in levels], axis=1)
-    count = int(tables.sum())
-    if count == 0:
+    tables = np.stack([((a == i) & (b == j)).sum(axis=1) for i in levels for j in levels], axis=1)  # (N, 9)
+    if not tables.any():
         raise ValueError("no comparison was judged by both, so there is no agreement")
     draws = np.random.default_rng(0).multinomial(len(a), np.full(len(a), 1 / len(a)), _NUM_RESAMPLES)
-    resampled = _kappas((draws @ tables).reshape(-1, 3, 3))
-    low, high = np.quantile(resampled, [_TAIL, 1 - _TAIL])
-    value = float(_kappas(tables.sum(axis=0).reshape(1, 3, 3))[0])
-    return Estimate(value, min(value, float(low)), max(value, float(high)), count)
-
-
-def _kappas(tables: NDArray[np.int64]) -> Floats:
-    """(M, 3, 3) counts → (M,) κ; 0 where it is undefined."""
-    shares = tables / np.maximum(1, tables.sum(axis=(1, 2), keepdims=True))
+    whole_and_resampled = np.concatenate([tables.sum(axis=0, keepdims=True), draws @ tables])
+    shares = whole_and_resampled.reshape(-1, 3, 3)
+    shares = shares / np.maximum(1, shares.sum(axis=(1, 2), keepdims=True))
     agreed = np.trace(shares, axis1=1, axis2=2)
     chance = (shares.sum(axis=1) * shares.sum(axis=2)).sum(axis=1)
-    return np.where(chance < 1 - 1e-12, (agreed - chance) / np.maximum(1 - chance, 1e-12), 0.0)
+    kappas = np.where(chance < 1 - 1e-12, (agreed - chance) / np.maximum(1 - chance, 1e-12), 0.0)
+    value = float(kappas[0])
+    low, high = np.quantile(kappas[1:], [_TAIL, 1 - _TAIL])
+    return Interval(value, min(value, float(low)), max(value, float(high)))
 
 
-def agreement(labels: ArrayLike, gold: ArrayLike) -> Estimate:
+def agreement(labels: ArrayLike, gold: ArrayLike) -> Interval:
     """Share of pairs on which `labels` and `gold` agree, with the interval of `rate`.
 
     Both are (N,) outcomes. Ties of `gold` are left out, and NaN of either; a tie of `labels` counts half,
@@ -241,29 +185,34 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float:
     a, b = paired(x, y)
     if a.size < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return 0.0
-    a, b = a - a.mean(), b - b.mean()
-    return float(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
+    return float(np.corrcoef(a, b)[0, 1])
 
 
-def calibration_error(differences: ArrayLike, outcomes: ArrayLike, num_bins: int = 10) -> float:
-    """Expected calibration error of σ(Δ) as the probability that the first of a pair wins.
+def calibration_bins(leads: ArrayLike, num_bins: int = 10) -> list[tuple[float, float, int]]:
+    """Mean confidence σ(|lead|), share that the model orders right, and count, by rising confidence.
 
-    `differences` Δ (N,) are score differences, first minus second; `outcomes` (N,) as above, without
-    NaN. Each pair is first turned so that the model favours its first member: the confidence σ(|Δ|) is
-    compared with the share of such pairs that the model orders right. Without the turn, a set that always
-    lists the chosen text first would seem miscalibrated whatever the scores. Bins hold equal counts (± 1)
-    by rising confidence; the error is Σ_bins n_bin/N · |mean confidence − mean outcome|, in 0 … 1.
+    `leads` (N,) are scores of the better responses minus those of the worse ones. Each pair is turned so that
+    the model favors its first response: without the turn, a set that always lists the chosen text first
+    would seem miscalibrated whatever the scores. Equal scores are half right. Bins have equal counts (± 1).
 
     Raises:
-        ValueError: if N is 0, or the shapes differ.
+        ValueError: if N is 0.
     """
-    delta, won = paired(differences, outcomes)
-    if delta.size == 0:
+    values = np.asarray(leads, dtype=np.float64)
+    if values.size == 0:
         raise ValueError("calibration needs at least one pair")
-    confidence = 1 / (1 + np.exp(-np.abs(delta)))
-    right = 0.5 + np.sign(delta) * (won - 0.5)
-    gaps = (confidence - right)[np.argsort(confidence, kind="stable")]
-    return float(sum(abs(part.sum()) for part in np.array_split(gaps, num_bins)) / delta.size)
+    confidence, right = 1 / (1 + np.exp(-np.abs(values))), (1 + np.sign(values)) / 2
+    parts = np.array_split(np.argsort(confidence, kind="stable"), num_bins)
+    return [(float(confidence[p].mean()), float(right[p].mean()), p.size) for p in parts if p.size]
+
+
+def calibration_error(leads: ArrayLike, num_bins: int = 10) -> float:
+    """Expected calibration error, Σ_bins n_bin/N · |mean confidence − share right|, in 0 … 1.
+
+    The arguments are those of `calibration_bins`.
+    """
+    bins = calibration_bins(leads, num_bins)
+    return sum(count * abs(sure - right) for sure, right, count in bins) / sum(count for *_, count in bins)
 
 
 def paired(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
@@ -278,23 +227,15 @@ def paired(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
     return a, b
 
 
-_RIDGE = 1.0  # on the length's coefficient, see `length_controlled`
-_NUM_NEWTON_STEPS = 50
-
-
 def matched_length_gain(
     score_a: ArrayLike, score_b: ArrayLike, length_a: ArrayLike, length_b: ArrayLike
-) -> Estimate:
+) -> Interval:
     """How much higher A scores than B at equal length: the part that a change of length does not explain.
 
     With d = score_a − score_b and x = length_a − length_b, both (N,), ordinary least squares of
-    d = α + β·x + e; the gain is α, the difference expected at x = 0. It is linear in d:
-
-        α = Σ c_i d_i,  c_i = 1/N − x̄ (x_i − x̄) / Σ (x_j − x̄)²,  Var α = N/(N−k) · Σ c_i² e_i²
-
-    (HC1, k = 2), and the interval α ± 1.96 √Var is meant for N of some dozens and more. Where all x are
-    equal there is no slope: α is the plain mean of d (c_i = 1/N, k = 1), matched only if that x is 0.
-    Rows with a NaN are left out.
+    d = α + β·x + e; the gain is α, the difference expected at x = 0. Its interval α ± 1.96 √Var is meant for
+    N of some dozens and more. Where all x are equal there is no slope: α is the plain mean of d, matched only
+    if that x is 0. Rows with a NaN are left out.
 
     Raises:
         ValueError: if fewer than 3 whole rows remain, or the shapes differ.
@@ -305,18 +246,14 @@ def matched_length_gain(
     d, x = d[whole], x[whole]
     if d.size < 3:
         raise ValueError(f"a gain at matched length needs 3 judged prompts or more, not {d.size}")
-    centred = x - x.mean()
-    sloped = bool(np.ptp(x) > 0)
-    slope = float(centred @ d / (centred @ centred)) if sloped else 0.0
-    weights = 1 / d.size - (x.mean() * centred / (centred @ centred) if sloped else np.zeros_like(x))
-    gain = float(weights @ d)
-    residuals = d - gain - slope * x
-    variance = d.size / (d.size - 1 - sloped) * float((weights * residuals) @ (weights * residuals))
-    reach = Z * math.sqrt(variance)
-    return Estimate(gain, gain - reach, gain + reach, int(d.size))
+    rows = _with_ones(x)
+    bread: Floats = np.asarray(np.linalg.inv(rows.T @ rows), dtype=np.float64)
+    weights = bread @ (rows.T @ d)
+    gain, reach = float(weights[0]), _robust_reach(rows, d - rows @ weights, bread)
+    return Interval(gain, gain - reach, gain + reach)
 
 
-def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayLike) -> Estimate:
+def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayLike) -> Interval:
     """Win rate that A would have if its responses were as long as B's.
 
     With x = tanh(d / s), d = length_a − length_b and s the standard deviation of d, a logistic regression
@@ -334,46 +271,43 @@ def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayL
     never, the same holds at equal length: the interval is Wilson's.
 
     Raises:
-        ValueError: as `summarise`, or if the shapes differ.
+        ValueError: as `counts`, or if the shapes differ.
     """
-    d = np.subtract(*paired(length_a, length_b))
-    y, d = paired(outcomes, d)
+    from scipy.optimize import root
+    from scipy.special import expit
+
+    y, d = paired(outcomes, np.subtract(*paired(length_a, length_b)))
     counts(y)
-    y, d = y[~(np.isnan(y) | np.isnan(d))], d[~(np.isnan(y) | np.isnan(d))]
+    whole = ~(np.isnan(y) | np.isnan(d))
+    y, d = y[whole], d[whole]
     if y.min() == y.max() != 0.5:
         return wilson(int(y.sum()), y.size)
-    spread = float(d.std())
-    x = np.stack([np.ones_like(d), np.tanh(d / spread) if spread > 0 else np.zeros_like(d)], axis=1)
-    weights = _logistic_regression(x, y)
-    p = _sigmoid(x @ weights)
-    curvature = np.linalg.inv((x * (p * (1 - p))[:, None]).T @ x + np.diag([0.0, _RIDGE]))
-    scores = x * (y - p)[:, None]
-    correction = y.size / max(1, y.size - 1 - (spread > 0))
-    reach = Z * math.sqrt(correction * float((curvature @ (scores.T @ scores) @ curvature)[0, 0]))
-    value, low, high = (float(_sigmoid(np.array(weights[0] + r))) for r in (0.0, -reach, reach))
-    return Estimate(value, low, high, int(y.size))
+    spread = d.std()
+    rows = _with_ones(np.tanh(d / spread) if spread > 0 else d)
+    ridge = np.diag([0.0, 1.0])[: rows.shape[1], : rows.shape[1]]
+
+    def gradient(w: Floats) -> Floats:
+        return np.asarray(rows.T @ (expit(rows @ w) - y) + ridge @ w)
+
+    def hessian(w: Floats) -> Floats:
+        p = expit(rows @ w)
+        return np.asarray((rows * (p * (1 - p))[:, None]).T @ rows + ridge)
+
+    theta = root(gradient, np.zeros(rows.shape[1]), jac=hessian, tol=1e-14).x  # of a convex loss
+    bread: Floats = np.asarray(np.linalg.inv(hessian(theta)), dtype=np.float64)
+    reach = _robust_reach(rows, y - expit(rows @ theta), bread)
+    value, low, high = (float(expit(theta[0] + shift)) for shift in (0.0, -reach, reach))
+    return Interval(value, low, high)
 
 
-def _logistic_regression(x: Floats, y: Floats) -> Floats:
-    """(2,) weights that maximise Σ y·log σ(xw) + (1−y)·log(1−σ(xw)) − ½·ridge·w[1]², by Newton's steps."""
-    ridge = np.diag([0.0, _RIDGE])
-
-    def loss(w: Floats) -> float:
-        z = x @ w
-        return float((np.logaddexp(0, z) - y * z).sum() + w @ ridge @ w / 2)
-
-    weights = np.zeros(2)
-    for _ in range(_NUM_NEWTON_STEPS):
-        p = _sigmoid(x @ weights)
-        gradient = x.T @ (p - y) + ridge @ weights
-        step = np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + ridge, gradient)
-        while loss(weights - step) > loss(weights) and np.abs(step).max() > 1e-12:
-            step = step / 2
-        weights = weights - step
-        if np.abs(step).max() <= 1e-12:
-            break
-    return weights
+def _with_ones(x: Floats) -> Floats:
+    """(N, 2) rows (1, x); (N, 1) where all x are equal, so that there is no slope."""
+    return np.stack([np.ones_like(x), x], axis=1)[:, : 1 + (np.ptp(x) > 0)]
 
 
-def _sigmoid(z: Floats) -> Floats:
-    return np.asarray(np.exp(-np.logaddexp(0, -z)))
+def _robust_reach(rows: Floats, residuals: Floats, bread: Floats) -> float:
+    """1.96 standard errors of the first coefficient, HC1; `bread` is the inverse curvature of the loss."""
+    count, num_coefficients = rows.shape
+    scores = rows * residuals[:, None]
+    variance = count / max(1, count - num_coefficients) * (bread @ (scores.T @ scores) @ bread)[0, 0]
+    return Z * math.sqrt(variance)

@@ -18,8 +18,8 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.comparisons import Comparisons, Judge, check_failures, required_judges
-from rlhf_tasks.judging.results import Accuracy, ComparisonResult, Cost, Interval, JudgeKappa
-from rlhf_tasks.judging.statistics import length_controlled
+from rlhf_tasks.judging.results import Accuracy, ComparisonResult, Cost, JudgeKappa
+from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.tracking import Tracker
@@ -58,36 +58,37 @@ def compare(
     return compared
 
 
-def summarise(key: Key, comparisons: Comparisons, a: Sequence[str], b: Sequence[str]) -> ComparisonResult:
-    """The result of the comparisons of responses `a` and `b`.
+def summarize(compared: ByKey, texts: Mapping[str, Sequence[str]]) -> tuple[ComparisonResult, ...]:
+    """The results of all comparisons; `texts` are the responses by contender.
 
     Lengths, for the rate at equal length, are in characters. Only a pairwise judge has position bias and
     cost.
     """
-    summary = statistics.summarise(comparisons.outcomes)
-    controlled = length_controlled(comparisons.outcomes, [len(x) for x in a], [len(x) for x in b])
-    has_orders = comparisons.orders is not None
-    bias = statistics.position_bias(*comparisons.orders) if comparisons.orders is not None else None
-    return ComparisonResult(
-        judge=key.judge,
-        a=key.a,
-        b=key.b,
-        win_rate=Interval.of(summary.win_rate),
-        decisive=Interval.of(summary.decisive),
-        length_controlled=Interval.of(controlled),
-        p_value=summary.p_value,
-        ties=summary.ties,
-        examples=summary.win_rate.count,
-        failures=summary.failures,
-        position_bias=bias.flips if bias else None,
-        first_share=bias.first if bias else None,
-        cost=Cost(replies=comparisons.num_replies, tokens=comparisons.num_tokens) if has_orders else None,
-    )
-
-
-def summarise_all(compared: ByKey, texts: Mapping[str, Sequence[str]]) -> tuple[ComparisonResult, ...]:
-    """The results of all comparisons; `texts` are the responses by contender."""
-    return tuple(summarise(key, one, texts[key.a], texts[key.b]) for key, one in compared.items())
+    results = []
+    for (judge, a, b), comparisons in compared.items():
+        wins, ties, losses = statistics.counts(comparisons.outcomes)
+        lengths = ([len(text) for text in texts[who]] for who in (a, b))
+        flips = first_share = cost = None
+        if comparisons.orders is not None:
+            flips, first_share = statistics.position_bias(*comparisons.orders)
+            cost = Cost(replies=comparisons.num_replies, tokens=comparisons.num_tokens)
+        one = ComparisonResult(
+            judge=judge,
+            a=a,
+            b=b,
+            win_rate=statistics.rate(comparisons.outcomes),
+            decisive=statistics.wilson(wins, wins + losses),
+            length_controlled=statistics.length_controlled(comparisons.outcomes, *lengths),
+            p_value=statistics.sign_test(wins, losses),
+            ties=ties,
+            examples=wins + ties + losses,
+            failures=int(np.isnan(comparisons.outcomes).sum()),
+            position_bias=flips,
+            first_share=first_share,
+            cost=cost,
+        )
+        results.append(one)
+    return tuple(results)
 
 
 def kappas(compared: ByKey) -> tuple[JudgeKappa, ...]:
@@ -99,112 +100,47 @@ def kappas(compared: ByKey) -> tuple[JudgeKappa, ...]:
             np.stack([compared[Key(judge, a, b)].outcomes for a, b in pairs], axis=1) for judge in (x, y)
         )
         if not np.isnan(first + second).all():
-            kappa = Interval.of(statistics.kappa(first, second))
-            result.append(JudgeKappa(first=x, second=y, kappa=kappa))
+            result.append(JudgeKappa(first=x, second=y, kappa=statistics.kappa(first, second)))
     return tuple(result)
 
 
+NUMBERS = {
+    name: pa.float64() for name in ("outcome", "score_a", "score_b", "a_shown_first", "a_shown_second")
+}
+TEXTS = {name: pa.string() for name in ("prompt", "response_a", "response_b")}
 COMPARISONS = pa.schema(
-    dict.fromkeys(("judge", "a", "b"), pa.string())
-    | {"index": pa.int64()}
-    | dict.fromkeys(("outcome", "score_a", "score_b", "a_shown_first", "a_shown_second"), pa.float64())
+    {"judge": pa.string(), "a": pa.string(), "b": pa.string(), "index": pa.int64()}
+    | NUMBERS
     | {"failure": pa.string()}
+    | TEXTS
 )
-WITH_TEXTS = pa.schema(
-    [*COMPARISONS, *(pa.field(name, pa.string()) for name in ("prompt", "response_a", "response_b"))]
-)
-SOURCES = pa.schema(
-    dict.fromkeys(("judge", "a", "b", "source"), pa.string())
-    | dict.fromkeys(("win_rate", "low", "high"), pa.float64())
-    | {"prompts": pa.int64()}
-)
-MIN_SOURCE_SIZE = 5  # prompts that a source needs for a win rate of its own
 
 
-def comparison_table(compared: ByKey) -> pa.Table:
-    """One row per comparison; null where a judge has no such number, and NaN for the outcome of a failure."""
-    rows = [
-        {
-            "judge": judge,
-            "a": a,
-            "b": b,
-            "index": i,
-            "outcome": float(outcome),
-            "score_a": _number(c.scores and c.scores[0], i),
-            "score_b": _number(c.scores and c.scores[1], i),
-            "a_shown_first": _number(c.orders and c.orders[0], i),
-            "a_shown_second": _number(c.orders and c.orders[1], i),
-            "failure": c.failures.get(i),
-        }
-        for (judge, a, b), c in compared.items()
-        for i, outcome in enumerate(c.outcomes)
-    ]
-    return pa.Table.from_pylist(rows, COMPARISONS)
-
-
-def text_table(
+def comparison_table(
     compared: ByKey, prompts: Sequence[str], texts: Mapping[str, Sequence[str]], kept: Columns = NONE
 ) -> pa.Table:
-    """The same with `prompt`, `response_a` and `response_b`; the outcome of a failure is null.
+    """One row per comparison; null where a judge has no such number, and for the outcome of a failure.
 
     `texts` are the responses by contender. `kept` are columns of the prompts' rows, shown as `column/NAME`.
     """
-    rows = comparison_table(compared).to_pylist()
-    for row in rows:
-        index = row["index"]
-        row["outcome"] = None if row["failure"] is not None else row["outcome"]
-        row |= {
-            "prompt": prompts[index],
-            "response_a": texts[row["a"]][index],
-            "response_b": texts[row["b"]][index],
-        } | columns.shown(columns.of_row(kept, index))
-    shown = (pa.field(f"column/{name}", pa.string()) for name in kept)
-    return pa.Table.from_pylist(rows, pa.schema([*WITH_TEXTS, *shown]))
-
-
-def _number(values: Any, i: int) -> float | None:
-    return None if values is None or math.isnan(values[i]) else float(values[i])
-
-
-def source_table(compared: ByKey, sources: Sequence[str]) -> pa.Table:
-    """Win rates by the source of the prompts: empty for one source, and without sources that are too small.
-
-    The smallest source has MIN_SOURCE_SIZE prompts.
-    """
-    groups: dict[str, list[int]] = {}
-    for i, source in enumerate(sources):
-        groups.setdefault(group_of(source), []).append(i)
     rows = []
-    for (judge, a, b), comparisons in compared.items() if len(groups) > 1 else ():
-        for source, members in groups.items():
-            outcomes = comparisons.outcomes[members]
-            if (~np.isnan(outcomes)).sum() >= MIN_SOURCE_SIZE:
-                rate = statistics.rate(outcomes)
-                rows.append(
-                    {
-                        "judge": judge,
-                        "a": a,
-                        "b": b,
-                        "source": source,
-                        "win_rate": rate.value,
-                        "low": rate.low,
-                        "high": rate.high,
-                        "prompts": rate.count,
-                    }
-                )
-    return pa.Table.from_pylist(rows, SOURCES)
-
-
-def group_of(source: str) -> str:
-    """The file, set or package that a prompt comes from.
-
-    `prompts.jsonl:17` → `prompts.jsonl`, `owner/set:17` → `owner/set`; of docstrings, `torch==2.1
-    torch/nn/linear.py:Linear.forward` → `torch` and `json/decoder.py:detect` → `json`.
-    """
-    place, colon, what = source.rpartition(":")
-    if not colon or what.isdecimal():
-        return place or source
-    return place.rpartition(" ")[2].split("/")[0].removesuffix(".py")
+    for (judge, a, b), c in compared.items():
+        nothing = [None] * len(prompts)
+        columns_of_numbers = (
+            c.outcomes,
+            *(c.scores or (nothing, nothing)),
+            *(c.orders or (nothing, nothing)),
+        )
+        for i, values in enumerate(zip(*columns_of_numbers, strict=True)):
+            numbers = (None if value is None or math.isnan(value) else float(value) for value in values)
+            rows.append(
+                {"judge": judge, "a": a, "b": b, "index": i, **dict(zip(NUMBERS, numbers, strict=True))}
+                | {"failure": c.failures.get(i), "prompt": prompts[i]}
+                | {"response_a": texts[a][i], "response_b": texts[b][i]}
+                | columns.shown(columns.of_row(kept, i))
+            )
+    shown = (pa.field(f"column/{name}", pa.string()) for name in kept)
+    return pa.Table.from_pylist(rows, pa.schema([*COMPARISONS, *shown]))
 
 
 def win_rates(results: Sequence[ComparisonResult]) -> list[dict[str, Any]]:
@@ -234,11 +170,6 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     console.table(title, columns, [[row[name] for name in columns] for row in rows])
 
 
-def curve_prompts(paths: Paths) -> set[str]:
-    """The prompts of the responses that `log` compares."""
-    return set(pq.read_table(paths.ppo_responses, columns=["prompt"])["prompt"].to_pylist())
-
-
 def log_curve(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
     """Log `JUDGE/win_rate`, `/low` and `/high` over the references, one point per evaluation of PPO.
 
@@ -253,11 +184,10 @@ def log_curve(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
         )
         for judge in judges:
             comparisons = judge.compare(texts, responses, references, columns.of_rows(evaluation))
-            if len(comparisons.failures) == len(texts):
-                continue
-            rate = statistics.rate(comparisons.outcomes)
-            point = {"win_rate": rate.value, "low": rate.low, "high": rate.high}
-            tracker.metrics({f"{judge.name}/{key}": value for key, value in point.items()}, step=episode)
+            if len(comparisons.failures) < len(texts):
+                rate = statistics.rate(comparisons.outcomes)
+                point = {"win_rate": rate.value, "low": rate.low, "high": rate.high}
+                tracker.metrics({f"{judge.name}/{key}": value for key, value in point.items()}, step=episode)
 
 
 def _verifiers(settings: Judging) -> dict[str, Verifier]:
@@ -278,25 +208,21 @@ def check_verifiers(settings: Judging, rows: Sequence[Mapping[str, Any]], names:
             verifier.check(rows, columns.of_rows(rows), f"judge.judges: {name}")
 
 
-def judged_rows(paths: Paths, num_examples: int, labelled: Collection[str]) -> list[dict[str, Any]]:
+def judged_rows(paths: Paths, num_examples: int, labeled: Collection[str]) -> list[dict[str, Any]]:
     """The rows of data/prompts whose columns the judges of stage judge get.
 
-    They are the first test rows, the test rows of the prompts `labelled` by people, and the validation rows
+    They are the first test rows, the test rows of the prompts `labeled` by people, and the validation rows
     of the curve. Where `source` names no line of a file, it becomes the table and the row's number.
     """
-    curve = curve_prompts(paths)
-    used: list[tuple[str, Mapping[str, Any]]] = []
-    for i, row in enumerate(read_table(paths, "prompts", "test")):
-        if i < num_examples or row["prompt"] in labelled:
-            used.append((f"data/prompts/test:{i + 1}", row))
-    for i, row in enumerate(read_table(paths, "prompts", "validation")):
-        if row["prompt"] in curve:
-            used.append((f"data/prompts/validation:{i + 1}", row))
-    own = [row.get("source", "") for _, row in used]
-    return [
-        {**row, "source": source if ":" in source else place}
-        for (place, row), source in zip(used, own, strict=True)
-    ]
+    curve = set(pq.read_table(paths.ppo_responses, columns=["prompt"])["prompt"].to_pylist())
+    rows = []
+    for split in ("test", "validation"):
+        for i, row in enumerate(read_table(paths, "prompts", split)):
+            is_test = split == "test" and (i < num_examples or row["prompt"] in labeled)
+            if is_test or (split == "validation" and row["prompt"] in curve):
+                source = row.get("source", "")
+                rows.append({**row, "source": source if ":" in source else f"data/prompts/{split}:{i + 1}"})
+    return rows
 
 
 def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Columns) -> dict[str, Accuracy]:
@@ -312,12 +238,8 @@ def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Colu
         shaped = {who: verifier.formatted(own) for who, own in texts.items()} if has_format else {}
         rate = statistics.rate(statistics.outcomes(right["policy"], right["sft"]))
         result[name] = Accuracy(
-            right={who: _share(values) for who, values in right.items()},
-            formatted={who: _share(values) for who, values in shaped.items()},
-            gain=Interval(value=2 * rate.value - 1, low=2 * rate.low - 1, high=2 * rate.high - 1),
+            right={who: statistics.wilson(sum(values), len(values)) for who, values in right.items()},
+            formatted={who: statistics.wilson(sum(values), len(values)) for who, values in shaped.items()},
+            gain=Interval(2 * rate.value - 1, 2 * rate.low - 1, 2 * rate.high - 1),
         )
     return result
-
-
-def _share(values: Sequence[bool]) -> Interval:
-    return Interval.of(statistics.wilson(sum(values), len(values)))

@@ -49,8 +49,6 @@ class Paths:
     tokenizer = _Place("data/tokenizer")
     quarantine = _Place("data/quarantine/rows.jsonl")
     """The rows that `prepare` has left out, and why."""
-    labels = _Place("data/labels.jsonl")
-    """The human labels that `rlhf label` writes."""
 
     def rows(self, role: str) -> Path:
         """The folder of sft, preferences, prompts or comparisons: a Parquet file per split."""

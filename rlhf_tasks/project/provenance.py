@@ -18,7 +18,6 @@ from typing import Any
 
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing
 from rlhf_tasks.project.dvc_files import INPUTS, KEPT_BY_GIT
@@ -56,8 +55,8 @@ class Chain:
     data: Mapping[str, Any]
     """The parameters `data.*` in force; those of params.yaml if the cache lacks what stage prepare read."""
     links: Sequence[Link]
-    results: EvaluationResults
-    """The comparisons of stage judge; empty if they are of other responses."""
+    metrics: Mapping[str, float]
+    """Those of stage judge; empty if they are of other responses."""
     notes: Sequence[str]
 
 
@@ -202,17 +201,17 @@ def _of_revision(
         if deps
     ]
     # The metrics, not the document: git has those of every commit, and the cache may lack the document.
-    results, text = EvaluationResults(), _text(root, revision, JUDGE_METRICS)
+    metrics, text = {}, _text(root, revision, JUDGE_METRICS)
     if text is not None:
         is_behind = any(changed[link.stage] for link in links if JUDGE_METRICS in link.outs)
         if is_behind or hashlib.md5(text.encode()).hexdigest() != written.get(JUDGE_METRICS):
             notes.append(f"{JUDGE_METRICS} describes other responses, so its win rates are not shown")
         else:
-            results = EvaluationResults.from_metrics(config.flatten(json.loads(text)))
+            metrics = config.flatten(json.loads(text))
     given = config.flatten(config.parse(_text(root, revision, "params.yaml") or "{}", "params.yaml"))
     values = records.get("prepare", {}).get("values", given)
     data = {key: value for key, value in values.items() if key.startswith("data.")}
-    return Chain(revision, name, path, data, links, results, notes)
+    return Chain(revision, name, path, data, links, metrics, notes)
 
 
 def _before(graph: Mapping[str, dvc_files.Node], stage: str) -> set[str]:
@@ -243,10 +242,12 @@ def lines(chain: Chain) -> Iterator[str]:
         text += f", rollouts sampled by {link.sampler}" if link.sampler else ""
         yield f"{link.stage:12} {text}"
         yield from (f"{'':12} {path}  {md5}" for path, md5 in link.outs.items())
-    for one in chain.results.comparisons:
-        rate = one.win_rate
-        interval = f"{rate.value:.1%} ({rate.low:.1%}–{rate.high:.1%})"
-        yield f"win rate     {one.judge}: {one.a} vs {one.b}  {interval}"
+    for key, rate in chain.metrics.items():
+        stem = key.removesuffix("/win_rate")
+        if stem != key:
+            judge, _, pair = stem.partition("/")
+            low, high = (chain.metrics[f"{stem}/{end}"] for end in ("low", "high"))
+            yield f"win rate     {judge}: {pair.replace('_vs_', ' vs ')}  {rate:.1%} ({low:.1%}–{high:.1%})"
     yield from (f"note         {note}" for note in chain.notes)
     purpose = "to restore it" if chain.revision else "to commit it, so that it can be restored"
     yield from ("", f"{purpose}:", *(f"  {command}" for command in commands(chain)))

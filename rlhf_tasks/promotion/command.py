@@ -7,10 +7,12 @@ tags of the version; move the alias `champion`. No torch here: what measures a p
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -18,31 +20,19 @@ from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Promotion
 from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import git
+from rlhf_tasks.models import contracts
+from rlhf_tasks.project import atomic, dvc_files, hashing, provenance
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import candidate as candidates
-from rlhf_tasks.promotion import experiment, gate, measurement, origin, record, weights
-from rlhf_tasks.promotion.candidate import POLICY, Candidate
-from rlhf_tasks.promotion.gate import Verdict
-from rlhf_tasks.promotion.record import Record
+from rlhf_tasks.promotion import experiment, gate, measurement, weights
+from rlhf_tasks.promotion.measurement import Candidate
 from rlhf_tasks.promotion.registry import CHAMPION, ROLLED_BACK, Registry, Unreachable, Version
+from rlhf_tasks.tracking.sync import sync
 
+POLICY = "models/policy"
+REWARD_KINDS = ("reward", "reward_heldout")
 DONE, REFUSED, DEFERRED, UNDECIDED = 0, 3, 4, 5
 """Exit status: promoted, or champion already; refused by the gate; MLflow does not answer; not judged yet."""
 RETRY_HINT = "; repeat the command later"
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One promotion: the candidate, and what decides about it."""
-
-    settings: Config
-    criteria: Promotion
-    candidate: Candidate
-    local: Paths
-    """The user's project, whose judges' files are used."""
-    again: bool
-    unless_judging: bool
 
 
 def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bool = False) -> int:
@@ -58,22 +48,74 @@ def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bo
         UserError: if there is no gate, no such policy, or no way to judge it.
     """
     settings, root = config.load(local.params), local.root
-    criteria = _criteria(settings)
+    _criteria(settings)
     is_checkpoint = (root / model / "config.json").is_file()
     revision = None if is_checkpoint else git.find_experiment(root, model)
     if revision is None:
-        candidates.check(root / model, model)
+        check(root / model, model)
     try:
         with _locked(local):
             if revision is None:
-                candidate = Candidate.of(local, Path(model).as_posix())
-                return _promote(_Job(settings, criteria, candidate, local, again, unless_judging))
+                folder = Path(model).as_posix()
+                return _promote(Candidate(local, folder, folder, settings, local), again, unless_judging)
             with experiment.checked_out(root, settings, model, revision) as (merged, paths):
-                candidate = Candidate.of(paths, POLICY, f"{POLICY} of {model}")
-                return _promote(_Job(merged, criteria, candidate, local, again, unless_judging))
+                label = f"{POLICY} of {model}"
+                return _promote(Candidate(paths, POLICY, label, merged, local), again, unless_judging)
     except Unreachable as error:
         console.say(f"Deferred: MLflow does not answer ({error}){RETRY_HINT}")
         return DEFERRED
+
+
+def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
+    settings, local, md5 = candidate.settings, candidate.local, candidate.md5
+    criteria, bar = _criteria(settings), settings.judge.bar
+    registry = Registry.open(settings.tracking, local.home, criteria.model)
+    champion = registry.champion()
+    if champion is not None and champion.md5 == md5:
+        console.say(f"Promoted: {_name(candidate, champion)} is {CHAMPION} already")
+        return DONE
+    opponent = champion if criteria.over_champion is not None else None
+    stale = measurement.stale_reason(candidate)
+    if unless_judging and (stale or opponent):
+        console.say(f"Undecided: {candidate.label} must be judged first")
+        return UNDECIDED
+
+    # 1. The version, with what restores it and the run that trained it.
+    tags, run = _origin(candidate, registry)
+    version = registry.register(md5, candidate.model, tags, run)
+    registry.challenge(version)
+
+    # 2. The verdict.
+    evidence = measurement.collect(candidate, stale)
+    compared = {one.b for one in evidence.results.comparisons if one.a == "policy"}
+    if opponent is not None:
+        restored = _restored(candidate, opponent)
+        evidence = measurement.with_opponent(candidate, evidence, "champion", restored)
+    elif criteria.over_bar is not None and bar not in compared:
+        folder = candidate.paths.base if bar == "base" else None
+        evidence = measurement.with_opponent(candidate, evidence, bar, folder)
+    suspects = {part for name in criteria.named for part in with_parts(settings.judge.judges, name)}
+    verdict = gate.decide(criteria, evidence, suspects=suspects, champion=champion is not None, bar=bar)
+    if not again and ROLLED_BACK in version.tags:
+        at = version.tags[ROLLED_BACK]
+        verdict = verdict.withheld(f"rollbacks of this policy (at {at}; --again permits it)")
+
+    # 3. The record: a file, and tags and text of the version. The alias moves last.
+    against = f"version {champion.number}" if champion else "no champion yet"
+    known = {"model": criteria.model, "version": version.number, "against": against, "time": _now()}
+    atomic.write_json(verdict_file(local.home, md5), verdict.tree() | known)
+    result = "passed" if verdict.passed else "refused"
+    about = {"": result, "summary": verdict.summary, "against": against, "time": known["time"]}
+    circumstances = f"`{candidate.label}` against {against}, {known['time']}"
+    page = f"{result}: {verdict.summary}\n\n{circumstances}\n\n{verdict.table()}\n"
+    registry.record(version, about, page)
+    gate.show(verdict)
+    if not verdict.passed:
+        console.say(f"Refused: {_name(candidate, version)}: {verdict.summary}")
+        return REFUSED
+    registry.promote(version, champion)
+    console.say(f"Promoted: {_name(candidate, version)} is {CHAMPION} now; before: {against}")
+    return DONE
 
 
 def rollback(paths: Paths) -> int:
@@ -87,7 +129,7 @@ def rollback(paths: Paths) -> int:
     try:
         with _locked(paths):
             registry = Registry.open(settings.tracking, paths.home, criteria.model)
-            left, now = registry.rollback(record.now())
+            left, now = registry.rollback(_now())
     except Unreachable as error:
         console.say(
             f"Deferred: MLflow does not answer ({error}). The rollback may have happened: check which "
@@ -101,74 +143,67 @@ def rollback(paths: Paths) -> int:
     return DONE
 
 
-def _promote(job: _Job) -> int:
-    registry = Registry.open(job.settings.tracking, job.local.home, job.criteria.model)
-    champion = registry.champion()
-    if champion is not None and champion.md5 == job.candidate.md5:
-        console.say(f"Promoted: {_name(job, champion)} is {CHAMPION} already")
-        return DONE
-    opponent = champion if job.criteria.over_champion is not None else None
-    stale = measurement.stale_reason(job.candidate, job.local)
-    if job.unless_judging and (stale or opponent):
-        console.say(f"Undecided: {job.candidate.label} must be judged first")
-        return UNDECIDED
-    tags, run = origin.describe(job.candidate, job.local.home, registry, job.settings.tracking)
-    version = registry.register(job.candidate.md5, job.candidate.model, tags, run)
-    registry.challenge(version)
-    verdict = _verdict(job, stale, champion, opponent)
-    if not job.again and ROLLED_BACK in version.tags:
-        time = version.tags[ROLLED_BACK]
-        verdict = verdict.withheld(f"rollbacks of this policy (at {time}; --again permits it)")
-    return _conclude(job, registry, version, champion, verdict)
+def check(folder: Path, name: str) -> None:
+    """Refuse a folder that is not a policy.
+
+    Raises:
+        UserError: if it is not a checkpoint, or is a reward model.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{name} is neither a checkpoint (it has no config.json) nor an experiment; give a folder such "
+            f"as {POLICY}, or a name that `dvc exp list -A` shows"
+        )
+    if contracts.read_identity(folder).get("kind") in REWARD_KINDS:
+        raise UserError(f"{name} is a reward model; give a policy such as {POLICY}")
 
 
-def _verdict(job: _Job, stale: str | None, champion: Version | None, opponent: Version | None) -> Verdict:
-    measurer = measurement.Measurer(job.settings, job.criteria, job.candidate, job.local)
-    evidence = measurer.collect(stale)
-    if opponent is not None:
-        evidence = measurer.with_champion(evidence, _weights(job, opponent))
-    elif job.criteria.over_bar is not None:
-        evidence = measurer.with_bar(evidence)
-    judges = job.settings.judge.judges
-    suspects = {part for name in job.criteria.named for part in with_parts(judges, name)}
-    return gate.decide(
-        job.criteria,
-        evidence,
-        suspects=suspects,
-        champion=champion is not None,
-        bar=job.settings.judge.bar,
-    )
+def verdict_file(home: Path, md5: str) -> Path:
+    """The file of the last verdict on the policy with these bytes."""
+    return home / "verdicts" / f"{md5}.json"
 
 
-def _weights(job: _Job, champion: Version) -> Path:
+def _origin(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], str | None]:
+    """Tags that say how to restore the policy, and the id of its MLflow run if that is known."""
+    root, model, md5 = candidate.paths.root, candidate.model, candidate.md5
+    tags = {weights.PATH: model}
+    if not weights.is_cached(root, md5):
+        tags[weights.FOLDER] = str(candidate.folder.resolve())
+        console.say(f"{model} is not in the DVC cache: this folder is the only place to restore it from")
+    revision, experiment = provenance.revision_with(root, model, md5) or (None, None)
+    tags |= {weights.REVISION: revision} if revision else {}
+    tags |= {weights.EXPERIMENT: experiment} if experiment else {}
+    sampler = contracts.read_identity(candidate.folder).get("sampler")
+    tags |= {"rlhf.sampler": sampler} if sampler else {}
+
+    # The lineage of the stage that wrote the policy, unless it describes another one.
+    stage = next((name for name, node in dvc_files.graph(root).items() if model in node.outs), "none")
+    path, locked = f"models/lineage/{stage}.json", dvc_files.locked_by(root, stage)
+    file = root / path
+    if locked.get(model) != md5 or not file.exists() or locked.get(path) != hashing.dvc_md5(file):
+        return tags, None
+    lineage: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    tags |= {"rlhf.run": lineage["rlhf.run"], "git.rev": lineage.get("git.rev") or "none"}
+    name = candidate.settings.tracking.experiment
+    run = registry.run_of(lineage["rlhf.run"], name)
+    if run is None:
+        sync(candidate.local.home)  # the run may still be in the outbox
+        run = registry.run_of(lineage["rlhf.run"], name)
+    return tags, run
+
+
+def _restored(candidate: Candidate, champion: Version) -> Path:
     if not champion.md5:
         raise UserError(
-            f"version {champion.number} of {job.criteria.model} is {CHAMPION} and has no tag dvc.md5: `rlhf "
-            "promote` did not register it, so its weights are not known; move the alias, or remove it"
+            f"version {champion.number} of {_criteria(candidate.settings).model} is {CHAMPION} and has no "
+            "tag dvc.md5: `rlhf promote` did not register it, so its weights are not known; move the alias, "
+            "or remove it"
         )
-    return weights.restore(job.local.root, job.local.home, champion.md5, champion.tags)
+    return weights.restore(candidate.local.root, candidate.local.home, champion.md5, champion.tags)
 
 
-def _conclude(
-    job: _Job, registry: Registry, version: Version, champion: Version | None, verdict: Verdict
-) -> int:
-    """Keep the verdict, show it, and promote the version if it passed."""
-    against = f"version {champion.number}" if champion else "no champion yet"
-    kept = Record(verdict, job.candidate.label, against, record.now())
-    kept.write(record.verdict_file(job.local.home, job.candidate.md5), job.criteria.model, version)
-    kept.publish(registry, version)
-    gate.show(verdict)
-    name = _name(job, version)
-    if not verdict.passed:
-        console.say(f"Refused: {name}: {verdict.summary}")
-        return REFUSED
-    registry.promote(version, champion)
-    console.say(f"Promoted: {name} is {CHAMPION} now; before: {against}")
-    return DONE
-
-
-def _name(job: _Job, version: Version) -> str:
-    return f"{job.criteria.model} version {version.number} ({job.candidate.label})"
+def _name(candidate: Candidate, version: Version) -> str:
+    return f"{_criteria(candidate.settings).model} version {version.number} ({candidate.label})"
 
 
 def _criteria(settings: Config) -> Promotion:
@@ -180,7 +215,11 @@ def _criteria(settings: Config) -> Promotion:
     return settings.promotion
 
 
-@contextmanager
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+
+@contextlib.contextmanager
 def _locked(paths: Paths) -> Iterator[None]:
     """Keep other processes of the project from promoting and rolling back."""
     paths.home.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """What the pipeline measured of its policy, read for the gate. No torch here.
 
-    evaluation/judge/results.json    win rates, retention, judges that PPO optimised
+    evaluation/judge/results.json    win rates, retention, judges that PPO optimized
     metrics/ppo.json                 the KL of the checkpoint that PPO kept
 
 Nothing else is read of metrics/ppo.json: no score and no reward.
@@ -82,7 +82,7 @@ def is_judged_here(paths: Paths, md5: str) -> bool:
 
 
 def reward_functions(paths: Paths) -> set[str]:
-    """The functions that PPO optimised when it trained the policy of dvc.lock, and those of params.yaml.
+    """The functions that PPO optimized when it trained the policy of dvc.lock, and those of params.yaml.
 
     The cache may lack the record of the training.
     """

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlhf_tasks import config, console, presets
+from rlhf_tasks import console, presets
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project import dvc_cli, dvc_files, git, workspaces
@@ -37,25 +37,15 @@ def checked_out(root: Path, settings: Config, name: str, revision: str) -> Itera
             given, {section: local[section] for section in LOCAL_SECTIONS}, origin
         )
     except ConfigError as error:
-        raise UserError(f"{error}\n{_remedy(given, name, revision)}") from None
+        raise UserError(
+            f"{error}\nSet the sections judge and promotion of params.yaml to those of {name}, which `git "
+            f"show {revision[:10]}:params.yaml` prints (`rlhf preset` sets those of a preset); then repeat "
+            "the command"
+        ) from None
     with workspaces.visited(root, f"promote-{name}", text, revision) as folder:
         paths = Paths(folder)
         _pull(paths, name)
         yield merged, paths
-
-
-def _remedy(text: str, name: str, revision: str) -> str:
-    """What makes the local judges and gate fit an experiment with these parameters."""
-    if theirs := presets.matching(config.values(config.parse(text, "params.yaml"), "params.yaml")):
-        words = f"rlhf preset {' '.join(theirs)}"
-        return (
-            f"{name} was run with preset {' and '.join(theirs)}. `{words}` gives params.yaml the judges and "
-            "the gate of that preset; then repeat the command. `git diff params.yaml` shows what changed"
-        )
-    return (
-        f"Set the sections judge and promotion of params.yaml to those of {name}, which `git show "
-        f"{revision[:10]}:params.yaml` prints; then repeat the command"
-    )
 
 
 def _pull(paths: Paths, name: str) -> None:
@@ -84,15 +74,11 @@ def _pull(paths: Paths, name: str) -> None:
         paths.relative(paths.lineage("ppo")): "the version will not name its run in MLflow",
         paths.relative(paths.judge_results): "the policy will be judged again",
     }.items():
-        _pull_if_possible(paths, path, locked, f"{path} of {name} cannot be found: {consequence}")
-
-
-def _pull_if_possible(paths: Paths, path: str, locked: Mapping[str, str], warning: str) -> None:
-    if _missing(paths, [path], locked):
         try:
-            dvc_cli.run(paths.root, "pull", "--quiet", path)
+            if _missing(paths, [path], locked):
+                dvc_cli.run(root, "pull", "--quiet", path)
         except UserError:
-            console.say(warning)
+            console.say(f"{path} of {name} cannot be found: {consequence}")
 
 
 def _missing(paths: Paths, needed: list[str], locked: Mapping[str, str]) -> list[str]:

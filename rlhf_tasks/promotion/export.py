@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
@@ -20,24 +17,12 @@ from rlhf_tasks.project import dvc_files, git, hashing, provenance
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.provenance import Chain
-from rlhf_tasks.promotion import candidate as candidates
 from rlhf_tasks.promotion import weights
-from rlhf_tasks.promotion.candidate import POLICY
+from rlhf_tasks.promotion.command import POLICY, check, verdict_file
 from rlhf_tasks.promotion.gate import Verdict
-from rlhf_tasks.promotion.record import verdict_file
 from rlhf_tasks.promotion.registry import CHAMPION, Registry, Unreachable
 
 CARD = "README.md"
-
-
-class Hub(Protocol):
-    """What is used of `huggingface_hub.HfApi`."""
-
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
-        """Create a repository."""
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any:
-        """Commit the files of a folder."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +43,24 @@ def export(paths: Paths, name: str, to: Path) -> Source:
     Raises:
         UserError: if the folder is not empty, there is no such policy, or it cannot be loaded.
     """
+    from rlhf_tasks.data.batches import load_tokenizer
+    from rlhf_tasks.models import contracts
+    from rlhf_tasks.models.load import load_causal
+
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to}: this exists and is not an empty folder; give another name, or remove it")
     source = find(paths, name)
     if to.resolve().is_relative_to(source.folder.resolve()):
         raise UserError(f"--to {to}: this lies in the exported folder {source.folder}; give another name")
-    candidates.check(source.folder, source.label)
+    check(source.folder, source.label)
     with whole(to) as folder:
         shutil.copytree(source.folder, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
         (folder / CARD).write_text(card(source, paths.home), encoding="utf-8")
-        _check_loads(folder)
-    console.say(f"exported {source.label} ({source.md5}) to {to}; AutoModelForCausalLM loads it")
+        contracts.check_fits(load_causal(folder), load_tokenizer(folder), str(folder))
+    console.say(
+        f"exported {source.label} ({source.md5}) to {to}; AutoModelForCausalLM loads it, and `hf upload "
+        f"OWNER/NAME {to}` uploads it"
+    )
     return source
 
 
@@ -129,86 +121,27 @@ def _chain(root: Path, name: str) -> Chain | None:
         return None
 
 
-# ---------------------------------------------------------------------------------------- the card
-
-
 def card(source: Source, home: Path) -> str:
     """The checkpoint's own card (inputs and parameters), then data, verdict and lineage."""
     own = source.folder / CARD
     text = own.read_text(encoding="utf-8").rstrip() if own.exists() else f"# {source.label}"
-    parts = [text, *_data(source.chain), *_verdict(source, home), *_lineage(source)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _data(chain: Chain | None) -> Iterator[str]:
-    if chain is not None and chain.data:
-        rows = "\n".join(f"| `{key}` | {value} |" for key, value in chain.data.items())
-        yield f"## Data\n\n| key | value |\n|---|---|\n{rows}"
-
-
-def _verdict(source: Source, home: Path) -> Iterator[str]:
+    parts = [text]
+    if source.chain is not None and source.chain.data:
+        rows = "\n".join(f"| `{key}` | {value} |" for key, value in source.chain.data.items())
+        parts.append(f"## Data\n\n| key | value |\n|---|---|\n{rows}")
     file = verdict_file(home, source.md5)
-    if not file.exists():
-        yield "## Verdict\n\nThe gate has not judged this policy."
-        return
-    tree = json.loads(file.read_text(encoding="utf-8"))
-    rows = Verdict.of_tree(tree).rows()
-    names = list(rows[0])
-    lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in rows)]
-    result, where = "Passed" if tree["passed"] else "Refused", f"{tree['time']}, against {tree['against']}"
-    yield f"## Verdict\n\n{result} by the gate: {tree['summary']} ({where})."
-    yield "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _lineage(source: Source) -> Iterator[str]:
-    yield f"## Lineage\n\nmd5 of the original folder: `{source.md5}`"
+    if file.exists():
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        result, where = (
+            "Passed" if tree["passed"] else "Refused",
+            f"{tree['time']}, against {tree['against']}",
+        )
+        parts.append(f"## Verdict\n\n{result} by the gate: {tree['summary']} ({where}).")
+        parts.append(Verdict.of_tree(tree).table())
+    else:
+        parts.append("## Verdict\n\nThe gate has not judged this policy.")
+    parts.append(f"## Lineage\n\nmd5 of the original folder: `{source.md5}`")
     if source.chain is not None:
         text = "\n".join(itertools.takewhile(bool, provenance.lines(source.chain)))
-        yield f"```\n{text}\n```"
-
-
-# --------------------------------------------------------------------------------- checks, the hub
-
-
-def _check_loads(folder: Path) -> None:
-    """Load the model with all of its weights, and its tokenizer.
-
-    Raises:
-        UserError: if either cannot be loaded, or they do not fit.
-    """
-    from rlhf_tasks.data.batches import load_tokenizer
-    from rlhf_tasks.models import contracts
-    from rlhf_tasks.models.load import load_causal
-
-    contracts.check_fits(load_causal(folder), load_tokenizer(folder), str(folder))
-
-
-def check_id(repo: str) -> None:
-    """Check the form of a hub id, before anything is copied.
-
-    Raises:
-        UserError: unless it is OWNER/NAME.
-    """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise UserError(f"--push-to-hub {repo}: give the id of a repository, OWNER/NAME")
-
-
-def push(folder: Path, repo: str, label: str, hub: Hub) -> None:
-    """Upload an exported folder; a repository that does not exist yet is created, private.
-
-    Raises:
-        UserError: if the hub refuses or cannot be reached; the folder stays.
-    """
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        hub.create_repo(repo, private=True, exist_ok=True)
-        hub.upload_folder(repo_id=repo, folder_path=str(folder), commit_message=f"Export {label}")
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{folder} was exported, but not pushed to {repo}: {reason}; log in with `hf auth login`, or "
-            f"upload it with `hf upload {repo} {folder}`"
-        ) from None
-    console.say(f"pushed to {repo}")
+        parts.append(f"```\n{text}\n```")
+    return "\n\n".join(parts) + "\n"

@@ -148,6 +148,12 @@ class Verdict:
             for c in self.criteria
         ]
 
+    def table(self) -> str:
+        """The rows as a table in Markdown."""
+        rows = self.rows()
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
 
 def decide(
     promotion: Promotion,
@@ -162,7 +168,7 @@ def decide(
     Args:
         promotion: The criteria.
         evidence: What was measured of the policy.
-        suspects: The gate's judges and those that they combine. None may be what PPO optimised.
+        suspects: The gate's judges and those that they combine. None may be what PPO optimized.
         champion: Whether there is a champion that the policy must beat.
         bar: What it must beat without one.
     """
@@ -170,7 +176,7 @@ def decide(
     note = ""
     if all(judge in used for judge in promotion.named):
         note = (
-            "No judge of the gate is independent: PPO has optimised, or chosen its checkpoint by, "
+            "No judge of the gate is independent: PPO has optimized, or chosen its checkpoint by, "
             f"{', '.join(used[judge] for judge in promotion.named)}."
         )
     return Verdict(tuple(_criteria(promotion, evidence, suspects, champion, bar)), note)
@@ -210,9 +216,9 @@ def _criteria(
     if not promotion.trial:
         least = max(least, promotion.least_examples)
     yield from _bounded("examples", "judged examples", fewest, ">=", least)
-    optimised = [name for name in sorted(suspects) if name in evidence.results.optimised_judges]
-    title = "judges that are the optimised reward" + (f" ({', '.join(optimised)})" if optimised else "")
-    yield Criterion("optimised_judges", title, float(len(optimised)), "<=", 0.0)
+    optimized = [name for name in sorted(suspects) if name in evidence.results.optimised_judges]
+    title = "judges that are the optimized reward" + (f" ({', '.join(optimized)})" if optimized else "")
+    yield Criterion("optimised_judges", title, float(len(optimized)), "<=", 0.0)
 
 
 def _kl(kl: Kl | None, bound: float | None) -> Iterator[Criterion]:

@@ -1,132 +1,241 @@
 """The evidence about a policy: what the pipeline measured, or else what is measured now.
 
-No torch here: what runs models is imported when something must be measured.
+The judges' files (prompts, texts, questions, tasks, model folders, modules of functions) are read from the
+user's project, whichever run is judged. Outs of the pipeline (models/reward_heldout) are the exception: they
+belong to the run that is judged. No torch here: what runs models is imported when something must be measured.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import statistics
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Config, JudgeView, Promotion
+from rlhf_tasks.config import Config, JudgeView, Judging
+from rlhf_tasks.config.judge import ENGLISH
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.comparisons import has_reward, optimised_judges, selecting_judges
-from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.judging.judges.comparisons import (
+    has_reward,
+    optimized_judges,
+    selecting_judges,
+    shipped_prompts,
+)
+from rlhf_tasks.judging.results import EvaluationResults
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.contracts import ContractError
+from rlhf_tasks.project import dvc_files, hashing, inputs
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import evidence, judge_files
-from rlhf_tasks.promotion.candidate import Candidate
+from rlhf_tasks.promotion import evidence
 from rlhf_tasks.promotion.gate import Evidence, Kl, Opponent
 
 
-def stale_reason(candidate: Candidate, local: Paths) -> str | None:
+@dataclass(frozen=True)
+class Candidate:
+    """A policy that may become champion."""
+
+    paths: Paths
+    """The project that it belongs to: the user's, or the worktree of an experiment."""
+    model: str
+    """Its folder, as a path from the project's folder."""
+    label: str
+    """Its name in messages."""
+    settings: Config
+    """Its parameters, with the judges, the gate and the registry of the user's project."""
+    local: Paths
+    """The user's project."""
+
+    @property
+    def folder(self) -> Path:
+        return self.paths.root / self.model
+
+    @functools.cached_property
+    def md5(self) -> str:
+        return hashing.dvc_md5(self.folder)
+
+
+def stale_reason(candidate: Candidate) -> str | None:
     """Why the project's results do not describe the candidate by today's judges; None if they do."""
     paths = candidate.paths
     if not evidence.is_judged_here(paths, candidate.md5):
         return f"are not of {candidate.model}"
-    if not _has_readable_results(paths):
-        file = paths.relative(paths.evaluation_results)
-        return f"are of another version of the code ({file} is missing or has another form)"
-    changed = judge_files.changed(paths.root, local.root)
-    return f"were measured with another {', '.join(changed)}" if changed else None
-
-
-def _has_readable_results(paths: Paths) -> bool:
     try:
         EvaluationResults.read(paths.evaluation_results)
     except UserError:
-        return False
-    return True
+        file = paths.relative(paths.evaluation_results)
+        return f"are of another version of the code ({file} is missing or has another form)"
+    changed = changed_files(paths.root, candidate.local.root)
+    return f"were measured with another {', '.join(changed)}" if changed else None
 
 
-@dataclass(frozen=True)
-class Measurer:
-    """Measures one candidate, with the models and the data of its own project."""
+def changed_files(run: Path, local: Path) -> list[str]:
+    """Files below `local` that differ from those that stage judge used in `run`, by its inputs file."""
+    files = inputs.used(run, "judge").files
+    return [
+        path
+        for path, md5 in files.items()
+        if not (local / path).exists() or hashing.dvc_md5(local / path) != md5
+    ]
 
-    settings: Config
-    criteria: Promotion
-    candidate: Candidate
-    local: Paths
-    """The project whose files the judges read."""
 
-    def collect(self, stale: str | None) -> Evidence:
-        """The pipeline's results, or new ones if `stale` is a reason not to use those."""
-        paths = self.candidate.paths
-        if stale is None:
-            known = evidence.read(paths)
-        else:
-            console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
-            known = self._measure()
-        judging, folder = self._settings().judge, self.candidate.folder
-        own = {
-            "has_reward": has_reward(folder),
-            "optimised_judges": {**known.results.optimised_judges, **self._optimised()},
-            "selecting_judges": selecting_judges(judging, folder, paths.root),
-        }
-        return replace(known, results=known.results.model_copy(update=own))
+def collect(candidate: Candidate, stale: str | None) -> Evidence:
+    """The pipeline's results, or new ones if `stale` is a reason not to use those."""
+    paths, settings = candidate.paths, _with_local_files(candidate)
+    is_trained_here = evidence.is_trained_here(paths, candidate.md5)
+    if stale is None:
+        known = evidence.read(paths)
+    else:
+        console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
+        bounds = candidate.settings.promotion
+        known = Evidence(results=EvaluationResults(), kl=None)
+        if bounds is not None and {
+            bounds.max_kl,
+            bounds.max_perplexity_growth,
+            bounds.max_choice_drop,
+            bounds.max_task_drop,
+        } != {None}:
+            known = measure_cost(settings, paths, candidate.folder)
+        if is_trained_here:
+            known = replace(known, kl=evidence.selected_kl(paths) or known.kl)
+        known = with_opponent(candidate, known, "sft", paths.sft)
+    optimized = optimized_judges(settings.judge, candidate.folder, paths.root)
+    if is_trained_here:
+        functions = evidence.reward_functions(paths)
+        own = [one for one in settings.judge.judges if one.kind == "function" and one.function in functions]
+        optimized |= {one.name: one.function for one in own}
+    facts = {
+        "has_reward": has_reward(candidate.folder),
+        "optimised_judges": {**known.results.optimised_judges, **optimized},
+        "selecting_judges": selecting_judges(settings.judge, candidate.folder, paths.root),
+    }
+    return replace(known, results=known.results.model_copy(update=facts))
 
-    def with_champion(self, known: Evidence, champion: Path) -> Evidence:
-        """The evidence, and the comparisons with the champion's weights."""
-        model = os.path.relpath(champion, self.candidate.paths.root)
-        comparisons = (*known.results.comparisons, *self._compare(model, "champion"))
-        return replace(known, results=known.results.model_copy(update={"comparisons": comparisons}))
 
-    def with_bar(self, known: Evidence) -> Evidence:
-        """The evidence, and the comparisons with `judge.bar`, if they are not among it."""
-        paths, bar = self.candidate.paths, self.settings.judge.bar
-        if any(one.a == "policy" and one.b == bar for one in known.results.comparisons):
-            return known
-        model = "reference" if bar == "reference" else paths.relative(paths.base)
-        comparisons = (*known.results.comparisons, *self._compare(model, bar))
-        return replace(known, results=known.results.model_copy(update={"comparisons": comparisons}))
+def with_opponent(candidate: Candidate, known: Evidence, opponent: Opponent, folder: Path | None) -> Evidence:
+    """The evidence, and the comparisons with a model in a folder, or with the references.
 
-    def _measure(self) -> Evidence:
-        paths = self.candidate.paths
-        results = EvaluationResults(comparisons=self._compare(paths.relative(paths.sft), "sft"))
-        kl: Kl | None = None
-        if self._needs_cost():
-            from rlhf_tasks.promotion import cost
+    The gate's judges compare; the results name the contenders `policy` and `opponent`.
+    """
+    from rlhf_tasks.judging import head_to_head
 
-            measured = cost.measure(self._settings(), paths, self.candidate.folder)
-            kept = {"retention": measured.retention, "task_changes": measured.task_changes}
-            results, kl = results.model_copy(update=kept), measured.kl
-        if evidence.is_trained_here(paths, self.candidate.md5):
-            kl = evidence.selected_kl(paths) or kl
-        return Evidence(results=results, kl=kl)
+    root, promotion = candidate.paths.root, candidate.settings.promotion
+    results = head_to_head.compare_models(
+        JudgeView.of(_with_local_files(candidate)),
+        candidate.model,
+        head_to_head.REFERENCE if folder is None else os.path.relpath(folder, root),
+        paths=candidate.paths,
+        names=promotion.named if promotion is not None else (),
+        functions_root=candidate.local.root,
+    )
+    named = (one.model_copy(update={"a": "policy", "b": opponent}) for one in results.comparisons)
+    comparisons = (*known.results.comparisons, *named)
+    return replace(known, results=known.results.model_copy(update={"comparisons": comparisons}))
 
-    def _compare(self, against: str, opponent: Opponent) -> tuple[ComparisonResult, ...]:
-        """The candidate against another model by the gate's judges, as `policy` against `opponent`."""
-        from rlhf_tasks.judging import head_to_head
 
-        results = head_to_head.compare_models(
-            JudgeView.of(self._settings()),
-            self.candidate.model,
-            against,
-            paths=self.candidate.paths,
-            names=self.criteria.named,
-            functions_root=self.local.root,
+def measure_cost(settings: Config, paths: Paths, policy: Path) -> Evidence:
+    """What PPO cost the policy: its KL from the SFT model of a project, and the retention of both.
+
+    A policy with another tokenizer than SFT's has no KL. Its perplexity per token cannot be compared either:
+    of retention only the multiple-choice accuracy, which is computed per character, and the tasks are left.
+
+    Raises:
+        UserError: if the data does not exist.
+    """
+    import torch
+
+    from rlhf_tasks.judging.retention import Probes
+
+    needed = [paths.table("prompts", "test"), paths.table("sft", "test")]
+    missing = [paths.relative(path) for path in needed if not path.exists()]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is missing, and is needed to measure the KL and retention of {policy}; "
+            "run `rlhf prepare`, or `dvc checkout data`"
         )
-        names = {"a": "policy", "b": opponent}
-        return tuple(comparison.model_copy(update=names) for comparison in results.comparisons)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results = EvaluationResults()
+    if settings.judge.retention is not None:
+        probes = Probes(settings.judge.retention, paths)
+        retention, changes = probes.measure_all({"sft": paths.sft, "policy": policy}, device)
+        results = EvaluationResults(retention=retention, task_changes=changes)
+    try:
+        contracts.check_same_tokenizer(paths.sft, policy)
+    except ContractError as error:
+        console.say(f"neither KL nor perplexity can be compared: {error}")
+        kept = {name: one.model_copy(update={"perplexity": {}}) for name, one in results.retention.items()}
+        return Evidence(results=results.model_copy(update={"retention": kept}), kl=None)
+    return Evidence(results=results, kl=measure_kl(settings, paths, policy, device))
 
-    def _needs_cost(self) -> bool:
-        own = self.criteria
-        bounds = (own.max_kl, own.max_perplexity_growth, own.max_choice_drop, own.max_task_drop)
-        return any(bound is not None for bound in bounds)
 
-    def _optimised(self) -> dict[str, str]:
-        """Judges that are what PPO optimised for the candidate: its reward model, or a function."""
-        paths, judging = self.candidate.paths, self._settings().judge
-        optimised = optimised_judges(judging, self.candidate.folder, paths.root)
-        if evidence.is_trained_here(paths, self.candidate.md5):
-            functions = evidence.reward_functions(paths)
-            optimised |= {
-                one.name: one.function
-                for one in judging.judges
-                if one.kind == "function" and one.function in functions
-            }
-        return optimised
+def measure_kl(settings: Config, paths: Paths, policy: Path, device: Any) -> Kl:
+    """Mean over test prompts of Σ log π/π_SFT of a sampled response: objective/kl_k1 of PPO.
 
-    def _settings(self) -> Config:
-        return judge_files.with_local_paths(self.settings, self.candidate.paths.root, self.local.root)
+    Responses are sampled as PPO does, at `ppo.temperature`, which both log-probs use.
+    """
+    from rlhf_tasks.data.batches import load_tokenizer, read_table
+    from rlhf_tasks.data.tokenizer import encode
+    from rlhf_tasks.judging.responses import sample
+    from rlhf_tasks.judging.retention import logprob_sums
+    from rlhf_tasks.models.load import load_causal, place
+
+    ppo = inputs.resolved(paths.root, settings).ppo
+    rows = read_table(paths, "prompts", "test")[: settings.judge.num_examples]
+    prompts = [row["prompt"] for row in rows]
+    responses = sample(
+        policy,
+        prompts,
+        paths=paths,
+        max_new_tokens=ppo.response_length,
+        temperature=ppo.temperature,
+        seed=settings.seed,
+        device=device,
+    ).ids
+    tokenizer = load_tokenizer(paths.sft)
+    queries = encode(tokenizer, prompts)
+    ours, theirs = (
+        logprob_sums(
+            place(load_causal(folder), device).eval(),
+            queries,
+            responses,
+            tokenizer,
+            ppo.micro_batch_tokens,
+            ppo.temperature,
+        )
+        for folder in (policy, paths.sft)
+    )
+    kls = [a - b for a, b in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else abs(kls[0])
+    return Kl(mean=statistics.fmean(kls), standard_error=error)
+
+
+def _with_local_files(candidate: Candidate) -> Config:
+    """The config with absolute paths to the judges' files in the user's project; outs stay relative."""
+    settings, run, local = candidate.settings, candidate.paths.root, candidate.local.root
+    if run == local:
+        return settings
+    outs = [out for node in dvc_files.graph(run).values() for out in node.outs]
+    judge = settings.judge.model_dump(mode="json")
+    for section, key in _named_files(judge, outs):
+        section[key] = str(local.resolve() / section[key])
+    return settings.model_copy(update={"judge": Judging.model_validate(judge)})
+
+
+def _named_files(judge: Mapping[str, Any], outs: list[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every place of the section that names a file or folder of the user: its part, and the key in it."""
+    for one in judge["judges"]:
+        is_folder = "path" in one and one.get("revision") is None
+        if is_folder and not any(Path(one["path"]).is_relative_to(out) for out in outs):
+            yield one, "path"
+        if "prompt" in one and one["prompt"] not in shipped_prompts():
+            yield one, "prompt"
+    retention = judge["retention"] or {}
+    for key in ("general", "questions"):
+        if retention.get(key) not in (None, ENGLISH):
+            yield retention, key
+    tasks = retention.get("tasks") or {}
+    if tasks.get("folder") is not None:
+        yield tasks, "folder"

@@ -174,11 +174,12 @@ class Registry:
                 self.client.create_registered_model(self.name, description=DESCRIPTION)
             # MLflow's server refuses a source with `..` in it.
             shown = Path(path).name if ".." in Path(path).parts else path.strip("/")
-            created = self.client.create_model_version(
-                self.name, f"dvc:/{shown}/{md5}", run_id=run, tags={**tags, MD5: md5},
-                await_creation_for=0,
-            )  # fmt: skip
-            return _version(created)
+            source, all_tags = f"dvc:/{shown}/{md5}", {**tags, MD5: md5}
+            return _version(
+                self.client.create_model_version(
+                    self.name, source, run_id=run, tags=all_tags, await_creation_for=0
+                )
+            )
 
     def challenge(self, version: Version) -> None:
         """Move the alias `challenger` to a version."""

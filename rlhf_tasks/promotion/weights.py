@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_tasks.errors import UserError
@@ -24,11 +24,28 @@ def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
         UserError: if none of these places has them.
     """
     target = home / "policies" / md5
+    if _has_bytes(target, md5):
+        return target
     problems: list[str] = []
-    if _has_bytes(target, md5) or _from_cache(root, md5, target, problems):
+    cache = _cache(root)
+    if cache is None or not _link(cache, md5, target):
+        problems.append("the DVC cache does not hold all of them")
+    elif _has_bytes(target, md5):
         return target
-    if any(_from_revision(root, revision, md5, tags, target, problems) for revision in _revisions(tags)):
-        return target
+    else:
+        problems.append("the DVC cache holds other bytes under this hash (altered, or incomplete)")
+    # DVC fetches the folder from a commit or an experiment, which also asks its remotes.
+    for revision in filter(None, (tags.get(REVISION), tags.get(EXPERIMENT)) if tags.get(PATH) else ()):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            dvc_cli.run(root, "get", ".", tags[PATH], "--rev", revision, "--out", str(target))
+        except UserError as error:
+            problems.append(str(error).splitlines()[-1])
+            continue
+        if _has_bytes(target, md5):
+            return target
+        problems.append(f"{tags[PATH]} of {revision} has other bytes")
     shutil.rmtree(target, ignore_errors=True)
     if FOLDER in tags:
         folder = Path(tags[FOLDER])
@@ -42,40 +59,6 @@ def is_cached(root: Path, md5: str) -> bool:
     """Whether the DVC cache has the folder."""
     cache = _cache(root)
     return cache is not None and dvc_cli.cached_file(cache, md5).exists()
-
-
-def _from_cache(root: Path, md5: str, target: Path, problems: list[str]) -> bool:
-    cache = _cache(root)
-    if cache is None or not _link(cache, md5, target):
-        problems.append("the DVC cache does not hold all of them")
-        return False
-    if _has_bytes(target, md5):
-        return True
-    problems.append("the DVC cache holds other bytes under this hash (altered, or incomplete)")
-    return False
-
-
-def _revisions(tags: Mapping[str, str]) -> Iterator[str]:
-    """The commit and the experiment that the tags name."""
-    if tags.get(PATH):
-        yield from filter(None, (tags.get(REVISION), tags.get(EXPERIMENT)))
-
-
-def _from_revision(
-    root: Path, revision: str, md5: str, tags: Mapping[str, str], target: Path, problems: list[str]
-) -> bool:
-    """Let DVC fetch the folder from a revision, which also asks its remotes."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(target, ignore_errors=True)
-    try:
-        dvc_cli.run(root, "get", ".", tags[PATH], "--rev", revision, "--out", str(target))
-    except UserError as error:
-        problems.append(str(error).splitlines()[-1])
-        return False
-    if _has_bytes(target, md5):
-        return True
-    problems.append(f"{tags[PATH]} of {revision} has other bytes")
-    return False
 
 
 def _has_bytes(folder: Path, md5: str) -> bool:

@@ -18,7 +18,8 @@ import jinja2
 from markupsafe import Markup, escape
 
 from rlhf_tasks.config import Stage
-from rlhf_tasks.judging.results import ComparisonResult, Interval
+from rlhf_tasks.judging.results import ComparisonResult
+from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.tracking import catalogue
 
 FOLDER = Path(__file__).parent

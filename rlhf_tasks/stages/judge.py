@@ -19,12 +19,12 @@ from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.judging import human_labels, statistics, summary
 from rlhf_tasks.judging import results as typed
 from rlhf_tasks.judging import reward_models as diagnostics
-from rlhf_tasks.judging.judges.build import build_judges
+from rlhf_tasks.judging.judges.build import ScoringJudge, build_judges
 from rlhf_tasks.judging.judges.comparisons import (
     Comparisons,
     Judge,
     has_reward,
-    optimised_judges,
+    optimized_judges,
     selecting_judges,
 )
 from rlhf_tasks.judging.responses import (
@@ -70,9 +70,9 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """
     dist, settings = Distributed(config.launch, config.seed), config.judge
     # 1. Whatever can fail is built and checked before anything is sampled.
-    labels = human_labels.decided(human_labels.read(paths.root / settings.labels)) if settings.labels else []
-    labelled = {label.pair.prompt for label in labels}
-    summary.check_verifiers(settings, summary.judged_rows(paths, settings.num_examples, labelled))
+    labels = human_labels.read(paths.root / settings.labels) if settings.labels else []
+    labeled = {label.prompt for label in labels}
+    summary.check_verifiers(settings, summary.judged_rows(paths, settings.num_examples, labeled))
     rows = read_table(paths, "prompts", "test")
     judges = build_judges(
         settings,
@@ -80,14 +80,13 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         dist.device,
         paths,
         trace=tracker.trace,
-        labels=labels,
         columns=columns.of_rows(rows),
     )
     probes = None if settings.retention is None else Probes(settings.retention, paths)
-    optimised = optimised_judges(settings, paths.policy, paths.root)
-    for name, path in optimised.items():
+    optimized = optimized_judges(settings, paths.policy, paths.root)
+    for name, path in optimized.items():
         text = (
-            f"judge {name} ({path}) is the reward model that PPO optimised: its win rates do not show that "
+            f"judge {name} ({path}) is the reward model that PPO optimized: its win rates do not show that "
             "the policy got better; use models/reward_heldout or another judge"
         )
         console.say(f"WARNING: {text}")
@@ -96,14 +95,14 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     sampled = sample_contenders(config, paths, dist.device)
     models = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
     retention, task_changes = probes.measure_all(models, dist.device) if probes else ({}, {})
-    # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labelled.
+    # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labeled.
     judged = _judge(config, judges, sampled)
     summary.log_curve(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
     people = _compare_with_people(labels, judges, rows)
     # 4. The reward models, on pairs and by the length of responses.
     rewards = diagnostics.load_rewards(paths, dist.device)
     pairs = _sample_pairs(dist, config, paths, sampled) if rewards else {}
-    given = diagnostics.labelled_pairs(paths) if rewards else {}
+    given = diagnostics.labeled_pairs(paths) if rewards else {}
     diagnosed, bins = diagnostics.diagnose(rewards, given, pairs)
     scores, gaps = dict(judged.scores), None
     if "reward" in rewards and contracts.fingerprint(paths.reward) in contracts.optimized_rewards(
@@ -120,9 +119,9 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     results = typed.EvaluationResults(
         comparisons=tuple(
             _with_length_gain(one, judged, sampled)
-            for one in summary.summarise_all(judged.comparisons, sampled.texts)
+            for one in summary.summarize(judged.comparisons, sampled.texts)
         ),
-        optimised_judges=optimised,
+        optimised_judges=optimized,
         has_reward=has_reward(paths.policy),
         selecting_judges=selecting_judges(settings, paths.policy, paths.root),
         responses={who: response_statistics(sampled, who) for who in SAMPLED},
@@ -136,17 +135,28 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         judge_kappas=summary.kappas(judged.comparisons),
     )
     if dist.is_main:
-        sources = summary.source_table(judged.comparisons, sampled.sources)
+        compared = summary.comparison_table(
+            judged.comparisons, sampled.prompts, sampled.texts, sampled.columns
+        )
         with whole(paths.judge_results) as folder:
             results.write(folder / paths.evaluation_results.name)
-            pq.write_table(summary.comparison_table(judged.comparisons), folder / "comparisons.parquet")
-            pq.write_table(sources, folder / "sources.parquet")
+            pq.write_table(compared.select(summary.COMPARISONS.names), folder / "comparisons.parquet")
             calibration = pa.Table.from_pylist(bins, diagnostics.CALIBRATION)
             pq.write_table(calibration, folder / "calibration.parquet")
             by_length = pa.Table.from_pylist(lengths, diagnostics.LENGTHS)
             pq.write_table(by_length, folder / "lengths.parquet")
             pq.write_table(_response_table(sampled, judged), folder / paths.judged_responses.name)
-        _show(config, results, sampled, judged, tracker)
+        rates = summary.win_rates(results.comparisons)
+        summary.show_table(f"win rates on {len(sampled.prompts)} test prompts (ties count half)", rates)
+        tracker.table("win_rates", rates)
+        tracker.table("comparisons", compared.to_pylist())
+        tracker.table(
+            "responses",
+            [
+                {"prompt": prompt, **{who: texts[i] for who, texts in sampled.texts.items()}}
+                for i, prompt in enumerate(sampled.prompts[: settings.num_samples_shown])
+            ],
+        )
     return results.metrics()
 
 
@@ -159,7 +169,8 @@ def _judge(config: JudgeView, judges: Sequence[Judge], sampled: Contenders) -> J
         for key, comparisons in compared.items():
             for who, scores in zip((key.a, key.b), comparisons.scores or (), strict=False):
                 judged.scores[judge.name, who] = list(scores)
-        judged.facets[judge.name] = {who: judge.facets(prompts, own, kept) for who, own in texts.items()}
+        if isinstance(judge, ScoringJudge):
+            judged.facets[judge.name] = {who: judge.facets(prompts, own, kept) for who, own in texts.items()}
     return judged
 
 
@@ -173,7 +184,7 @@ def _with_length_gain(
     if np.isfinite(np.subtract(policy, sft)).sum() < MIN_PROMPTS_FOR_GAIN:
         return result
     lengths = [[len(ids) for ids in sampled.sampled[who].ids] for who in ("policy", "sft")]
-    gain = typed.Interval.of(matched_length_gain(policy, sft, *lengths))
+    gain = matched_length_gain(policy, sft, *lengths)
     return result.model_copy(update={"matched_length_gain": gain})
 
 
@@ -186,13 +197,10 @@ def _compare_with_people(
     """
     known = {row["prompt"]: row for row in rows}
     if any(columns.KEY in row for row in rows):
-        labels = [label for label in labels if label.pair.prompt in known]
+        labels = [label for label in labels if label.prompt in known]
     if not labels:
         return None
-    pairs = [label.pair for label in labels]
-    prompts, first, second = zip(
-        *((pair.prompt, pair.answer_a, pair.answer_b) for pair in pairs), strict=True
-    )
+    prompts, first, second = zip(*((one.prompt, one.answer_a, one.answer_b) for one in labels), strict=True)
     kept = columns.of_rows([known.get(prompt, {}) for prompt in prompts])
     agreements = {
         judge.name: human_labels.agreement(labels, judge.compare(prompts, first, second, kept).outcomes)
@@ -216,7 +224,7 @@ def _sample_pairs(
 
 
 def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> typed.RewardGaps:
-    """PPO's win rate over SFT by the scores `own` of the reward that it optimised, minus each judge's."""
+    """PPO's win rate over SFT by the scores `own` of the reward that it optimized, minus each judge's."""
     by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
     by_judge = {
         key.judge: by_reward - statistics.rate(comparisons.outcomes).value
@@ -233,17 +241,3 @@ def _response_table(sampled: Contenders, judged: Judged) -> pa.Table:
     table |= {name: [row[name] for row in shown] for name in shown[0]}
     scores = {f"{judge}/{who}": values for (judge, who), values in judged.scores.items()}
     return pa.table(table | sampled.texts | scores)
-
-
-def _show(
-    config: JudgeView, results: typed.EvaluationResults, sampled: Contenders, judged: Judged, tracker: Tracker
-) -> None:
-    prompts, texts = sampled.prompts, sampled.texts
-    rows = summary.win_rates(results.comparisons)
-    summary.show_table(f"win rates on {len(prompts)} test prompts (ties count half)", rows)
-    tracker.table("win_rates", rows)
-    compared = summary.text_table(judged.comparisons, prompts, texts, sampled.columns)
-    tracker.table("comparisons", compared.to_pylist())
-    shown = range(min(config.judge.num_samples_shown, len(prompts)))
-    responses = [{"prompt": prompts[i], **{who: t[i] for who, t in texts.items()}} for i in shown]
-    tracker.table("responses", responses)

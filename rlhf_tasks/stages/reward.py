@@ -276,7 +276,7 @@ def _measure(
         found = statistics.rate(statistics.outcomes(chosen[mask], rejected[mask]))
         bounds = {"": found.value, "/low": found.low, "/high": found.high}
         metrics |= {f"accuracy{name}{bound}": value for bound, value in bounds.items()}
-    metrics["calibration"] = statistics.calibration_error(lead, np.ones(len(lead)))
+    metrics["calibration"] = statistics.calibration_error(lead)
     lengths = [len(a) for a in pairs.chosen + pairs.rejected]
     metrics["length_correlation"] = statistics.pearson(np.concatenate([chosen, rejected]), lengths)
     metrics["score_mean"] = scores.mean

@@ -238,7 +238,7 @@ def test_an_output_file_that_cannot_be_written_is_refused_before_anything_runs(
     assert why in message
 
 
-@pytest.mark.parametrize("command", ["sync", "mlflow", "status", "down", "lineage x", "compare x", "label"])
+@pytest.mark.parametrize("command", ["sync", "mlflow", "status", "down", "lineage x", "compare x"])
 def test_a_folder_below_the_project_is_refused(
     quiet_project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

@@ -20,9 +20,7 @@ from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion.candidate import POLICY
-from rlhf_tasks.promotion.command import RETRY_HINT, UNDECIDED
-from rlhf_tasks.promotion.record import verdict_file
+from rlhf_tasks.promotion.command import POLICY, RETRY_HINT, UNDECIDED, verdict_file
 from tests.flows import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect and its server

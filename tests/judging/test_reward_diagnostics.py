@@ -50,9 +50,9 @@ def score_length(rows: Responses) -> torch.Tensor:
 
 def test_diagnostics_are_by_model_and_origin() -> None:
     given = Pairs(["p", "p"], ["long one", "a"], ["x", "long one"])
-    labelled = {"given": given, "sft_samples": given}
+    labeled = {"given": given, "sft_samples": given}
     samples = {"sft_samples": Pairs(["p"], ["yes."], ["no"]), "policy_samples": Pairs([], [], [])}
-    results, rows = reward_models.diagnose({"reward": score_length}, labelled, samples)
+    results, rows = reward_models.diagnose({"reward": score_length}, labeled, samples)
     assert [(one.model, one.origin) for one in results] == [("reward", "given"), ("reward", "sft_samples")]
     of_given, of_samples = results
     assert of_given.agreement is None, "gold did not label those pairs"
@@ -63,7 +63,7 @@ def test_diagnostics_are_by_model_and_origin() -> None:
         ("reward", "sft_samples", 1.0),
     }
     assert of_samples.calibration_error == pytest.approx(1 - 1 / (1 + math.exp(-2)))
-    assert reward_models.diagnose({}, labelled, samples) == ((), [])
+    assert reward_models.diagnose({}, labeled, samples) == ((), [])
 
 
 def test_two_samples_are_ordered_by_score_and_equal_ones_are_left_out() -> None:

@@ -34,7 +34,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         json.dumps({"rlhf.run": KEY, "git.rev": "c0de"}), encoding="utf-8"
     )
     (made / "given/policy.json").write_text(json.dumps({"sampler": SAMPLER}), encoding="utf-8")
-    rate = workspace.comparison("gold", "policy", "sft", workspace.interval(0.75, 0.7, 0.8))
+    rate = EvaluationResults(
+        comparisons=(workspace.comparison("gold", "policy", "sft", workspace.interval(0.75, 0.7, 0.8)),)
+    )
     (made / "given/judge.json").write_text(json.dumps(rate.metrics()), encoding="utf-8")
     script = [
         "mkdir -p models/lineage && cp given/lineage.json models/lineage/second.json",
@@ -160,7 +162,7 @@ def test_a_stage_that_must_run_again_is_noted_and_its_win_rates_are_not_shown(ro
     (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
     dvc_cli.run(root, "repro", "first")
     chain = provenance.find(root, "first.txt")
-    assert (chain.revision, chain.results) == (None, EvaluationResults())
+    assert (chain.revision, chain.metrics) == (None, {})
     first, second = chain.links
     assert first.outs["first.txt"] == hashing.dvc_md5(root / "first.txt") != second.inputs["first.txt"]
     assert list(chain.notes) == [
@@ -176,14 +178,14 @@ def test_an_input_that_a_stage_got_later_is_not_a_change(root: Path) -> None:
     chain = provenance.find(root, "mine")
     assert chain.links[1].inputs["metrics/first.json"] is None
     assert list(chain.notes) == []
-    assert len(chain.results.comparisons) == 1
+    assert sum(key.endswith("/win_rate") for key in chain.metrics) == 1
 
 
 def test_win_rates_of_an_altered_file_are_not_shown(root: Path) -> None:
     dvc_cli.run(root, "exp", "remove", "mine")
     (root / "metrics/judge.json").write_text("<<<<<<< HEAD", encoding="utf-8")
     chain = provenance.find(root, "second.txt")
-    assert chain.results == EvaluationResults()
+    assert chain.metrics == {}
     assert list(chain.notes) == [
         "metrics/judge.json describes other responses, so its win rates are not shown"
     ]

@@ -17,8 +17,8 @@ from rlhf_tasks.config import JudgeView
 from rlhf_tasks.judging import head_to_head
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import cost
-from rlhf_tasks.promotion.cost import Cost
+from rlhf_tasks.promotion import measurement
+from rlhf_tasks.promotion.gate import Evidence
 from tests.promotion import planted
 
 VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "RLHF_PARENT_RUN", "DVC_EXP_NAME", "RANK", "LOCAL_RANK")
@@ -68,7 +68,7 @@ class Measured:
 
     champion: EvaluationResults = field(default_factory=planted.over_champion)
     sft: EvaluationResults = field(default_factory=planted.results)
-    cost: Cost = field(default_factory=planted.cost)
+    cost: Evidence = field(default_factory=planted.cost)
     compared: list[str] = field(default_factory=list)
     """The weights that the candidate was compared with, or their folder."""
     costs: int = 0
@@ -86,7 +86,7 @@ class Measured:
         comparisons = tuple(one.model_copy(update=names) for one in results.comparisons)
         return EvaluationResults(comparisons=comparisons)
 
-    def measure(self, settings: Any, paths: Paths, policy: Path) -> Cost:
+    def measure(self, settings: Any, paths: Paths, policy: Path) -> Evidence:
         self.costs += 1
         return self.cost
 
@@ -96,5 +96,5 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     """No model runs: comparisons and costs are planted."""
     given = Measured()
     monkeypatch.setattr(head_to_head, "compare_models", given.compare)
-    monkeypatch.setattr(cost, "measure", given.measure)
+    monkeypatch.setattr(measurement, "measure_cost", given.measure)
     return given

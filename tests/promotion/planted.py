@@ -14,13 +14,12 @@ from rlhf_tasks import config
 from rlhf_tasks.judging.results import (
     ComparisonResult,
     EvaluationResults,
-    Interval,
     RetentionResult,
     TaskChange,
 )
+from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.project import hashing
-from rlhf_tasks.promotion.cost import Cost
-from rlhf_tasks.promotion.gate import Kl
+from rlhf_tasks.promotion.gate import Evidence, Kl
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -97,8 +96,12 @@ def over_champion(gold: float = 0.55, second: float = 0.53) -> EvaluationResults
     return EvaluationResults(comparisons=tuple(comparison(judge, "champion", low) for judge, low in lows))
 
 
-def cost() -> Cost:
-    return Cost(RETENTION, Kl(mean=KL, standard_error=KL_ERROR))
+def cost(
+    kl: float | None = KL, error: float = KL_ERROR, retention: Mapping[str, RetentionResult] = RETENTION
+) -> Evidence:
+    """What PPO cost a policy."""
+    measured = None if kl is None else Kl(mean=kl, standard_error=error)
+    return Evidence(results=EvaluationResults(retention=dict(retention)), kl=measured)
 
 
 def shipped(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -25,9 +25,7 @@ from rlhf_tasks.models import contracts
 from rlhf_tasks.project import atomic, git, hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command, gate, registry
-from rlhf_tasks.promotion.cost import Cost
-from rlhf_tasks.promotion.gate import Kl
-from rlhf_tasks.promotion.record import verdict_file
+from rlhf_tasks.promotion.command import verdict_file
 from rlhf_tasks.promotion.registry import Registry
 from rlhf_tasks.stages import verdict as stage
 from rlhf_tasks.tracking import NullTracker
@@ -91,9 +89,10 @@ def test_the_first_policy_that_passes_becomes_champion(
     shown = capsys.readouterr().out
     assert "KL | 1.5 ± 0.02 | <= 10 | +8.5 | passed" in shown
     assert f"Promoted: {NAME} version 1 (models/policy) is champion now; before: no champion yet" in shown
-    tags = client(project).get_model_version(NAME, "1").tags
+    version = client(project).get_model_version(NAME, "1")
+    tags = version.tags
     assert (tags["verdict"], tags["rlhf.run"], tags["git.rev"]) == ("passed", "ppo-of-one", "c" * 40)
-    assert "kl: 1.5 ± 0.02 <= 10, margin +8.5, passed" in tags["verdict.criteria"].splitlines()
+    assert "| KL | 1.5 ± 0.02 | <= 10 | +8.5 | passed |" in str(version.description).splitlines()
     file = verdict_file(project / ".rlhf", hashing.dvc_md5(Path("models/policy")))
     assert json.loads(file.read_text(encoding="utf-8"))["passed"] is True
 
@@ -158,9 +157,10 @@ def test_a_worse_policy_is_refused_with_the_reason(
     assert aliases(project) == {"champion": "one", "challenger": "worse"}
     reason = "version 2 (models/policy): win rate over the champion by gold (95% low) 0.44 ≤ 0.5"
     assert f"Refused: {NAME} {reason}" in capsys.readouterr().out
-    tags = client(project).get_model_version(NAME, "2").tags
-    assert (tags["verdict"], tags["verdict.against"]) == ("refused", "version 1")
-    assert "over_champion/gold: 0.44 > 0.5, margin -0.06, failed" in tags["verdict.criteria"].splitlines()
+    version = client(project).get_model_version(NAME, "2")
+    assert (version.tags["verdict"], version.tags["verdict.against"]) == ("refused", "version 1")
+    criterion = "| win rate over the champion by gold (95% low) | 0.44 | > 0.5 | -0.06 | FAILED |"
+    assert criterion in str(version.description).splitlines()
 
 
 def test_an_over_optimised_policy_is_refused(project: Path) -> None:
@@ -201,16 +201,16 @@ def test_a_policy_without_results_of_its_own_is_judged_now(
 ) -> None:
     """Against models/sft, with its KL and retention. What cannot be measured refuses it."""
     plant_foreign_policy(project)
-    measured.cost = Cost({}, None)
+    measured.cost = planted.cost(None, retention={})
     assert main.main(["promote", "elsewhere"]) == 3
     assert measured.compared == ["models/sft", "models/base"]
     shown = capsys.readouterr().out
     assert "KL is not known: it was not measured of this policy" in shown
     assert "is not in the DVC cache" in shown
-    measured.cost = Cost(planted.RETENTION, Kl(mean=11.0, standard_error=0.5))
+    measured.cost = planted.cost(11.0, 0.5)
     assert main.main(["promote", "elsewhere"]) == 3
     assert "KL 11 ± 0.5 > 10" in capsys.readouterr().out
-    measured.cost = Cost(planted.RETENTION, Kl(mean=9.0, standard_error=0.5))
+    measured.cost = planted.cost(9.0, 0.5)
     assert main.main(["promote", "elsewhere/"]) == 0
 
 
@@ -258,7 +258,7 @@ def test_a_judge_that_ppo_optimised_refuses_by_its_weights_and_loads_no_torch(pr
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr
-    assert "judges that are the optimised reward (reward_model) 1 > 0" in done.stdout
+    assert "judges that are the optimized reward (reward_model) 1 > 0" in done.stdout
     assert "is judged" not in done.stdout
 
 
@@ -486,4 +486,4 @@ def test_a_function_that_ppo_optimised_refuses_even_if_params_changed_since(
     with Path("dvc.lock").open("w", encoding="utf-8") as file:
         YAML().dump(lock, file)
     assert main.main(["promote"]) == 3
-    assert "judges that are the optimised reward (gold)" in capsys.readouterr().out
+    assert "judges that are the optimized reward (gold)" in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -115,42 +114,3 @@ def test_a_folder_with_files_is_not_replaced(ready: Path) -> None:
     with pytest.raises(UserError, match="--to out: this exists and is not an empty folder"):
         export.export(Paths(), "models/policy", Path("out"))
     assert Path("out/mine").read_text(encoding="utf-8") == "x"
-
-
-class StandIn:
-    """A client of the hub that records the calls, or fails."""
-
-    def __init__(self, fault: Exception | None = None) -> None:
-        self.fault, self.calls = fault, list[tuple[str, dict[str, Any]]]()
-
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
-        self.calls.append(("create", {"id": repo_id, "private": private, "exist_ok": exist_ok}))
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
-        if self.fault is not None:
-            raise self.fault
-        names = sorted(path.name for path in Path(folder_path).iterdir())
-        self.calls.append(("upload", {"id": repo_id, "names": names, "message": commit_message}))
-
-
-def test_the_exported_folder_is_pushed_to_a_private_repository(
-    ready: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = StandIn()
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-    assert main.main(["export", "models/policy", "--to", "out", "--push-to-hub", "me/policy"]) == 0
-    names = sorted(path.name for path in Path("out").iterdir())
-    assert hub.calls == [
-        ("create", {"id": "me/policy", "private": True, "exist_ok": True}),
-        ("upload", {"id": "me/policy", "names": names, "message": "Export models/policy"}),
-    ]
-
-
-def test_a_push_that_fails_keeps_the_folder_and_names_the_next_step(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"was exported, but not pushed to me/p: no route; log in with"):
-        export.push(tmp_path, "me/p", "x", StandIn(OSError("no\nroute")))
-
-
-def test_an_id_of_another_form_is_refused_before_the_export(ready: Path) -> None:
-    assert main.main(["export", "models/policy", "--to", "out", "--push-to-hub", "policy"]) == 2
-    assert not Path("out").exists()

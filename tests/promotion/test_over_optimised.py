@@ -1,4 +1,4 @@
-"""PPO, judge and gate by the real code on a planted task: over-optimisation of a reward is refused.
+"""PPO, judge and gate by the real code on a planted task: over-optimization of a reward is refused.
 
 The reward counts a word. The judge prefers responses with that word, and responses of many different words.
 """
@@ -84,5 +84,5 @@ def test_without_the_kl_penalty_the_gate_refuses_what_it_passes_with_one(models_
     results, criteria = trained(kl_coef=0.0)
     by_reward = results.comparison("reward", "policy", "sft")
     assert by_reward is not None
-    assert by_reward.win_rate.low > 0.9, "by what PPO optimised the policy is far better"
+    assert by_reward.win_rate.low > 0.9, "by what PPO optimized the policy is far better"
     assert missed(criteria) == ["over_sft/reader", "kl"]

@@ -18,7 +18,7 @@ from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import save_checkpoint
 from rlhf_tasks.project import atomic, hashing
-from rlhf_tasks.promotion.record import verdict_file
+from rlhf_tasks.promotion.command import verdict_file
 from rlhf_tasks.tracking.store import embedded_uri
 from tests import small, toy
 from tests.promotion import planted

@@ -11,6 +11,7 @@ import pytest
 from rlhf_tasks import config
 from rlhf_tasks.cli import main
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison, document
@@ -23,7 +24,9 @@ from tests.report.test_page import Document
 def result(name: str, seed: int, kl_coef: str, values: list[float], **more: str) -> Result:
     curves = {"ppo": [{"episode": 64.0 * (i + 1), "objective/kl": v} for i, v in enumerate(values)]}
     rate = workspace.comparison("gold", "policy", "sft", workspace.interval(0.6, 0.5, 0.7))
-    metrics = {f"judge/{key}": value for key, value in rate.metrics().items()}
+    metrics = {
+        f"judge/{key}": value for key, value in EvaluationResults(comparisons=(rate,)).metrics().items()
+    }
     metrics |= {"ppo/objective/kl": values[-1], "judge/gold/win_rate": 0.9}
     return Result(
         "", seed, name, metrics, curves, {"ppo.kl_coef": kl_coef, "ppo.advantages.lam": "0.95", **more}

@@ -15,13 +15,13 @@ from rlhf_tasks.judging.results import (
     EvaluationResults,
     HumanAgreement,
     HumanLabels,
-    Interval,
     JudgeKappa,
     RetentionResult,
     RewardDiagnostic,
     TaskChange,
     TaskScore,
 )
+from rlhf_tasks.judging.statistics import Interval
 
 TEXTS = ("prompt", "reference", "sft", "policy")
 

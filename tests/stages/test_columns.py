@@ -13,8 +13,6 @@ import pytest
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.errors import ConfigError, UserError
-from rlhf_tasks.judging import human_labels
-from rlhf_tasks.judging.human_labels import Label, Pair
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge, ppo
 from rlhf_tasks.tracking import NullTracker
@@ -128,8 +126,8 @@ def test_stage_judge_checks_every_row_that_a_verifier_reads_before_it_samples(
     answers = [{"episode": 0, "prompt": row["prompt"]} for row in validation[:3]]
     Paths().ppo_samples.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(answers), Paths().ppo_samples / "answers.parquet")
-    pair = Pair(tests[4]["prompt"], "policy", "sft", "a", "b")
-    human_labels.add(Path("labels.jsonl"), Label(pair, 1.0))
+    label = {"prompt": tests[4]["prompt"], "answer_a": "a", "answer_b": "b", "outcome": 1}
+    Path("labels.jsonl").write_text(json.dumps(label), encoding="utf-8")
     for row in (tests[1], tests[3], tests[4], validation[2], validation[3]):
         row["columns"]["first"] = None
     tests[1]["source"] = "mine.jsonl:9"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,7 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import human_labels, summary
-from rlhf_tasks.judging.human_labels import Label, Pair
+from rlhf_tasks.judging import summary
 from rlhf_tasks.judging.judges.build import ScoringJudge, build_judges
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
@@ -24,7 +24,6 @@ from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.tracking.record import Assessment
 from tests import small
 from tests.judging import endpoint
 
@@ -36,12 +35,12 @@ class Recorder(NullTracker):
 
     def __init__(self) -> None:
         super().__init__("judge")
-        self.said: list[list[tuple[str, str | None]]] = []
+        self.traces: list[str] = []
         self.events: list[str] = []
         self.tables: dict[str, list[dict[str, Any]]] = {}
 
-    def trace(self, *_: Any, assessments: Sequence[Assessment] = (), **__: Any) -> None:
-        self.said.append([(one["source"], one["value"]) for one in assessments])
+    def trace(self, name: str, *_: Any, **__: Any) -> None:
+        self.traces.append(name)
 
     def event(self, name: str, text: str, *, step: int) -> None:
         self.events.append(name)
@@ -121,8 +120,10 @@ def test_swapping_the_contenders_mirrors_the_result() -> None:
     judge = ScoringJudge("gold", lambda rows: by_letter[rows.texts[0][0]])
     policy, sft = (["p" * (i + 1) for i in range(5)], ["s" * (5 - i) for i in range(5)])
     ours, theirs = judge.compare(texts, policy, sft), judge.compare(texts, sft, policy)
-    result = summary.summarise(summary.Key("gold", "policy", "sft"), ours, policy, sft)
-    mirror = summary.summarise(summary.Key("gold", "sft", "policy"), theirs, sft, policy)
+    keys = [summary.Key("gold", "policy", "sft"), summary.Key("gold", "sft", "policy")]
+    result, mirror = summary.summarize(
+        dict(zip(keys, (ours, theirs), strict=True)), {"policy": policy, "sft": sft}
+    )
     assert result.win_rate.value == pytest.approx(0.7)  # three wins, a tie, a loss
     for name in ("win_rate", "length_controlled", "decisive"):
         one, other = getattr(result, name), getattr(mirror, name)
@@ -181,33 +182,20 @@ def test_a_pairwise_judge_adds_position_bias_and_cost(
 
 def test_agreement_with_human_labels_is_measured_for_every_judge(models_here: Path) -> None:
     rows = read_table(Paths(), "prompts", "test")[:4]
-    pairs = [Pair(row["prompt"], "policy", "sft", row["reference"], " my stuff") for row in rows]
-    for pair, outcome in zip(pairs, (1.0, 1.0, 0.0, None), strict=True):
-        human_labels.add(Path("labels.jsonl"), Label(pair, outcome))
+    labels = [
+        {"prompt": row["prompt"], "answer_a": row["reference"], "answer_b": " my stuff", "outcome": outcome}
+        for row, outcome in zip(rows, (1, 1.0, 0, None), strict=True)
+    ]
+    Path("labels.jsonl").write_text("".join(json.dumps(one) + "\n" for one in labels), encoding="utf-8")
     result = run(labels="labels.jsonl")
     scores = [
-        gold(pair.prompt, pair.answer_a).score > gold(pair.prompt, pair.answer_b).score for pair in pairs
+        gold(row["prompt"], row["reference"]).score > gold(row["prompt"], " my stuff").score for row in rows
     ]
     assert scores[:3] == [True, True, True], "a reference is better than almost nothing"
     assert result["human/labels"] == 3, "a skipped pair is not counted"
     assert result["human/gold/agreement"] == pytest.approx(2 / 3)
     assert result["human/gold/kappa"] == 0, "a judge of one outcome agrees by chance only"
     assert "human/reward_model/kappa" in result
-
-
-def test_labels_of_people_are_on_the_traces_of_an_llm_judge(
-    models_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One trace by `num_traces`, and those of the labelled pair in both orders."""
-    prompt = read_table(Paths(), "prompts", "test")[0]["prompt"]
-    human_labels.add(Path("labels.jsonl"), Label(Pair(prompt, "policy", "sft", " my lamp", " my stuff"), 0.0))
-    tracker = Recorder()
-    with endpoint.serving() as server:
-        llm = preferring_a(server, monkeypatch)
-        run(tracker, judges=[llm], labels="labels.jsonl", num_traces=1, retention=None)
-    judge = ("LLM_JUDGE", "A")
-    people = [[("HUMAN", value)] * 2 for value in ("B", "A")]  # feedback and expectation
-    assert tracker.said == [[judge], *([judge, *said] for said in people)]
 
 
 def test_a_judge_that_ppo_optimised_is_marked_in_metrics_events_and_output(

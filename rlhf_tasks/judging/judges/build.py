@@ -36,7 +36,6 @@ from rlhf_tasks.scoring.protocol import Responses, Scorer, read_scores
 from rlhf_tasks.scoring.verifier import Verifier
 
 if TYPE_CHECKING:
-    from rlhf_tasks.judging.human_labels import Label
     from rlhf_tasks.judging.judges.llm import Trace
 
 Facets = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
@@ -124,7 +123,6 @@ def build_judges(
     *,
     names: Sequence[str] = (),
     trace: Trace | None = None,
-    labels: Sequence[Label] = (),
     functions_root: Path | None = None,
     columns: Collection[str] = (),
 ) -> list[Judge]:
@@ -132,7 +130,7 @@ def build_judges(
 
     Relative paths of models and prompts are below `paths.root`. Functions are imported from files below
     `functions_root`, by default `paths.root`. `source` is `data.source`; `trace` records replies of llm
-    judges, with what `labels` say of them; `columns` are the names of the kept columns.
+    judges; `columns` are the names of the kept columns.
 
     Raises:
         UserError: for an unknown name, for a judge whose key, model, prompt or function is missing, and for a
@@ -158,7 +156,6 @@ def build_judges(
                 paths,
                 trace=trace,
                 num_traces=settings.num_traces,
-                labels=labels,
                 functions_root=functions_root,
                 columns=columns,
             )
@@ -176,7 +173,6 @@ def build_judge(
     *,
     trace: Trace | None = None,
     num_traces: int = 0,
-    labels: Sequence[Label] = (),
     functions_root: Path | None = None,
     columns: Collection[str] = (),
     key: str = config.LISTED,
@@ -203,9 +199,7 @@ def build_judge(
             # The import takes a second: only configurations with such a judge pay for it.
             from rlhf_tasks.judging.judges.llm import LlmComparer
 
-            comparer = LlmComparer(
-                one, max_failure_share, paths, key=key, trace=trace, num_traces=num_traces, labels=labels
-            )
+            comparer = LlmComparer(one, max_failure_share, paths, key=key, trace=trace, num_traces=num_traces)
         case config.LocalJudge():
             comparer = LocalComparer(one, device, root, key)
         case config.PairRmJudge():

@@ -60,11 +60,6 @@ class Judge(Protocol):
             UserError: if the judge cannot work, reaches its budget, or fails too often.
         """
 
-    def facets(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-    ) -> dict[str, float]:
-        """Other measures that this judge has of a set of responses, as means."""
-
 
 def check_failures(judge: str, comparisons: Comparisons, max_share: float) -> None:
     """Refuse comparisons of which too many failed.
@@ -165,11 +160,6 @@ class PairwiseJudge:
         )
         return self._known[key]
 
-    def facets(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-    ) -> dict[str, float]:
-        return {}
-
 
 Rule = Callable[[Floats], Floats]
 """(M, N) outcomes of M judges → (N,) outcomes of the combined judge."""
@@ -208,14 +198,8 @@ class CombinedJudge:
         names = ", ".join(judge.name for judge in self._judges)
         return Comparisons(outcomes, failures=dict.fromkeys(failed, f"too many of {names} failed"))
 
-    def facets(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-    ) -> dict[str, float]:
-        return {}
-
 
 PROMPTS = Path(__file__).parent / "prompts"
-Question._fields = Question._fields
 LETTERS = ("A", "B")
 _FIELD = re.compile("{(" + "|".join(Question._fields) + ")}")
 
@@ -256,31 +240,14 @@ def required_judges(settings: Judging, names: Sequence[str]) -> set[str]:
     return selected | {part for judge in combined for part in judge.judges}
 
 
-def optimised_judges(
-    settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
+def judges_with_weights(
+    settings: Judging, rewards: Set[str], root: Path, names: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Judges that are a reward model which PPO optimised for `policy`: name → folder as configured.
+    """Judges that are one of the reward models `rewards`, given by their fingerprints: name → folder.
 
-    Only judges that `names` need are considered. Their folders are below `root`. Weights identify a reward
-    model, whatever its folder is called. Empty for a policy whose rlhf.json names no reward model.
+    Weights identify a reward model, whatever its folder is called; folders are below `root`. Only judges that
+    `names` need are considered, by default all.
     """
-    return _with_weights(settings, contracts.optimized_rewards(policy), root, names)
-
-
-def selecting_judges(
-    settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
-) -> dict[str, str]:
-    """Judges that are the reward model by which PPO chose the checkpoint `policy`: as `optimised_judges`."""
-    chosen_by = contracts.read_identity(policy).get("chosen_by")
-    return _with_weights(settings, {chosen_by} if chosen_by else set(), root, names)
-
-
-def has_reward(policy: Path) -> bool:
-    """False for a policy that says of itself that only dummy scorers have trained it."""
-    return bool(contracts.read_identity(policy).get("reward") != "none")
-
-
-def _with_weights(settings: Judging, rewards: Set[str], root: Path, names: Sequence[str]) -> dict[str, str]:
     required = required_judges(settings, names)
     return {
         judge.name: judge.path
@@ -291,3 +258,21 @@ def _with_weights(settings: Judging, rewards: Set[str], root: Path, names: Seque
         and contracts.has_model(root / judge.path)
         and contracts.fingerprint(root / judge.path) in rewards
     }
+
+
+def optimized_judges(
+    settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
+) -> dict[str, str]:
+    """Judges that are a reward model which PPO optimized for `policy`, as `judges_with_weights`."""
+    return judges_with_weights(settings, contracts.optimized_rewards(policy), root, names)
+
+
+def selecting_judges(settings: Judging, policy: Path, root: Path) -> dict[str, str]:
+    """Judges that are the reward model by which PPO chose the checkpoint `policy`."""
+    chosen_by = contracts.read_identity(policy).get("chosen_by")
+    return judges_with_weights(settings, {chosen_by} if chosen_by else set(), root)
+
+
+def has_reward(policy: Path) -> bool:
+    """False for a policy that says of itself that only dummy scorers have trained it."""
+    return bool(contracts.read_identity(policy).get("reward") != "none")

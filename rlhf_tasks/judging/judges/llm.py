@@ -2,10 +2,6 @@
 
 Each reply is kept under its question, model and endpoint: no question is paid for twice, and the preference
 is read from the kept text each time. The client library does the retries, the waiting and `Retry-After`.
-
-MLflow shows feedback beside a traced reply, under the judge's name: the judge's preference and people's, with
-the same values. From human feedback of that name MLflow measures and aligns a judge. A label is also an
-expectation of that name, the known answer that MLflow gives to its scorers.
 """
 
 from __future__ import annotations
@@ -16,12 +12,10 @@ import math
 import os
 import re
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import openai
 
@@ -40,10 +34,6 @@ from rlhf_tasks.judging.judges.comparisons import (
 )
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking.record import Assessment
-
-if TYPE_CHECKING:
-    from rlhf_tasks.judging.human_labels import Label
 
 FILE = "judgements.jsonl"
 NUM_ALTERNATIVES = 5  # log-probs per token: as many as every server gives
@@ -64,9 +54,8 @@ class Trace(Protocol):
         *,
         start: int,
         end: int,
-        assessments: Sequence[Assessment],
     ) -> None:
-        """Record one call of a model and what is said of it, with times in milliseconds since 1970."""
+        """Record one call of a model, with times in milliseconds since 1970."""
 
 
 @dataclass
@@ -93,15 +82,10 @@ class LlmComparer:
         key: str = LISTED,
         trace: Trace | None = None,
         num_traces: int = 0,
-        labels: Sequence[Label] = (),
         longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
     ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
-        self._trace = trace if num_traces else None
-        self._num_traces = num_traces
-        self._labels: dict[tuple[str, frozenset[str]], list[Label]] = defaultdict(list)
-        for label in labels:
-            self._labels[label.pair.key].append(label)
+        self._trace, self._num_traces = trace, num_traces
         self._traced = set[str]()
         self._prompt = load_prompt(settings.prompt, key, paths.root)
         self._key, self._cache = _key(settings), Cache(paths.home / FILE)
@@ -127,41 +111,24 @@ class LlmComparer:
             Reply.failed(failed[key]) if record is None else reply_of(record)
             for key, record in zip(keys, records, strict=True)
         ]
-        if self._trace is not None:
-            self._record_traces(self._trace, questions, requests, keys, replies)
+        self._record_traces(requests, keys, replies)
         return replies
 
     def _record_traces(
-        self,
-        trace: Trace,
-        questions: Sequence[Question],
-        requests: Sequence[Request],
-        keys: Sequence[str],
-        replies: Sequence[Reply],
+        self, requests: Sequence[Request], keys: Sequence[str], replies: Sequence[Reply]
     ) -> None:
-        """Trace the first `num_traces` replies and all on pairs that people labelled, each once.
-
-        A kept reply is traced at the time of its request.
-        """
+        """Trace the first `num_traces` replies, each once; a kept reply at the time of its request."""
         now = round(time.time() * 1000)
-        for question, request, key, reply in zip(questions, requests, keys, replies, strict=True):
-            labels = self._labels.get((question.prompt, frozenset(question[1:])), [])
-            if key in self._traced or not (labels or self._num_traces):
+        for request, key, reply in zip(requests, keys, replies, strict=True):
+            if self._trace is None or key in self._traced or len(self._traced) == self._num_traces:
                 continue
             self._traced.add(key)
-            self._num_traces -= not labels
             record = self._cache.get(key) or {}
-            text = record.get("text", "")
-            outputs = {"text": text, "tokens": reply.num_tokens}
+            outputs = {"text": record.get("text", ""), "tokens": reply.num_tokens}
             outputs |= {"failure": reply.failure} if reply.failure else {"first_is_better": reply.probability}
             start = record.get("asked_at", now)
             end = start + record.get("milliseconds", 0)
-            name = self._settings.name
-            said = [
-                judge_assessment(name, self._settings.model, reply, text, end),
-                *human_assessments(name, question, labels, end),
-            ]
-            trace(f"judge {name}", request, outputs, start=start, end=end, assessments=said)
+            self._trace(f"judge {self._settings.name}", request, outputs, start=start, end=end)
 
     def _request(self, text: str) -> dict[str, Any]:
         request: dict[str, Any] = {
@@ -358,93 +325,20 @@ def reply_of(record: Mapping[str, Any]) -> Reply:
     return Reply(probability, num_tokens=tokens)
 
 
-class Cache:
+class Cache(dict[str, Record]):
     """Records by key; the key is `hashing.json_sha256` of everything that decides a reply."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
-        self._known: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            for line in path.read_bytes().splitlines():
-                self._read(line)
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                record = json.loads(line)
+                self[record["key"]] = record
+            except (ValueError, LookupError, TypeError):  # a line that a killed process has cut off
+                continue
 
-    def _read(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return
-        if isinstance(record, dict) and isinstance(record.get("key"), str):
-            self._known[record["key"]] = record
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._known
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        return self._known.get(key)
-
-    def add(self, key: str, record: Mapping[str, Any]) -> None:
-        kept = {"key": key, **record}
-        atomic.append_line(self._path, json.dumps(kept))
-        self._known[key] = kept
-
-
-TIE = "tie"
-UNNAMED = "rlhf label"
-"""The source of a label that does not say who gave it."""
-
-
-def judge_assessment(name: str, model: str, reply: Reply, text: str, time: int) -> Assessment:
-    """The preference that a reply states, or the reason why it states none; `text` is the whole reply.
-
-    `time` is in milliseconds since 1970. A reply of several lines is its own rationale.
-    """
-    probability = {} if reply.failure else {"probability_of_A": f"{reply.probability:.4g}"}
-    return Assessment(
-        name=name,
-        kind="feedback",
-        source="LLM_JUDGE",
-        by=model,
-        time=time,
-        value=None if reply.failure else _preferred(reply.probability),
-        error=reply.failure,
-        rationale=text.strip() if len(text.strip().splitlines()) > 1 else "",
-        metadata=probability,
-    )
-
-
-def human_assessments(name: str, question: Question, labels: Sequence[Label], time: int) -> list[Assessment]:
-    """Each label as feedback and as an expectation, in the order in which the question shows its pair.
-
-    `time`, in milliseconds since 1970, stands in where a label has no time that can be read.
-    """
-    said: list[Assessment] = []
-    for label in labels:
-        if label.outcome is None:
-            continue
-        shows_a_first = label.pair.answer_a == question.first
-        feedback = Assessment(
-            name=name,
-            kind="feedback",
-            source="HUMAN",
-            by=label.by or UNNAMED,
-            time=_milliseconds(label.when) or time,
-            error="",
-            rationale="",
-            metadata={},
-            value=_preferred(label.outcome if shows_a_first else 1 - label.outcome),
-        )
-        said += [feedback, {**feedback, "kind": "expectation"}]
-    return said
-
-
-def _milliseconds(when: str) -> int | None:
-    """An ISO 8601 time in milliseconds since 1970; None for other text."""
-    try:
-        return round(datetime.fromisoformat(when).timestamp() * 1000)
-    except ValueError:
-        return None
-
-
-def _preferred(probability: float) -> str:
-    """The letter of the preferred response, by the probability that the first one is better."""
-    return TIE if probability == 0.5 else LETTERS[probability < 0.5]
+    def add(self, key: str, record: Record) -> None:
+        """Keep a record on the disk too."""
+        self[key] = {"key": key, **record}
+        atomic.append_line(self._path, json.dumps(self[key]))

@@ -1,7 +1,8 @@
-"""KL and retention of a policy that the pipeline did not measure."""
+"""KL and retention of a policy that the pipeline did not measure; files of judges that changed since."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.responses import sample
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models.load import load_causal
+from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import cost
+from rlhf_tasks.promotion import measurement
+from rlhf_tasks.promotion.gate import Evidence
 from tests import small, toy
 
 SFT, POLICY, CPU = Path("models/sft"), Path("models/policy"), torch.device("cpu")
@@ -27,8 +30,8 @@ def settings(**changes: object) -> Config:
     return config.validate(small.params(SMALL | changes), "test")
 
 
-def measure(given: Config, policy: Path) -> cost.Cost:
-    return cost.measure(given, Paths(), policy)
+def measure(given: Config, policy: Path) -> Evidence:
+    return measurement.measure_cost(given, Paths(), policy)
 
 
 def test_the_kl_and_its_standard_error_equal_those_of_a_slow_loop(models_here: Path) -> None:
@@ -59,20 +62,22 @@ def test_sft_has_no_kl_and_forgot_nothing(models_here: Path) -> None:
     measured = measure(settings(), SFT)
     assert measured.kl is not None
     assert measured.kl.mean == pytest.approx(0, abs=1e-6)
-    assert measured.retention["policy"] == measured.retention["sft"]
+    assert measured.results.retention["policy"] == measured.results.retention["sft"]
 
 
 def test_retention_equals_that_of_the_judge_stage(models_here: Path) -> None:
     given = settings(**{"judge.judges": [small.GOLD], "judge.num_examples": 12})
     toy.run("judge", given)
     stage = EvaluationResults.read(Paths().evaluation_results)
-    assert measure(given, POLICY).retention == {name: stage.retention[name] for name in ("sft", "policy")}
+    assert measure(given, POLICY).results.retention == {
+        name: stage.retention[name] for name in ("sft", "policy")
+    }
 
 
 def test_without_retention_the_kl_is_still_measured(models_here: Path) -> None:
     measured = measure(settings(**{"judge.retention": None}), POLICY)
     assert measured.kl is not None
-    assert measured.retention == {}
+    assert measured.results.retention == {}
 
 
 def test_a_policy_with_another_tokenizer_has_no_kl_and_no_perplexity(
@@ -82,7 +87,7 @@ def test_a_policy_with_another_tokenizer_has_no_kl_and_no_perplexity(
     toy.foreign("foreign", "gpt_neox", max_position_embeddings=256)
     measured = measure(settings(), Path("foreign"))
     assert measured.kl is None
-    assert all(one.perplexity == {} and one.multiple_choice for one in measured.retention.values())
+    assert all(one.perplexity == {} and one.multiple_choice for one in measured.results.retention.values())
     assert "foreign has another tokenizer than models/sft" in capsys.readouterr().out
 
 
@@ -90,3 +95,23 @@ def test_missing_data_is_a_user_error(models_here: Path) -> None:
     Path("data/sft/test.parquet").unlink()
     with pytest.raises(UserError, match=r"data/sft/test\.parquet is missing.* run `rlhf prepare`"):
         measure(settings(), POLICY)
+
+
+def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) -> None:
+    names = ["my_judges/short.py", "rubric.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("then", encoding="utf-8")
+    files = {name: hashing.dvc_md5(tmp_path / name) for name in names}
+    (tmp_path / "inputs").mkdir()
+    record = tmp_path / "inputs/judge.json"
+    record.write_text(json.dumps({"values": {}, "files": files, "packages": {}}), encoding="utf-8")
+    (tmp_path / "dvc.lock").write_text(
+        "stages:\n  judge:\n    cmd: x\n    deps:\n"
+        f"    - {{path: inputs/judge.json, md5: {hashing.dvc_md5(record)}}}\n",
+        encoding="utf-8",
+    )
+    assert measurement.changed_files(tmp_path, tmp_path) == []
+    (tmp_path / "rubric.txt").write_text("now", encoding="utf-8")
+    (tmp_path / "my_judges/short.py").unlink()
+    assert measurement.changed_files(tmp_path, tmp_path) == names
