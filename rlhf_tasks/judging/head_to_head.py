@@ -25,7 +25,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import summary
 from rlhf_tasks.judging.judges.build import build_judges
 from rlhf_tasks.judging.judges.comparisons import Comparisons, optimized_judges
-from rlhf_tasks.judging.responses import ends_of_all, sample
+from rlhf_tasks.judging.responses import sample, shared_ends
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.judging.rows import MAX_SHOWN, Row, read_rows
 from rlhf_tasks.project import atomic
@@ -105,7 +105,8 @@ def compare_models(
             )
         optimized |= found
     prompts = [row["prompt"] for row in rows]
-    ends = ends_of_all((one.source, one.revision) for one in checkpoints)
+    shared = shared_ends([(one.source, one.revision) for one in checkpoints])
+    ends = dict(zip(checkpoints, shared, strict=True))
     texts: dict[str, list[str]] = {}
     for name, contender in contenders.items():
         if isinstance(contender, Checkpoint):
@@ -118,7 +119,7 @@ def compare_models(
                 seed=config.seed,
                 device=device,
                 revision=contender.revision,
-                ends=ends,
+                ends=ends[contender],
             ).texts
         elif isinstance(contender, Mapping):
             texts[name] = [contender[prompt_key(prompt)] for prompt in prompts]

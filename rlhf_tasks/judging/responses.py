@@ -28,7 +28,7 @@ from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.judging.results import ResponseStatistics
 from rlhf_tasks.models import contracts, load, sampling
 from rlhf_tasks.models.ends import Ends, closed, ends_of, has_ended
-from rlhf_tasks.models.load import fetch_tokenizer, load_causal, place
+from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_config, place
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.tensors import distinct
 from rlhf_tasks.project import atomic, hashing
@@ -40,24 +40,32 @@ CODE = (str(sampling.__file__), str(batches.__file__), str(load.__file__))
 
 @dataclass(frozen=True)
 class Responses:
-    """Token ids, with EOS where they have ended; texts without EOS; and whether each ended."""
+    """Token ids as they were sampled, and with EOS where they have ended; texts without EOS."""
 
+    sampled: list[Ids]
     ids: list[Ids]
     texts: list[str]
     ended: list[bool]
 
 
-def ends_of_all(sources: Iterable[tuple[str | Path, str | None]]) -> Ends:
-    """The tokens that end the responses of any of these checkpoints, given with their revisions."""
-    found: list[int] = []
+def shared_ends(sources: Sequence[tuple[str | Path, str | None]]) -> list[Ends]:
+    """For each of these checkpoints, given with their revisions, the ends of all of them in its own ids.
+
+    An end that a tokenizer does not have as one token cannot end its responses.
+    """
+    vocabularies, tokens = list[dict[str, int]](), list[str]()
     for source, revision in sources:
         folder = fetch_tokenizer(str(source), revision)
+        tokenizer = load_tokenizer(folder)
         try:
             config = GenerationConfig.from_pretrained(folder)
-        except OSError:
-            config = None
-        found += ends_of(config, load_tokenizer(folder))
-    return tuple(dict.fromkeys(found))
+        except OSError:  # as `from_pretrained` of the model makes it
+            config = GenerationConfig.from_model_config(load_config(source, revision))
+        vocabularies.append(tokenizer.get_vocab())
+        tokens += filter(None, tokenizer.convert_ids_to_tokens(list(ends_of(config, tokenizer))))
+    return [
+        tuple(dict.fromkeys(known[token] for token in tokens if token in known)) for known in vocabularies
+    ]
 
 
 def sample(
@@ -105,13 +113,14 @@ def sample(
             ends=all_ends,
         )
         samples = {
+            "sampled": ids,
             "ids": closed(tokenizer, ids, all_ends),
             "ended": [has_ended(row, all_ends) for row in ids],
         }
         if kept is not None:
             atomic.write_text(kept, json.dumps(samples))
     texts = response_texts(tokenizer, encode(tokenizer, prompts), samples["ids"])
-    return Responses(samples["ids"], texts, samples["ended"])
+    return Responses(samples["sampled"], samples["ids"], texts, samples["ended"])
 
 
 def _key(
@@ -172,6 +181,8 @@ def sample_policy(
     config: JudgeView, paths: Paths, who: str, prompts: list[str], seed: int, device: torch.device
 ) -> Responses:
     """Responses at the judge's temperature; contenders are sampled with the same seed."""
+    of_run = (*SAMPLED, BASE)
+    shared = shared_ends([(paths.models / name, None) for name in of_run])
     return sample(
         paths.models / who,
         prompts,
@@ -180,7 +191,7 @@ def sample_policy(
         temperature=config.judge.temperature,
         seed=seed,
         device=device,
-        ends=ends_of_all((paths.models / name, None) for name in (*SAMPLED, BASE)),
+        ends=shared[of_run.index(who)],
     )
 
 

@@ -195,10 +195,12 @@ class EvaluationResults(_Part):
     comparisons: tuple[ComparisonResult, ...] = ()
     has_reward: bool = True
     """False for a policy that only dummy scorers have trained."""
+    is_trial: bool = False
+    """True for a policy that was trained as a trial."""
     optimised_judges: dict[str, str] = {}
     """Judges that are the reward model which PPO optimized: judge → folder."""
     selecting_judges: dict[str, str] = {}
-    """Judges that are the reward model by which PPO chose its checkpoint: judge → folder."""
+    """Judges by which PPO chose its checkpoint: judge → its folder, or its kind."""
     responses: dict[str, ResponseStatistics] = {}
     """By contender; not of the references."""
     facets: dict[str, dict[str, dict[str, float]]] = {}

@@ -21,7 +21,7 @@ from rlhf_tasks.config import Config, Promotion
 from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project import atomic, dvc_files, hashing, provenance
+from rlhf_tasks.project import atomic, dvc_files, git, hashing, provenance
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import experiment, gate, measurement, weights
 from rlhf_tasks.promotion.measurement import Candidate

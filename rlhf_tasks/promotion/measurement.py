@@ -21,6 +21,7 @@ from rlhf_tasks.config.judge import ENGLISH
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import (
     has_reward,
+    is_trial,
     optimized_judges,
     selecting_judges,
     shipped_prompts,
@@ -109,6 +110,7 @@ def collect(candidate: Candidate, stale: str | None) -> Evidence:
         optimized |= {one.name: one.function for one in own}
     facts = {
         "has_reward": has_reward(candidate.folder),
+        "is_trial": is_trial(candidate.folder),
         "optimised_judges": {**known.results.optimised_judges, **optimized},
         "selecting_judges": selecting_judges(settings.judge, candidate.folder, paths.root),
     }
@@ -193,7 +195,7 @@ def measure_kl(settings: Config, paths: Paths, policy: Path, device: Any) -> Kl:
         temperature=ppo.temperature,
         seed=settings.seed,
         device=device,
-    ).ids
+    ).sampled
     tokenizer = load_tokenizer(paths.sft)
     queries = encode(tokenizer, prompts)
     ours, theirs = (

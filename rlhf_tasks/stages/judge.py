@@ -24,6 +24,7 @@ from rlhf_tasks.judging.judges.comparisons import (
     Comparisons,
     Judge,
     has_reward,
+    is_trial,
     optimized_judges,
     selecting_judges,
 )
@@ -123,6 +124,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         ),
         optimised_judges=optimized,
         has_reward=has_reward(paths.policy),
+        is_trial=is_trial(paths.policy),
         selecting_judges=selecting_judges(settings, paths.policy, paths.root),
         responses={who: response_statistics(sampled, who) for who in SAMPLED},
         facets=judged.facets,

@@ -268,9 +268,18 @@ def optimized_judges(
 
 
 def selecting_judges(settings: Judging, policy: Path, root: Path) -> dict[str, str]:
-    """Judges that are the reward model by which PPO chose the checkpoint `policy`."""
+    """Judges that are the reward model, or the judge of `ppo.select_by`, by which PPO chose `policy`.
+
+    Each with the folder of its weights, or its kind.
+    """
     chosen_by = contracts.read_identity(policy).get("chosen_by")
-    return judges_with_weights(settings, {chosen_by} if chosen_by else set(), root)
+    same = {judge.name: judge.kind for judge in settings.judges if judge.definition == chosen_by}
+    return same | judges_with_weights(settings, {chosen_by} if chosen_by else set(), root)
+
+
+def is_trial(policy: Path) -> bool:
+    """True for a policy that says of itself that it was trained as a trial (promotion.trial)."""
+    return bool(contracts.read_identity(policy).get("trial", False))
 
 
 def has_reward(policy: Path) -> bool:
