@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import reduce
 from typing import Any, ClassVar, Literal, Self
 
 from rlhf_tasks.config import schema as s
@@ -57,7 +56,10 @@ class StageView:
 
 def _value(config: s.Config, key: str) -> Any:
     """The value of a dotted key; None inside of a section that is null."""
-    return reduce(lambda value, part: getattr(value, part, None), key.split("."), config)
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,8 +190,8 @@ def _criteria(
     bar: Literal["base", "reference"],
 ) -> Iterator[Criterion]:
     if promotion.trial or evidence.results.is_trial:
-        title = "settings, of now or of the training, that only try the pipeline out (promotion.trial)"
-        yield Criterion("trial", title, 1.0, "<=", 0.0)
+        what = "settings that" if promotion.trial else "training that was to"
+        yield Criterion("trial", f"{what} only try the pipeline out (promotion.trial)", 1.0, "<=", 0.0)
     if not evidence.results.has_reward:
         yield Criterion("no_reward", "policies that were trained by a dummy reward", 1.0, "<=", 0.0)
     bounds: dict[Opponent, float | None] = {"sft": promotion.over_sft}

@@ -138,4 +138,7 @@ def test_the_ends_of_a_model_with_another_tokenizer_are_shared_by_their_texts(tm
     for added in state["added_tokens"]:
         added["id"] = 9 if added["content"] == "<eos>" else added["id"]
     file.write_text(json.dumps(state), encoding="utf-8")
+    generation = folders[1] / "generation_config.json"
+    config = json.loads(generation.read_text(encoding="utf-8"))
+    generation.write_text(json.dumps(config | {"eos_token_id": 9}), encoding="utf-8")
     assert shared_ends([(folder, None) for folder in folders]) == [(EOS,), (9,)]
