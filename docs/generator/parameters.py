@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import PlainSerializer, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from docs.generator.text import Lines, prose, sentence
@@ -92,12 +93,15 @@ def _default(field: FieldInfo) -> str:
     if isinstance(field.default, tuple) and any(isinstance(one, Section) for one in field.default):
         given = [one.model_dump(exclude_defaults=True) for one in field.default]
         return f" Default: `{_value(given)}`."
-    return f" Default: `{_value(field.default)}`."
+    written = TypeAdapter(Annotated[field.annotation, *field.metadata]).dump_python(field.default)
+    return f" Default: `{_value(written if isinstance(written, str) else field.default)}`."
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type in words, with its bounds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if any(isinstance(one, PlainSerializer) for one in metadata):  # t.MicroBatchTokens
+        return "`auto` or whole number above 0"
     if origin is Annotated:
         return _type(arguments[0], [*arguments[1:], *metadata])
     if origin is Literal:

@@ -120,7 +120,8 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, li
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    source, names = str(tokenizer.chat_template), dict(tokenizer.special_tokens_map)
+    source = str(tokenizer.chat_template)
+    names: dict[str, Any] = dict(tokenizer.special_tokens_map)
     if (frozen := tokenizer.init_kwargs.get(DATE)) is not None and "strftime_now" in source:
         # transformers passes no functions to a template, which so gets its own
         today = datetime.fromisoformat(frozen)
@@ -133,7 +134,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, li
         messages: list[Message], answer_follows: bool, tools: Sequence[Any] | None, with_spans: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            [text], spans = render_jinja_template(
+            found: Any = render_jinja_template(  # its annotation is wrong
                 conversations=[messages],
                 tools=None if tools is None else list(tools),
                 chat_template=source,
@@ -143,6 +144,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, li
             )
         except (TemplateError, TypeError, AttributeError, KeyError) as error:  # templates expect their fields
             raise ValueError(str(error)) from error
+        [text], spans = found
         return text, spans[0] if with_spans else []
 
     return render

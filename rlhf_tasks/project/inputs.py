@@ -133,14 +133,13 @@ def used(root: Path, stage: str) -> Inputs:
 def resolved(root: Path, settings: Config, recorded: Mapping[str, Any] | None = None) -> Config:
     """The parameters with what `auto` stands for: values `recorded` by dotted key, else this machine's."""
     known, launch = recorded or {}, settings.launch
-    if launch.precision == "auto":
-        number_format = known.get(PRECISION) or precision.resolve("auto")
-        launch = launch.model_copy(update={"precision": number_format})
-    changed: dict[str, Any] = {"launch": launch}
+    recorded_format = known.get(PRECISION) if launch.precision == "auto" else None
+    number_format = precision.resolve(recorded_format or launch.precision)
+    changed: dict[str, Any] = {"launch": launch.model_copy(update={"precision": number_format})}
     for name in TRAINED:
         section, key = getattr(settings, name), f"{name}.micro_batch_tokens"
         if section.micro_batch_tokens == AUTO:
-            tokens = known.get(key) or precision.micro_batch_tokens(settings, root, launch.precision)
+            tokens = known.get(key) or precision.micro_batch_tokens(settings, root, number_format)
             changed[name] = section.model_copy(update={"micro_batch_tokens": tokens})
     return settings.model_copy(update=changed)
 

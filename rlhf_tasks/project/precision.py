@@ -94,7 +94,7 @@ def _shape_of_gguf(file: Path) -> tuple[int, int, int]:
 
 def machine_memory() -> int:
     """The bytes of memory that this machine has, or its container may use."""
-    found = [psutil.virtual_memory().total]
+    found = [int(psutil.virtual_memory().total)]
     for file in map(Path, CGROUP_LIMITS):
         with suppress(OSError, ValueError):  # no such file, or `max`
             found.append(int(file.read_text(encoding="ascii")))

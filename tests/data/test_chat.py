@@ -377,6 +377,7 @@ def test_a_thought_that_the_answer_repeats_is_kept(answer: dict[str, Any], rende
 )
 def test_every_code_of_a_date_is_written(code: str, expected: str, rendering: Any) -> None:
     made = rendering("{{ strftime_now('" + code + "') }}" + PLAIN, "2024-07-06")
+    assert made.chat is not None
     assert made.chat([user("hi")], True).startswith(expected + "<user>")
 
 

@@ -299,7 +299,9 @@ def test_only_verdict_and_report_read_the_criteria() -> None:
     readers = [
         name for name, reads in config.VIEWS.items() if any("promotion" in key for key in reads.reads())
     ]
-    assert readers == ["verdict", "report", "ppo"], "PPO reads the trial mark, which it writes into the policy"
+    assert readers == ["verdict", "report", "ppo"], (
+        "PPO reads the trial mark, which it writes into the policy"
+    )
 
 
 def test_promotion_null_turns_the_gate_off() -> None:
