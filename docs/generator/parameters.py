@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import PlainSerializer, TypeAdapter
+from pydantic import PlainSerializer
 from pydantic.fields import FieldInfo
 
 from docs.generator.text import Lines, prose, sentence
@@ -93,14 +93,17 @@ def _default(field: FieldInfo) -> str:
     if isinstance(field.default, tuple) and any(isinstance(one, Section) for one in field.default):
         given = [one.model_dump(exclude_defaults=True) for one in field.default]
         return f" Default: `{_value(given)}`."
-    written = TypeAdapter(Annotated[field.annotation, *field.metadata]).dump_python(field.default)
-    return f" Default: `{_value(written if isinstance(written, str) else field.default)}`."
+    writers = [one for one in field.metadata if isinstance(one, PlainSerializer)]
+    written: Any = field.default
+    for writer in writers:  # t.MicroBatchTokens writes 0 as `auto`
+        written = writer.func(written)  # type: ignore[call-arg]
+    return f" Default: `{_value(written)}`."
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type in words, with its bounds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if any(isinstance(one, PlainSerializer) for one in metadata):  # t.MicroBatchTokens
+    if any(isinstance(one, PlainSerializer) for one in metadata):
         return "`auto` or whole number above 0"
     if origin is Annotated:
         return _type(arguments[0], [*arguments[1:], *metadata])

@@ -71,6 +71,7 @@ def token_stats(
 
     def packed_stats(hidden: Tensor) -> Tensor:
         """(B, T, H) → (B, R + 1, 3) in place of logits."""
+        assert linear is not None
         states.append(hidden[:, -width:])
         # Logits of 16 bits round by more than an update moves a log-prob: weights in float32 give float32
         # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.

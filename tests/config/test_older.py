@@ -56,9 +56,7 @@ def test_an_upgrade_keeps_values_and_comments(project: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "ppo.lam → ppo.advantages.lam\n" in out
     assert "ppo.engine is left out: it has no effect\n" in out
-    assert config.load() == config.validate(
-        {name: TOKENS for name in ("base", "sft", "reward", "ppo")}, "new"
-    )
+    assert config.load() == config.validate(dict.fromkeys(("base", "sft", "reward", "ppo"), TOKENS), "new")
     text = file.read_text(encoding="utf-8")
     assert "parallelism: ddp # ddp | zero2 | zero3 | fsdp2" in text
     assert "truncation: {kind: eos_trick_replace, missing_eos_score: -1.0} # eos_trick_replace | " in text

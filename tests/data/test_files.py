@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -249,7 +250,8 @@ def test_a_sample_is_the_beginning_of_what_the_whole_file_gives(
             writer.writerows(records)
     else:
         text = json.dumps(records) if name == "a.json" else "".join(json.dumps(r) + "\n" for r in records)
-        pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(file.suffix, bytes)
+        packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress}
+        pack = packers.get(file.suffix, bytes)
         file.write_bytes(pack(text.encode()))
     whole = files.read_file(file, name, Problems())
     assert len(whole.lines) == 50
