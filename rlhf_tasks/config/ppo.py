@@ -344,8 +344,8 @@ class Ppo(Section):
     num_ppo_epochs: Annotated[int, Between(1, 10_000)] = 2
     """Passes over the rollout in each update."""
     micro_batch_tokens: t.MicroBatchTokens = t.AUTO
-    """Maximum padded tokens per micro-batch and rank; `auto`: by the model and the memory of the device, at
-    most 4,096 on a CPU."""
+    """Maximum padded tokens per micro-batch and rank; `auto`: by the model (a hub id counts as one of eight
+    billion parameters) and the memory of the device, at most 4,096 on a CPU."""
 
     scorers: Annotated[tuple[Scorer, ...], t.at_least_one("{kind: dummy}")] = Field(
         default=(RewardModelScorer(kind="reward_model"),), strict=False

@@ -249,8 +249,8 @@ class Optimization(Section):
     batch_size: t.BatchSize = 64
     """Rows per optimizer step, over all processes."""
     micro_batch_tokens: t.MicroBatchTokens = t.AUTO
-    """Maximum padded tokens per micro-batch and rank; `auto`: by the model and the memory of the device, at
-    most 4,096 on a CPU."""
+    """Maximum padded tokens per micro-batch and rank; `auto`: by the model (a hub id counts as one of eight
+    billion parameters) and the memory of the device, at most 4,096 on a CPU."""
     num_epochs: NumEpochs = 1.0
     """Passes over the train rows; may be a fraction."""
 

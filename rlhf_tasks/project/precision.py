@@ -25,6 +25,7 @@ CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 AMPERE = 8  # the first compute capability whose matrix units compute in bfloat16
 MOST_TOKENS = {"cpu": 4096, "cuda": 65_536}  # beyond these a pass gets no faster
 LEAST_TOKENS = 256
+LARGE = (4096, 32, 14_336)  # of a model whose shape is not known: Llama 3 8B's
 ACTIVATIONS_SHARE = 1 / 8  # of the device's memory; weights, moments and caches need the rest
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -40,13 +41,12 @@ def resolve(precision: Precision) -> Literal["fp32", "bf16"]:
 def micro_batch_tokens(config: Config, root: Path, number_format: Literal["fp32", "bf16"]) -> int:
     """What `micro_batch_tokens: auto` stands for here, for the model that SFT starts from.
 
-    It is the most that is allowed where nothing tells the model's shape.
+    A hub id counts as a model of eight billion parameters: nothing is fetched here, and the value must not
+    change once the model is in the cache.
     """
     gpus = gpu_memories() if _torch_has_cuda() else []
     most = MOST_TOKENS["cuda" if gpus else "cpu"]
-    if (shape := _shape(config, root)) is None:
-        return most
-    hidden, layers, intermediate = shape
+    hidden, layers, intermediate = _shape(config, root) or LARGE
     numbers = layers * (9 * hidden + 3 * intermediate)  # in and out of all linear layers, at most
     a_token = numbers * (2 if number_format == "bf16" else 4)
     return tokens_that_fit(min(gpus) if gpus else machine_memory(), a_token, most)
@@ -60,20 +60,15 @@ def tokens_that_fit(memory: float, bytes_of_a_token: int, most: int = MOST_TOKEN
 
 
 def _shape(config: Config, root: Path) -> tuple[int, int, int] | None:
-    """Width, layers and width of the MLP of the model that SFT starts from; None if nothing tells them."""
-    source, revision, scratch = config.sft.source, config.sft.revision, config.model.scratch
+    """Width, layers and width of the MLP of the model that SFT starts from; None if no file here tells them."""
+    source, scratch = config.sft.source, config.model.scratch
     if source is None and scratch is not None:
         return scratch.hidden_size, scratch.num_layers, 4 * scratch.hidden_size
-    if source is None:
-        source, revision = config.model.base, config.model.revision
+    source = config.model.base if source is None else source
     with suppress(OSError, ValueError, KeyError, UserError):  # whoever loads the model says what is wrong
         if source.endswith(".gguf"):
             return _shape_of_gguf(Path(packaged.locate(source)))
         file = root / source / "config.json"
-        if not file.exists():
-            from huggingface_hub import hf_hub_download
-
-            file = Path(hf_hub_download(source, "config.json", revision=revision))
         known: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         known = known.get("text_config", known)
         hidden = known.get("hidden_size") or known["n_embd"]

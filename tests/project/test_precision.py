@@ -34,7 +34,7 @@ SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 153
         ({"n_embd": 64, "n_layer": 2}, 8 * GB, False, "fp32", 4096),  # GPT-2's names; never more on a CPU
         ({"n_embd": 64, "n_layer": 2}, 8 * GB, True, "fp32", 65_536),
         ({"text_config": SMOLLM2}, 24 * GB, False, "fp32", 2048),
-        (None, 24 * GB, False, "fp32", 4096),  # nothing tells the shape
+        (None, 80 * GB, True, "bf16", 1024),  # a hub id counts as a model of 8B
     ],
 )
 def test_an_eighth_of_the_memory_holds_the_activations(
