@@ -60,7 +60,7 @@ def tokens_that_fit(memory: float, bytes_of_a_token: int, most: int = MOST_TOKEN
 
 
 def _shape(config: Config, root: Path) -> tuple[int, int, int] | None:
-    """Width, layers and width of the MLP of the model that SFT starts from; None if no file here tells them."""
+    """Width, layers and width of the MLP of the model that SFT starts from; None if no file tells them."""
     source, scratch = config.sft.source, config.model.scratch
     if source is None and scratch is not None:
         return scratch.hidden_size, scratch.num_layers, 4 * scratch.hidden_size
