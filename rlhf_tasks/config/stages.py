@@ -7,7 +7,7 @@ stage depends. So a change of a judge retrains nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
 from rlhf_tasks.config import schema as s
@@ -49,16 +49,25 @@ class StageView:
         """The stage's part of a config."""
         flat, sections = flatten(config.model_dump(mode="json", by_alias=True)), cls.reads()
         declared = {key: flat[key] for key in flat if any(f"{key}.".startswith(f"{r}.") for r in sections)}
-        own = {name: _value(config, key) for name, key in cls._own().items()}
+        own = {one.name: _value(config, one) for one in fields(cls) if one.name in cls._own()}
+        # a value inside a section that is null is at its default
+        declared |= {one.metadata[KEY]: own[one.name] for one in fields(cls) if _is_lost(one, flat)}
         where = {name: getattr(config, name) for name in ("launch", "resume", "tracking")}
         return cls(declared=declared, **where, **own)
 
 
-def _value(config: s.Config, key: str) -> Any:
-    """The value of a dotted key; None inside of a section that is null."""
+def _is_lost(field_of_view: Field[Any], flat: Mapping[str, Any]) -> bool:
+    key = field_of_view.metadata.get(KEY, "")
+    return key.rpartition(".")[0] in flat
+
+
+def _value(config: s.Config, field_of_view: Field[Any]) -> Any:
+    """The value of a field's key; the field's default inside of a section that is null."""
     value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part, None)
+    for part in field_of_view.metadata.get(KEY, field_of_view.name).split("."):
+        if value is None:
+            return field_of_view.default
+        value = getattr(value, part)
     return value
 
 
@@ -119,9 +128,9 @@ class PpoView(ModelView):
 
     ppo: Ppo
     has_reward_model: bool = field(metadata={KEY: "reward.train"})
-    is_trial: bool | None = field(metadata={KEY: "promotion.trial"})
+    is_trial: bool = field(default=False, metadata={KEY: "promotion.trial"})
     """Written into the policy: what was trained as a trial is never promoted, whatever the gate's settings
-    are later; None without a gate."""
+    are later."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,7 @@ def resolved(root: Path, settings: Config, recorded: Mapping[str, Any] | None = 
     for name in TRAINED:
         section, key = getattr(settings, name), f"{name}.micro_batch_tokens"
         if section.micro_batch_tokens == AUTO:
-            tokens = known.get(key) or precision.micro_batch_tokens(settings, root, number_format)
+            tokens = known.get(key) or precision.micro_batch_tokens(settings, root, number_format, name)
             changed[name] = section.model_copy(update={"micro_batch_tokens": tokens})
     return settings.model_copy(update=changed)
 

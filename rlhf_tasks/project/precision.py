@@ -38,15 +38,17 @@ def resolve(precision: Precision) -> Literal["fp32", "bf16"]:
     return "bf16" if capabilities and min(capabilities) >= AMPERE else "fp32"
 
 
-def micro_batch_tokens(config: Config, root: Path, number_format: Literal["fp32", "bf16"]) -> int:
-    """What `micro_batch_tokens: auto` stands for here, for the model that SFT starts from.
+def micro_batch_tokens(
+    config: Config, root: Path, number_format: Literal["fp32", "bf16"], section: str = "sft"
+) -> int:
+    """What `micro_batch_tokens: auto` stands for here in a section of params.yaml, by its model.
 
     A hub id counts as a model of eight billion parameters: nothing is fetched here, and the value must not
     change once the model is in the cache.
     """
     gpus = gpu_memories() if _torch_has_cuda() else []
     most = MOST_TOKENS["cuda" if gpus else "cpu"]
-    hidden, layers, intermediate = _shape(config, root) or LARGE
+    hidden, layers, intermediate = _shape(config, root, section) or LARGE
     numbers = layers * (9 * hidden + 3 * intermediate)  # in and out of all linear layers, at most
     a_token = numbers * (2 if number_format == "bf16" else 4)
     return tokens_that_fit(min(gpus) if gpus else machine_memory(), a_token, most)
@@ -59,9 +61,9 @@ def tokens_that_fit(memory: float, bytes_of_a_token: int, most: int = MOST_TOKEN
     return max(LEAST_TOKENS, min(most, 1 << max(tokens.bit_length() - 1, 0)))
 
 
-def _shape(config: Config, root: Path) -> tuple[int, int, int] | None:
-    """Width, layers and width of the MLP of the model that SFT starts from; None if no file tells them."""
-    source, scratch = config.sft.source, config.model.scratch
+def _shape(config: Config, root: Path, section: str) -> tuple[int, int, int] | None:
+    """Width, layers and width of the MLP of the model of a section; None if no file tells them."""
+    source, scratch = None if section == "base" else config.sft.source, config.model.scratch
     if source is None and scratch is not None:
         return scratch.hidden_size, scratch.num_layers, 4 * scratch.hidden_size
     source = config.model.base if source is None else source

@@ -91,6 +91,8 @@ def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(chain: Pr
     for path in ("words.py", *mine, "ready/weights", "text.txt", "questions.txt"):
         (root / path).parent.mkdir(exist_ok=True)
         (root / path).write_text("", encoding="utf-8")
+    shape = {"hidden_size": 8, "num_hidden_layers": 1}  # by which `micro_batch_tokens: auto` is what it was
+    (root / "ready/config.json").write_text(json.dumps(shape), encoding="utf-8")
     (root / "mine/reward.py").write_text("from .deep import x\ndef score(p, r):\n    import words\n", "utf-8")
     reward = {"kind": "function", "weight": 1.0, "function": "mine.reward:score"}
     judges = [{"kind": "gold", "name": "gold"}, {"kind": "function", "name": "own", "function": "words:f"}]
