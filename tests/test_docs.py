@@ -35,7 +35,19 @@ PLACEHOLDERS = {
     "rlhf_tasks/stages/STAGE.py",
     "rlhf_tasks/tracking/metrics/STAGE.toml",
 }
-ELSEWHERE = ("pip", "cp", "docker", "export", "git", "mkdir", "prefect", "sbatch", "source", "transformers")
+ELSEWHERE = (
+    "pip",
+    "cp",
+    "docker",
+    "export",
+    "git",
+    "hf",
+    "mkdir",
+    "prefect",
+    "sbatch",
+    "source",
+    "transformers",
+)
 """Programs of the shown commands that are not the project's own, nor DVC."""
 
 
