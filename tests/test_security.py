@@ -90,11 +90,10 @@ def test_planted_keys_are_nowhere_in_what_a_run_wrote(
     shutil.copytree(trained, folder)
     shutil.copy(ROOT / "dvc.yaml", folder)
     (folder / "prompt.txt").write_text(endpoint.PROMPT, encoding="utf-8")
-    (folder / "labels.jsonl").touch()
     changes: dict[str, Any] = {
         "ppo.total_episodes": 32, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
         "ppo.response_length": 6, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
-        "ppo.guards": None, "judge.num_examples": 4, "judge.retention": None, "judge.labels": "labels.jsonl",
+        "ppo.guards": None, "judge.num_examples": 4, "judge.retention": None,
         **paid(judge_server, scorer_server),
     }  # fmt: skip
     with (folder / "params.yaml").open("w", encoding="utf-8") as file:
