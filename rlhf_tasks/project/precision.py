@@ -67,15 +67,16 @@ def _shape(config: Config, root: Path, section: str) -> tuple[int, int, int] | N
     if source is None and scratch is not None:
         return scratch.hidden_size, scratch.num_layers, 4 * scratch.hidden_size
     source = config.model.base if source is None else source
-    with suppress(OSError, ValueError, KeyError, UserError):  # whoever loads the model says what is wrong
+    # Whoever loads the model says what is wrong with it, also that the package gguf is missing.
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, UserError):
         if source.endswith(".gguf"):
-            return _shape_of_gguf(Path(packaged.locate(source)))
+            return _shape_of_gguf(root / packaged.locate(source))
         file = root / source / "config.json"
         known: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         known = known.get("text_config", known)
         hidden = known.get("hidden_size") or known["n_embd"]
         intermediate = known.get("intermediate_size") or known.get("n_inner") or 4 * hidden
-        return hidden, known.get("num_hidden_layers") or known["n_layer"], intermediate
+        return int(hidden), int(known.get("num_hidden_layers") or known["n_layer"]), int(intermediate)
     return None
 
 

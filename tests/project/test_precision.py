@@ -34,6 +34,7 @@ SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 153
         ({"n_embd": 64, "n_layer": 2}, 8 * GB, False, "fp32", 4096),  # GPT-2's names; never more on a CPU
         ({"n_embd": 64, "n_layer": 2}, 8 * GB, True, "fp32", 65_536),
         ({"text_config": SMOLLM2}, 24 * GB, False, "fp32", 2048),
+        ({"hidden_size": "wide", "num_hidden_layers": 2}, 80 * GB, True, "bf16", 1024),  # not readable
         (None, 80 * GB, True, "bf16", 1024),  # a hub id counts as a model of 8B
     ],
 )
@@ -48,6 +49,14 @@ def test_an_eighth_of_the_memory_holds_the_activations(
     monkeypatch.setattr(precision, "machine_memory", lambda: memory)
     settings = config.Config.model_validate({"model": {"base": "given"}})
     assert precision.micro_batch_tokens(settings, tmp_path, number_format) == tokens
+
+
+def test_a_gguf_file_that_cannot_be_read_counts_as_large(tmp_path: Path, monkeypatch: Any) -> None:
+    """Also without the package gguf: the stage that loads the model names what is missing."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(precision, "machine_memory", lambda: 16 * GB)
+    settings = config.Config.model_validate({"model": {"base": "model.gguf"}})
+    assert precision.micro_batch_tokens(settings, tmp_path, "fp32") == precision.LEAST_TOKENS
 
 
 def test_a_container_has_the_memory_that_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
