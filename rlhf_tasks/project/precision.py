@@ -18,7 +18,8 @@ import psutil
 
 from rlhf_tasks.config import Config, Precision
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import packaged
+from rlhf_tasks.project import atomic, packaged
+from rlhf_tasks.project.paths import Paths
 
 DRIVER = "libcuda.so.1"  # NVIDIA's driver, which sees the devices of CUDA_VISIBLE_DEVICES only
 CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
@@ -68,9 +69,9 @@ def _shape(config: Config, root: Path, section: str) -> tuple[int, int, int] | N
         return scratch.hidden_size, scratch.num_layers, 4 * scratch.hidden_size
     source = config.model.base if source is None else source
     # Whoever loads the model says what is wrong with it, also that the package gguf is missing.
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, UserError):
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, UserError):
         if source.endswith(".gguf"):
-            return _shape_of_gguf(root / packaged.locate(source))
+            return _shape_of_gguf(root / packaged.locate(source), Paths(root).home / "gguf.json")
         file = root / source / "config.json"
         known: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         known = known.get("text_config", known)
@@ -80,13 +81,20 @@ def _shape(config: Config, root: Path, section: str) -> tuple[int, int, int] | N
     return None
 
 
-def _shape_of_gguf(file: Path) -> tuple[int, int, int]:
-    from gguf import GGUFReader
+def _shape_of_gguf(file: Path, cache: Path) -> tuple[int, int, int]:
+    """`_shape` of a GGUF file, kept in the file `cache`: its reader takes seconds for the vocabulary."""
+    stat = file.stat()
+    name = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    known: dict[str, list[int]] = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
+    if name not in known:
+        from gguf import GGUFReader
 
-    fields = GGUFReader(file).fields
-    family = fields["general.architecture"].contents()
-    keys = ("embedding_length", "block_count", "feed_forward_length")
-    hidden, layers, intermediate = (int(fields[f"{family}.{key}"].contents()) for key in keys)
+        fields = GGUFReader(file).fields
+        family = fields["general.architecture"].contents()
+        keys = ("embedding_length", "block_count", "feed_forward_length")
+        known[name] = [int(fields[f"{family}.{key}"].contents()) for key in keys]
+        atomic.write_json(cache, known)
+    hidden, layers, intermediate = known[name]
     return hidden, layers, intermediate
 
 
