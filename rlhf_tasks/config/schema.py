@@ -325,6 +325,10 @@ class Reward(Trained):
 # --------------------------------------------------------------------------------------------- gate
 
 
+LEAST_BOUND = 0.4
+"""Smallest bound on a win rate that can promote: a stated small loss may pass (non-inferiority)."""
+
+
 class Promotion(Section):
     """The gate's criteria; null turns a criterion off. None of them reads the reward that PPO optimized."""
 
@@ -335,11 +339,13 @@ class Promotion(Section):
     second_judge: str | None = "reward_model"
     """Name of a second judge whose win rates must exceed the same bounds; null: one judge decides."""
     over_sft: t.Fraction = 0.5
-    """Bound that the lower end of the 95% interval of the win rate over SFT must exceed."""
+    """Bound that the lower end of the 95% interval of the win rate over SFT must exceed; at least 0.4, unless
+    `trial`: below that, a policy that clearly loses would pass. The same holds for the next two."""
     over_champion: t.Fraction | None = 0.5
     """The same bound for the win rate over the champion, if there is one; null: it is not compared."""
-    over_bar: t.Fraction | None = 0.5
-    """The same bound for the win rate over `judge.bar` as long as there is no champion; null: none."""
+    over_bar: t.Fraction = 0.5
+    """The same bound for the win rate over `judge.bar` as long as there is no champion, or without
+    `over_champion`."""
     trial: bool = False
     """Whether these settings only try the pipeline out: no policy that they train is ever promoted."""
     max_kl: t.PositiveFloat | None = 10.0
@@ -355,14 +361,14 @@ class Promotion(Section):
     min_examples: t.PositiveInt = 200
     """Smallest number of comparisons per judge and pair, without failures."""
 
-    detects: Annotated[float, Between(0.5, 1.0)] = 0.6
+    detects: Annotated[float, Field(gt=0.5, le=0.7)] = 0.6
     """Win rate that min_examples comparisons must tell from one half: in four of five cases its 95% interval
     is above that."""
 
     @property
     def least_examples(self) -> int:
         """The comparisons that `detects` needs, by the normal approximation at a power of 80%."""
-        p = max(self.detects, 0.5001)
+        p = self.detects
         return math.ceil(((1.96 * 0.5 + 0.8416 * math.sqrt(p * (1 - p))) / (p - 0.5)) ** 2)
 
     @property
@@ -377,6 +383,13 @@ class Promotion(Section):
         for key in ("max_perplexity_growth", "max_choice_drop"):
             if getattr(self, key) is not None and retention is None:
                 yield f"promotion.{key} needs judge.retention, which measures it; set it to null"
+        if not self.trial:
+            for key in ("over_sft", "over_champion", "over_bar"):
+                if (bound := getattr(self, key)) is not None and bound < LEAST_BOUND:
+                    yield (
+                        f"promotion.{key}={bound} would pass a policy that clearly loses; give at least "
+                        f"{LEAST_BOUND}, or mark the settings by promotion.trial: true"
+                    )
         if self.max_task_drop is not None and (retention is None or retention.tasks is None):
             yield "promotion.max_task_drop needs judge.retention.tasks, whose tasks it bounds; set it to null"
         if not self.trial and self.min_examples < self.least_examples:

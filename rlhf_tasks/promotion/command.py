@@ -32,6 +32,7 @@ POLICY = "models/policy"
 REWARD_KINDS = ("reward", "reward_heldout")
 DONE, REFUSED, DEFERRED, UNDECIDED = 0, 3, 4, 5
 """Exit status: promoted, or champion already; refused by the gate; MLflow does not answer; not judged yet."""
+NOT_COMPARED = "no champion (`rlhf promote` compares it with one)"
 RETRY_HINT = "; repeat the command later"
 
 
@@ -81,9 +82,7 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
         return UNDECIDED
 
     # 1. The version, with what restores it and the run that trained it.
-    tags, run = _origin(candidate, registry)
-    version = registry.register(md5, candidate.model, tags, run)
-    registry.challenge(version)
+    version = _challenger(candidate, registry)
 
     # 2. The verdict.
     evidence = measurement.collect(candidate, stale)
@@ -91,7 +90,7 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     if opponent is not None:
         restored = _restored(candidate, opponent)
         evidence = measurement.with_opponent(candidate, evidence, "champion", restored)
-    elif criteria.over_bar is not None and bar not in compared:
+    elif bar not in compared:
         folder = candidate.paths.base if bar == "base" else None
         evidence = measurement.with_opponent(candidate, evidence, bar, folder)
     suspects = {part for name in criteria.named for part in with_parts(settings.judge.judges, name)}
@@ -104,11 +103,7 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     against = f"version {champion.number}" if champion else "no champion yet"
     known = {"model": criteria.model, "version": version.number, "against": against, "time": _now()}
     atomic.write_json(verdict_file(local.home, md5), verdict.tree() | known)
-    result = "passed" if verdict.passed else "refused"
-    about = {"": result, "summary": verdict.summary, "against": against, "time": known["time"]}
-    circumstances = f"`{candidate.label}` against {against}, {known['time']}"
-    page = f"{result}: {verdict.summary}\n\n{circumstances}\n\n{verdict.table()}\n"
-    registry.record(version, about, page)
+    _record(registry, version, verdict, candidate.label, against)
     gate.show(verdict)
     if not verdict.passed:
         console.say(f"Refused: {_name(candidate, version)}: {verdict.summary}")
@@ -116,6 +111,28 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     registry.promote(version, champion)
     console.say(f"Promoted: {_name(candidate, version)} is {CHAMPION} now; before: {against}")
     return DONE
+
+
+def record_verdict(paths: Paths, settings: Config) -> None:
+    """Register the policy of a run with the verdict of stage verdict. Only `rlhf promote` makes a champion.
+
+    Nothing happens without a gate, without tracking, and to a policy that is champion already.
+    """
+    outs = {out for node in dvc_files.graph(paths.root).values() for out in node.outs}
+    if settings.promotion is None or not settings.tracking.enabled or POLICY not in outs:
+        return
+    candidate = Candidate(paths, POLICY, POLICY, settings, paths)
+    verdict = gate.Verdict.of_tree(json.loads(paths.verdict.read_text(encoding="utf-8")))
+    try:
+        with _locked(paths):
+            registry = Registry.open(settings.tracking, paths.home, settings.promotion.model)
+            champion = registry.champion()
+            if champion is not None and champion.md5 == candidate.md5:
+                return
+            version = _challenger(candidate, registry)
+            _record(registry, version, verdict, POLICY, NOT_COMPARED)
+    except (Unreachable, UserError) as error:
+        console.say(f"the registry does not have this verdict ({error}); `rlhf promote` writes it later")
 
 
 def rollback(paths: Paths) -> int:
@@ -161,6 +178,21 @@ def check(folder: Path, name: str) -> None:
 def verdict_file(home: Path, md5: str) -> Path:
     """The file of the last verdict on the policy with these bytes."""
     return home / "verdicts" / f"{md5}.json"
+
+
+def _challenger(candidate: Candidate, registry: Registry) -> Version:
+    """The version of a policy, with what restores it and the run that trained it; it is challenger now."""
+    tags, run = _origin(candidate, registry)
+    version = registry.register(candidate.md5, candidate.model, tags, run)
+    registry.challenge(version)
+    return version
+
+
+def _record(registry: Registry, version: Version, verdict: gate.Verdict, label: str, against: str) -> None:
+    result, now = "passed" if verdict.passed else "refused", _now()
+    about = {"": result, "summary": verdict.summary, "against": against, "time": now}
+    page = f"{result}: {verdict.summary}\n\n`{label}` against {against}, {now}\n\n{verdict.table()}\n"
+    registry.record(version, about, page)
 
 
 def _origin(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], str | None]:

@@ -194,12 +194,12 @@ def _criteria(
         yield Criterion("trial", f"{what} only try the pipeline out (promotion.trial)", 1.0, "<=", 0.0)
     if not evidence.results.has_reward:
         yield Criterion("no_reward", "policies that were trained by a dummy reward", 1.0, "<=", 0.0)
-    bounds: dict[Opponent, float | None] = {"sft": promotion.over_sft}
+    bounds: dict[Opponent, float] = {"sft": promotion.over_sft}
     if champion and promotion.over_champion is not None:
         bounds["champion"] = promotion.over_champion
     else:
         bounds[bar] = promotion.over_bar
-    pairs = [(judge, b) for b, bound in bounds.items() if bound is not None for judge in promotion.named]
+    pairs = [(judge, b) for b in bounds for judge in promotion.named]
     for judge, b in pairs:
         title = f"win rate over {OPPONENTS[b]} by {judge.replace('_', ' ')} (95% low)"
         low = _of_comparison(evidence.results, judge, b, lambda one: one.win_rate.low)

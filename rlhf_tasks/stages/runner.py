@@ -15,6 +15,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness
 from rlhf_tasks.project import atomic, disk, dvc_files, inputs, lineage
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.promotion import command
 from rlhf_tasks.tracking import catalogue, context, curves
 from rlhf_tasks.training import checkpoint, failures, launch, stopping
 
@@ -74,6 +75,8 @@ def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
             _write_results(paths, stage, claim.key, metrics, tracker.history())
             tracker.final(metrics)
         claim.finish()
+    if stage == "verdict" and context.STAGE_RUN not in os.environ:  # a flow promotes, with the same record
+        command.record_verdict(paths, settings)
     _print_summary(paths, stage, metrics, time.monotonic() - start)
     if stage == STAGES[-1]:
         _print_where_results_are(paths, settings.tracking)
@@ -128,8 +131,8 @@ def _print_where_results_are(paths: Paths, settings: Tracking) -> None:
         return
     verdict = json.loads(paths.verdict.read_text(encoding="utf-8")) if paths.verdict.exists() else {}
     if verdict.get("passed"):
-        console.say("the policy passes the gate: `rlhf promote` registers it and makes it the champion")
+        console.say("the policy passes the gate: `rlhf promote` makes it the champion")
     elif verdict:
-        console.say("the gate refuses the policy; `rlhf promote` registers it with the reasons")
+        console.say("the gate refuses the policy: it cannot become champion")
     curves_in = f"; curves: {context.uri(settings) or '`rlhf mlflow`'}" if settings.enabled else ""
     console.say(f"more: {paths.relative(paths.reports)}/index.html; `dvc metrics show`{curves_in}")

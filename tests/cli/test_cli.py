@@ -134,7 +134,7 @@ def test_curves_are_where_the_run_was_tracked(
 @pytest.mark.parametrize(
     ("verdict", "said"),
     [
-        ({"passed": True}, "passes the gate: `rlhf promote` registers it and makes it the champion"),
+        ({"passed": True}, "passes the gate: `rlhf promote` makes it the champion"),
         ({"passed": False}, "the gate refuses the policy"),
         ({}, ""),
     ],

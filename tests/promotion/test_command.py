@@ -26,7 +26,8 @@ from rlhf_tasks.project import atomic, git, hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command, gate, registry
 from rlhf_tasks.promotion.command import verdict_file
-from rlhf_tasks.promotion.registry import Registry
+from rlhf_tasks.promotion.registry import Registry, Unreachable
+from rlhf_tasks.stages import runner
 from rlhf_tasks.stages import verdict as stage
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.tracking.store import embedded_uri
@@ -440,6 +441,29 @@ def test_the_stage_applies_all_criteria_but_the_champion(project: Path) -> None:
     assert tree["passed"] is True
     assert not any("champion" in criterion["key"] for criterion in tree["criteria"])
     assert gate.Verdict.of_tree(tree).passed
+
+
+@pytest.mark.parametrize(("kl", "result"), [(planted.KL, "passed"), (11.2, "refused")])
+def test_a_verdict_of_a_run_is_in_the_registry_with_its_run(project: Path, kl: float, result: str) -> None:
+    md5 = planted.pipeline(project, "one", kl=kl)
+    store = client(project)
+    experiment = store.get_experiment_by_name("rlhf")
+    assert experiment is not None
+    run = store.create_run(experiment.experiment_id, tags={"rlhf.run": "ppo-of-one"}).info.run_id
+    assert runner.run("verdict", Paths()) == 0
+    version = store.get_model_version(NAME, "1")
+    assert (version.tags["dvc.md5"], version.tags["verdict"], version.run_id) == (md5, result, run)
+    assert "`rlhf promote` compares it with one" in version.tags["verdict.against"]
+    label(project, md5, "one")
+    assert aliases(project) == {"challenger": "one"}, "only `rlhf promote` makes a champion"
+
+
+def test_a_verdict_that_mlflow_does_not_take_fails_no_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Registry, "champion", lambda self: (_ for _ in ()).throw(Unreachable("refused")))
+    assert runner.run("verdict", Paths()) == 0
+    assert "the registry does not have this verdict (refused); `rlhf promote`" in capsys.readouterr().out
 
 
 def test_the_stage_without_a_gate_writes_an_empty_verdict(project: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_single_missed_criterion_refuses_and_is_named(
 
 def test_without_a_champion_the_policy_must_beat_the_base_model_too() -> None:
     assert failed(decide(results(base=0.45))) == ["over_base/gold", "over_base/reward_model"]
-    assert decide(results(base=0.45), over_bar=None).passed
+    assert decide(results(base=0.45), over_bar=0.4).passed
     assert decide(results(base=0.45), champion=planted.over_champion()).passed
     unbeaten = decide(results(base=0.45), champion=planted.over_champion(), over_champion=None)
     assert failed(unbeaten) == ["over_base/gold", "over_base/reward_model"]
@@ -251,6 +251,11 @@ FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
         ({"promotion.judge": "best"}, "promotion.judge='best' is not in judge.judges"),
         ({"promotion.second_judge": "gold"}, "both use gold"),
         ({"promotion.over_sft": None}, "promotion.over_sft: Input should be a valid number"),
+        ({"promotion.over_bar": None}, "promotion.over_bar: Input should be a valid number"),
+        ({"promotion.over_sft": 0.0}, "promotion.over_sft=0.0 would pass a policy that clearly loses"),
+        ({"promotion.over_bar": 0.39}, "promotion.over_bar=0.39 would pass a policy that clearly loses"),
+        ({"promotion.over_champion": 0.0}, "give at least 0.4, or mark the settings by promotion.trial"),
+        ({"promotion.detects": 1.0}, "promotion.detects: Input should be less than or equal to 0.7"),
         (
             {
                 "judge.judges": [
@@ -292,6 +297,11 @@ def test_criteria_that_cannot_hold_are_config_errors(changes: dict[str, Any], pr
     with pytest.raises(ConfigError) as caught:
         config.validate(shipped(changes), "test")
     assert problem in str(caught.value)
+
+
+def test_a_trial_may_have_any_bound() -> None:
+    changes = {"promotion.trial": True, "promotion.over_sft": 0.0, "promotion.over_champion": 0.0}
+    config.validate(shipped(changes), "test")
 
 
 def test_only_verdict_and_report_read_the_criteria() -> None:

@@ -14,6 +14,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, console
 from rlhf_tasks.cli import main
+from rlhf_tasks.config import schema
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import save_checkpoint
@@ -25,7 +26,7 @@ from tests.promotion import planted
 
 LENIENT = {
     "promotion.over_sft": 0.0, "promotion.over_champion": 0.0, "promotion.max_perplexity_growth": 100.0,
-    "promotion.max_choice_drop": 1.0, "promotion.min_examples": 12, "promotion.detects": 0.9,
+    "promotion.max_choice_drop": 1.0, "promotion.min_examples": 12,
     "judge.num_examples": 12,
 }  # fmt: skip
 
@@ -54,6 +55,8 @@ def test_policies_are_judged_promoted_refused_and_rolled_back(
     models_here: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(schema, "LEAST_BOUND", 0.0)  # the policies differ by chance
+    monkeypatch.setattr(schema.Promotion, "least_examples", 12)
     console.set_quiet(False)
     for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
         subprocess.run(words, check=True)
