@@ -18,7 +18,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
 run: $(INSTALLED) git ## run every stage whose inputs, code or parameters changed
-	@dvc repro
+	@rlhf run
 
 up: $(INSTALLED) git ## start the service: Prefect and MLflow dashboards, worker, deployments (rlhf up)
 	@rlhf up

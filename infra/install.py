@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "infra/requirements.lock"
-EVERY_SECONDS = 5.0
+EVERY_SECONDS = 8.0
 SHOWN_LINES = 30  # of pip's output, where it fails
 
 
@@ -32,7 +32,8 @@ def pip(*words: str, what: str, total: int = 0) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     print(f"installing {what}", flush=True)
-    output, found, now, said_at = list[str](), 0, "starting", time.monotonic()
+    output, found, now, said = list[str](), 0, "starting", ""
+    began_at = said_at = time.monotonic()
     while True:
         try:
             line = lines.get(timeout=1.0)
@@ -44,12 +45,13 @@ def pip(*words: str, what: str, total: int = 0) -> None:
             elif line.strip().startswith("Downloading "):
                 now = f"downloading {line.split()[1].rsplit('/', 1)[-1]}"
             elif line.startswith("Installing collected packages"):
-                now = "unpacking"
+                found, now = total, "unpacking, which takes some minutes"
         except queue.Empty:
             pass
         if time.monotonic() - said_at >= EVERY_SECONDS:
-            print(f"  {f'{min(found, total)}/{total} ' if total else ''}{now}", flush=True)
-            said_at = time.monotonic()
+            so_far = f", {time.monotonic() - began_at:.0f}s so far" if now == said else ""
+            print(f"  {f'{min(found, total)}/{total} ' if total else ''}{now}{so_far}", flush=True)
+            said, said_at = now, time.monotonic()
     if status := process.wait():
         print("\n".join(output[-SHOWN_LINES:]), file=sys.stderr)
         sys.exit(status)

@@ -1,14 +1,17 @@
 """Prints lines, tables and progress bars while a stage runs.
 
-It prints plain lines if stdout is not a terminal. The command line makes all ranks but the first quiet:
-their calls do nothing.
+A stage of the pipeline prints little: one line of progress, `5/9 reward  62% of 3 epochs  1m10s left`, and
+what a person must know. Its tables and remarks go to a log file (`stage`, `log_to`). It prints plain lines if
+stdout is not a terminal. The command line makes all ranks but the first quiet: their calls do nothing.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import rich.box
@@ -39,8 +42,39 @@ class Console:
     def __init__(self, file: TextIO | None = None, *, quiet: bool = False) -> None:
         self._rich = rich.console.Console(file=file, markup=False, highlight=False, emoji=False)
         self.quiet = quiet
+        self._stage = self._label = ""
+        self._log: TextIO | None = None
         self._is_drawing = False  # a bar, which shows itself that the process lives
         self._printed_at, self._pause = time.monotonic(), SILENT_SECONDS
+
+    @contextmanager
+    def stage(self, name: str, number: int, count: int) -> Iterator[None]:
+        """Within the block, progress is that of a stage, and begins with `5/9 reward`."""
+        before = self._stage, self._label
+        self._stage, self._label = name, f"{number}/{count} {name}"
+        try:
+            yield
+        finally:
+            self._stage, self._label = before
+
+    @contextmanager
+    def log_to(self, file: Path) -> Iterator[None]:
+        """Within the block, tables and remarks are appended to a file instead, and lines are copied there."""
+        if self.quiet:
+            yield
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8", buffering=1) as self._log:
+            try:
+                yield
+            finally:
+                self._log = None
+
+    def name(self, description: str) -> str:
+        """What a line about some work begins with."""
+        if not self._label or description == self._stage:
+            return self._label or description
+        return f"{self._label}  {description}"
 
     def show_life(self, text: str) -> None:
         """Print `text` if nothing was printed for ten seconds; a log gets it after ever longer pauses."""
@@ -54,15 +88,24 @@ class Console:
         self._printed_at, self._pause = time.monotonic(), SILENT_SECONDS
         if not self.quiet:
             self._rich.print(text, soft_wrap=True)
+        if self._log is not None:
+            print(text, file=self._log)
+
+    def remark(self, text: str) -> None:
+        """Write a line to the log of a stage; without a log, print it."""
+        if self._log is None:
+            self.say(text)
+        else:
+            print(text, file=self._log)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Print a table; without a terminal, one line per row."""
+        """Print a table, or write it to the log; there and without a terminal, one line per row."""
         if self.quiet:
             return
         cells = [[show(cell) for cell in row] for row in rows]
-        if not self._rich.is_terminal:
+        if self._log is not None or not self._rich.is_terminal:
             folded = [" | ".join(" ".join(cell.split()) for cell in row) for row in [list(columns), *cells]]
-            self._rich.print("\n".join([title, *folded]), soft_wrap=True)
+            self.remark("\n".join([title, *folded]))
             return
         table = Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1))
         for name in columns:
@@ -79,8 +122,8 @@ class Console:
         elif self._rich.is_terminal:
             self._is_drawing = True
             try:
-                with Progress(*_columns(), console=self._rich) as bar:
-                    task = bar.add_task(description, total=total, done="", rate="", latest="")
+                with Progress(*COLUMNS, console=self._rich, transient=True) as bar:
+                    task = bar.add_task(self.name(description), total=total, done="", latest="")
                     yield _Bar(bar, task, total, unit)
             finally:
                 self._is_drawing = False
@@ -90,78 +133,82 @@ class Console:
             lines.finish()
 
 
-def _columns() -> tuple[Any, ...]:
-    return (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[done]}"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[latest]}"),
-    )
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(bar_width=24),
+    TextColumn("{task.fields[done]}"),
+    TimeRemainingColumn(compact=True),
+    TextColumn("{task.fields[latest]}"),
+)
 
 
-class _Bar(Meter):
-    def __init__(self, bar: Progress, task: TaskID, total: float, unit: str) -> None:
-        self._bar, self._task, self._total, self._unit = bar, task, total, unit
-        self._done, self._skipped, self._start = 0.0, 0.0, time.monotonic()
+class _Work(Meter):
+    """Work that is counted. `skip` is left out of the speed."""
+
+    def __init__(self, total: float, unit: str) -> None:
+        self.total, self.unit = total, unit.removesuffix("s") if total == 1 else unit
+        self.done = self.skipped = 0.0
+        self.start = time.monotonic()
 
     def skip(self, n: float) -> None:
-        self._done, self._skipped = self._done + n, self._skipped + n
-        self._bar.update(self._task, completed=self._done)
+        self.done, self.skipped = self.done + n, self.skipped + n
+
+    @property
+    def share(self) -> str:
+        """Such as `62% of 8192 episodes  46.5/s`; a speed below one a second is left out."""
+        percent = 100 * self.done / self.total if self.total else 100.0
+        seconds = time.monotonic() - self.start
+        rate = (self.done - self.skipped) / seconds if seconds > 0 else 0.0
+        speed = f"  {rate:.3g}/s" if rate >= 1 else ""
+        return f"{math.floor(percent + 1e-6)}% of {self.total:,.10g} {self.unit}{speed}"
+
+
+class _Bar(_Work):
+    def __init__(self, bar: Progress, task: TaskID, total: float, unit: str) -> None:
+        super().__init__(total, unit)
+        self._bar, self._task = bar, task
+
+    def skip(self, n: float) -> None:
+        super().skip(n)
+        self._bar.update(self._task, completed=self.done)
 
     def advance(self, n: float = 1, **metrics: float) -> None:
-        self._done += n
-        rate = _rate(self._done - self._skipped, time.monotonic() - self._start, self._unit)
-        done = f"{_count(self._done)}/{_count(self._total)} {self._unit}"
-        self._bar.update(self._task, advance=n, done=done, rate=rate)
+        self.done += n
+        self._bar.update(self._task, advance=n, done=self.share)
         if metrics:
             self._bar.update(self._task, latest=_latest(metrics))
 
 
-class _Lines(Meter):
+class _Lines(_Work):
     def __init__(self, console: Console, description: str, total: float, unit: str) -> None:
-        self._console, self._description, self._total, self._unit = console, description, total, unit
-        self._done = self._shown_done = self._skipped = 0.0
-        self._start = self._shown_at = time.monotonic()
+        super().__init__(total, unit)
+        self._console, self._name = console, console.name(description)
+        self._shown_done, self._shown_at = 0.0, self.start
         self._metrics: Mapping[str, float] = {}
 
     def skip(self, n: float) -> None:
-        self._done = self._shown_done = self._skipped = self._done + n
+        super().skip(n)
+        self._shown_done = self.done
 
     def advance(self, n: float = 1, **metrics: float) -> None:
-        self._done += n
+        self.done += n
         self._metrics = metrics or self._metrics
-        due = self._done - self._shown_done >= PLAIN_SHARE * self._total
+        due = self.done - self._shown_done >= PLAIN_SHARE * self.total
         if due and time.monotonic() - self._shown_at >= PLAIN_SECONDS:
             self._show()
 
     def finish(self) -> None:
-        if self._done > self._shown_done:
+        if self.done > self._shown_done:
             self._show()
 
     def _show(self) -> None:
-        self._shown_done, self._shown_at = self._done, time.monotonic()
-        seconds = self._shown_at - self._start
-        new = self._done - self._skipped
-        left = max(self._total - self._done, 0) * seconds / new
-        parts = [
-            f"{self._description}: {_count(self._done)}/{_count(self._total)} {self._unit}",
-            _rate(new, seconds, self._unit),
-            f"{duration(left)} left" if self._done < self._total * ALMOST else f"in {duration(seconds)}",
-            _latest(self._metrics),
-        ]
-        self._console.say(", ".join(part for part in parts if part))
-
-
-def _count(number: float) -> str:
-    """A count as text; fractions of an epoch with two decimals."""
-    near = round(number)
-    return str(near) if abs(number - near) < 1e-6 else f"{number:.2f}"
-
-
-def _rate(done: float, seconds: float, unit: str) -> str:
-    return f"{done / seconds:.3g} {unit}/s" if seconds > 0 else ""
+        self._shown_done, self._shown_at = self.done, time.monotonic()
+        seconds = self._shown_at - self.start
+        left = max(self.total - self.done, 0) * seconds / (self.done - self.skipped)
+        is_over = self.done >= self.total * ALMOST
+        time_text = f"in {duration(seconds)}" if is_over else f"{duration(left)} left"
+        parts = [self._name, self.share, time_text, _latest(self._metrics)]
+        self._console.say("  ".join(part for part in parts if part))
 
 
 def _latest(metrics: Mapping[str, float]) -> str:
@@ -169,8 +216,10 @@ def _latest(metrics: Mapping[str, float]) -> str:
 
 
 def show(value: Any) -> str:
-    """A cell as text; floats to four significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """A cell as text; floats to four significant digits, whole numbers with all."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
@@ -185,18 +234,14 @@ def duration(seconds: float) -> str:
 _CONSOLE = Console()
 
 
-def say(text: str) -> None:
-    _CONSOLE.say(text)
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    _CONSOLE.table(title, columns, rows)
-
-
-@contextmanager
-def progress(description: str, total: float, unit: str = "steps") -> Iterator[Meter]:
-    with _CONSOLE.progress(description, total, unit) as meter:
-        yield meter
+say, remark, table, show_life, name = (
+    _CONSOLE.say,
+    _CONSOLE.remark,
+    _CONSOLE.table,
+    _CONSOLE.show_life,
+    _CONSOLE.name,
+)
+progress, stage, log_to = _CONSOLE.progress, _CONSOLE.stage, _CONSOLE.log_to
 
 
 def set_quiet(quiet: bool) -> None:
@@ -206,7 +251,3 @@ def set_quiet(quiet: bool) -> None:
 def is_quiet() -> bool:
     """True in a process that prints nothing, such as a rank after the first."""
     return _CONSOLE.quiet
-
-
-def show_life(text: str) -> None:
-    _CONSOLE.show_life(text)

@@ -3,7 +3,7 @@
 Exit status: 0 done, 1 a fault of another program (one message), 2 a mistake that the user can fix (one
 message, no traceback), 130 Ctrl-C, 143 terminated. `rlhf promote` also ends with 3 (the gate refuses), 4
 (MLflow does not answer) and 5 (undecided). `rlhf status` ends with 1 if not all programs work, and
-`rlhf flow` with 1 if the run fails. Anything else is a fault, with its traceback.
+`rlhf run` with 1 if a stage fails otherwise. Anything else is a fault, with its traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import typer
 
 from rlhf_tasks import console
-from rlhf_tasks.cli import data, pipeline, review, serve
+from rlhf_tasks.cli import data, pipeline, review, run, serve
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import OutsideFault
 from rlhf_tasks.project import dvc_files, inputs
@@ -34,10 +34,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
     "Run the pipeline": (
+        run.run,
         data.data,
         pipeline.preset,
         pipeline.params,
-        pipeline.flow,
         pipeline.check_model,
         pipeline.plan,
     ),
@@ -52,7 +52,7 @@ COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
     "Promote a policy": (serve.promote, serve.export),
     "Run the service": (serve.up, serve.status, serve.down, serve.deploy),
 }
-STAGE_PANEL = "Stages (`dvc repro` runs them in order)"
+STAGE_PANEL = "Stages (`rlhf run` and `dvc repro` run them in order)"
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
@@ -106,7 +106,7 @@ def parser() -> Any:
     """The group of all commands, listed by what a person wants to do; a docstring is its command's help."""
     app = typer.Typer(
         help="Align a language model by RLHF: SFT, reward model, PPO and judge.\n\n"
-        "`dvc repro` runs all stages. `rlhf COMMAND --help` explains a command.",
+        "`rlhf run` runs all stages. `rlhf COMMAND --help` explains a command.",
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
@@ -118,8 +118,8 @@ def parser() -> Any:
     summaries = dvc_files.descriptions(Path())
     for stage in STAGES:
         if stage != "judge":  # it takes arguments
-            run = _run_of(stage)
-            app.command(stage, help=summaries.get(stage, ""), rich_help_panel=STAGE_PANEL)(run)
+            command = _run_of(stage)
+            app.command(stage, help=summaries.get(stage, ""), rich_help_panel=STAGE_PANEL)(command)
     return typer.main.get_command(app)
 
 
@@ -134,9 +134,9 @@ def run_inputs() -> int:
 
 
 def _run_of(stage: Stage) -> Callable[[], int]:
-    def run() -> int:
+    def run_stage() -> int:
         from rlhf_tasks.stages import runner
 
         return runner.run(stage, Paths())
 
-    return run
+    return run_stage

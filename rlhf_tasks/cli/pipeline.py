@@ -1,4 +1,4 @@
-"""Commands that run the pipeline: `rlhf preset`, `flow`, `check-model`, `plan`."""
+"""Commands that run the pipeline: `rlhf preset`, `params`, `check-model`, `plan`."""
 
 from __future__ import annotations
 
@@ -73,13 +73,6 @@ def _upgrade() -> int:
         atomic.write_text(FILE, upgraded)
     console.say("\n".join(moved) if moved else f"{FILE} has the present shape: nothing to move")
     return 0
-
-
-def flow() -> int:
-    """Run the pipeline once in this folder, with the flow's retries and promotion."""
-    from flows.pipeline import run_in_checkout
-
-    return run_in_checkout()
 
 
 def check_model(

@@ -242,6 +242,12 @@ class EvaluationResults(_Part):
     def write(self, path: Path) -> None:
         atomic.write_text(path, self.text())
 
+    @property
+    def first_judge(self) -> str:
+        """The judge that people are told of first: gold, or else one that PPO has not optimized; or ""."""
+        judges = sorted(one.judge for one in self.comparisons)
+        return min(judges, key=lambda one: (one != "gold", one in self.optimised_judges), default="")
+
     def comparison(self, judge: str, a: str, b: str) -> ComparisonResult | None:
         """One comparison; None where that judge did not compare A with B."""
         found = (one for one in self.comparisons if (one.judge, one.a, one.b) == (judge, a, b))

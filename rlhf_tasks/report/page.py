@@ -34,9 +34,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     files, stages = Files(paths), [stage for stage in STAGES if stage != "report"]
     judge_folder, ppo_folder = paths.judge_results, paths.ppo_samples
     results = EvaluationResults.read(paths.evaluation_results)
-    judged, judges = results.metrics(), sorted(one.judge for one in results.comparisons)
-    # The judge of the story: gold if there is one, and none that PPO optimized if there is another.
-    judge = min(judges, key=lambda one: (one != "gold", one in results.optimised_judges), default="")
+    judged, judge = results.metrics(), results.first_judge
     metrics: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.metrics(s)))}
     curves: dict[str, figures.Points] = {s: files.points(paths.curves(s)) for s in figures.STAGES}
     lineage: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.lineage(s)))}

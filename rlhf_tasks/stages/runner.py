@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 
 from rlhf_tasks import config, console, tracking
-from rlhf_tasks.config import STAGES, VIEWS, Stage, Tracking
+from rlhf_tasks.config import STAGES, VIEWS, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness
-from rlhf_tasks.project import atomic, disk, dvc_files, inputs, lineage
+from rlhf_tasks.project import atomic, disk, durations, dvc_files, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command
+from rlhf_tasks.report import card
 from rlhf_tasks.tracking import catalogue, context, curves
 from rlhf_tasks.training import checkpoint, failures, launch, stopping
 
-SHOWN_METRICS = 20
+SHOWN_METRICS = 3
 NOT_MADE = "no stage produces this; restore it, or name another file or folder in params.yaml"
 
 
@@ -34,7 +34,8 @@ def run(stage: Stage, paths: Paths) -> int:
     A failure is written down for the program that started the stage (`failures.report`).
     """
     try:
-        with stopping.listening(stage) as listener:
+        number, count = STAGES.index(stage) + 1, len(STAGES)
+        with stopping.listening(stage) as listener, console.stage(stage, number, count):
             return _run(stage, paths, listener)
     except KeyboardInterrupt:
         raise  # a signal is not a failure
@@ -62,11 +63,13 @@ def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
         return launch.run(paths, stage, settings.launch)
     start = time.monotonic()
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
-    section = getattr(view, stage, None)
-    if is_main and (tokens := getattr(section, "micro_batch_tokens", None)):
-        console.say(f"{stage}: {view.launch.precision}, at most {tokens:,} tokens a micro-batch")
-    with checkpoint.claim(paths, view, main=is_main) as claim:
+    with (
+        checkpoint.claim(paths, view, main=is_main) as claim,
+        console.log_to(paths.home / "logs" / f"{claim.key}.log"),
+    ):
         listener.next_run = claim.next_run
+        if tokens := getattr(getattr(view, stage, None), "micro_batch_tokens", None):
+            console.remark(f"{stage}: {view.launch.precision}, at most {tokens:,} tokens a micro-batch")
         with tracking.open_run(paths, stage, view, key=claim.key) as tracker:
             module = importlib.import_module(module_of(stage))
             metrics: dict[str, float] = module.run(view, paths, tracker)
@@ -75,11 +78,13 @@ def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
             _write_results(paths, stage, claim.key, metrics, tracker.history())
             tracker.final(metrics)
         claim.finish()
+        seconds = time.monotonic() - start
+        durations.record(paths.home, stage, seconds)
+        _print_summary(paths, stage, metrics, seconds)
     if stage == "verdict" and context.STAGE_RUN not in os.environ:  # a flow promotes, with the same record
         command.record_verdict(paths, settings)
-    _print_summary(paths, stage, metrics, time.monotonic() - start)
-    if stage == STAGES[-1]:
-        _print_where_results_are(paths, settings.tracking)
+    if stage == STAGES[-1] and context.STAGE_RUN not in os.environ:  # a flow shows what it has done itself
+        card.show(paths, settings)
     return 0
 
 
@@ -116,23 +121,11 @@ def _write_results(
 
 
 def _print_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float) -> None:
-    names, title = catalogue.ordered(stage, metrics), f"{stage}: done in {console.duration(seconds)}"
-    shown = [(name, metrics[name]) for name in names[:SHOWN_METRICS]]
-    console.table(title, ["metric", "value"], shown) if names else console.say(title)
-    if len(names) > SHOWN_METRICS:
-        console.say(f"and {len(names) - SHOWN_METRICS} more in {paths.relative(paths.metrics(stage))}")
+    """One line with the first headlines; all metrics and outs go to the log."""
+    names = catalogue.ordered(stage, metrics)
+    if names:
+        console.table(f"metrics of {stage}", ["metric", "value"], [(name, metrics[name]) for name in names])
     outs = [path for path in dvc_files.graph(paths.root)[stage].outs if (paths.root / path).exists()]
-    console.say(f"wrote {', '.join(outs)}")
-
-
-def _print_where_results_are(paths: Paths, settings: Tracking) -> None:
-    """Say at a pipeline's end what shows its results. A flow shows them itself, and removes its folder."""
-    if context.STAGE_RUN in os.environ or not (paths.root / ".dvc").is_dir():
-        return
-    verdict = json.loads(paths.verdict.read_text(encoding="utf-8")) if paths.verdict.exists() else {}
-    if verdict.get("passed"):
-        console.say("the policy passes the gate: `rlhf promote` makes it the champion")
-    elif verdict:
-        console.say("the gate refuses the policy: it cannot become champion")
-    curves_in = f"; curves: {context.uri(settings) or '`rlhf mlflow`'}" if settings.enabled else ""
-    console.say(f"more: {paths.relative(paths.reports)}/index.html; `dvc metrics show`{curves_in}")
+    console.remark(f"wrote {', '.join(outs)}")
+    shown = [f"{name} {console.show(metrics[name])}" for name in names[:SHOWN_METRICS]]
+    console.say("  ".join([f"{console.name(stage)}  done in {console.duration(seconds)}", *shown]))

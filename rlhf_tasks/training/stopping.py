@@ -125,7 +125,7 @@ class Listener:
                 os.kill(os.getpid(), signal.SIGTERM)
             if self._plan is None and not self._num_heard:
                 so_far = console.duration(time.monotonic() - self._began_at)
-                console.show_life(f"{self._stage}: still at work, {so_far} so far")
+                console.show_life(f"{console.name(self._stage)}  at work, {so_far} so far")
 
     def _hear(self, number: int) -> None:
         if number not in NAMES:

@@ -163,7 +163,7 @@ def train(
     evaluate_every = max(1, round(num_steps / num_evaluations))
     batches: list[list[int]] = []  # of this epoch
 
-    with console.progress(name, settings.num_epochs, unit="epoch") as bar:
+    with console.progress(name, settings.num_epochs, unit="epochs") as bar:
         # A run that was stopped goes on after its last snapshot, with the same random numbers.
         if (snapshot := snapshots.load()) is not None:
             dist.load_training_state(trained, optimizer, snapshot["training"])

@@ -1,0 +1,121 @@
+"""`rlhf run`: every stage whose inputs, code or parameters changed, with a head before and a card after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from typer import Option
+
+from rlhf_tasks import config, console
+from rlhf_tasks.cli.review import project
+from rlhf_tasks.config import STAGES
+from rlhf_tasks.project import durations, dvc_cli, dvc_files, inputs
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import failures
+from rlhf_tasks.training.stopping import Stopped
+
+
+def run(
+    dry: bool = Option(False, "--dry", help="only say what would run, why, and how long it took last time"),
+    flow: bool = Option(False, "--flow", help="by Prefect, with its retries and the promotion at the end"),
+) -> int:
+    """Run every stage whose inputs, code or parameters changed, and say what came out."""
+    paths = project()
+    if flow and not dry:
+        from flows.pipeline import run_in_checkout
+
+        return run_in_checkout()
+    settings = config.load(paths.params)
+    inputs.write(paths)  # for `dvc status`
+    reasons, seconds = changed(paths), durations.read(paths.home)
+    if dry:
+        rows = [[name, why, took(seconds, [name])] for name, why in reasons.items()]
+        console.table(f"{len(rows)} of {len(STAGES)} stages would run", ["stage", "why", "last time"], rows)
+        return 0
+    if reasons:
+        console.say(f"{len(reasons)} of {len(STAGES)} stages run: {', '.join(reasons)}")
+        console.say(f"They took, when they last ran: {took(seconds, [*reasons])}. Ctrl-C keeps their state.")
+        console.say(f"Tables and samples: {paths.home / 'logs'}/STAGE-….log")
+    else:
+        console.say(f"Nothing has changed: the results of all {len(STAGES)} stages are here")
+    if (status := _repro(paths)) == 0 and "report" not in reasons:  # it shows the card itself
+        from rlhf_tasks.report import card
+
+        card.show(paths, settings)
+    return status
+
+
+def took(seconds: Mapping[str, float], stages: list[str]) -> str:
+    """How long these stages took when they last ran here."""
+    if any(stage not in seconds for stage in stages):
+        return "not known yet"
+    return console.duration(sum(seconds[stage] for stage in stages))
+
+
+def changed(paths: Paths) -> dict[str, str]:
+    """The stages that `dvc repro` would run or restore, in their order, and why."""
+    status: dict[str, list[Any]] = json.loads(dvc_cli.run(paths.root, "status", "--json"))
+    reasons = dict[str, str]()
+    for stage, node in dvc_files.graph(paths.root).items():
+        if stage == dvc_files.INPUTS:
+            continue
+        makers = [name for name in reasons if {*node.deps} & {*dvc_files.graph(paths.root)[name].outs}]
+        parts = [why for change in status.get(stage, []) for why in _reasons(paths, stage, change)]
+        if not dvc_files.locked_by(paths.root, stage):
+            reasons[stage] = "it has not run yet"
+        elif parts or makers:
+            reasons[stage] = "; ".join(parts or [f"after {', '.join(makers)}"])
+    return reasons
+
+
+def _reasons(paths: Paths, stage: str, change: str | Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One entry of `dvc status`, in words. Outs of other stages are left to those stages."""
+    if isinstance(change, str):
+        return [change]
+    graph, record = dvc_files.graph(paths.root), f"{dvc_files.INPUTS}/{stage}.json"
+    made, deps = {out for node in graph.values() for out in node.outs}, change.get("changed deps", {})
+    found = []
+    now, before = inputs.recorded(paths, stage), inputs.used(paths.root, stage).flat()
+    if record in deps and now is not None:
+        found.append(inputs.differences(before, now.flat()) if before else "its parameters")
+    if code := [dep for dep in deps if dvc_files.is_code(dep)]:
+        found.append(f"the code of {', '.join(code)}")
+    found += [dep for dep in deps if not dvc_files.is_code(dep) and dep not in made]
+    return [*found, *(["its results are not here"] if change.get("changed outs") else [])]
+
+
+def _repro(paths: Paths) -> int:
+    """Run `dvc repro` without its own messages; the exit status is that of the stage that failed.
+
+    DVC and its stages are a group of their own. Each signal goes there once, as Ctrl-C: DVC waits for the
+    stage, which saves its state.
+    """
+    with tempfile.TemporaryDirectory(prefix="rlhf-run-") as scratch:
+        failure = Path(scratch) / "failure.json"
+        command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--quiet"]
+        environment = {**os.environ, failures.FAILURE: str(failure)}
+        process = subprocess.Popen(command, cwd=paths.root, env=environment, process_group=0)
+        stopped = 0
+        while True:
+            try:
+                status = process.wait()
+                break
+            except KeyboardInterrupt:
+                stopped = signal.SIGINT
+            except Stopped as error:
+                stopped = error.status - 128
+            os.killpg(process.pid, signal.SIGINT)
+        report = failures.reported(failure)
+    if stopped and status:
+        return 128 + stopped
+    if status:
+        return 2 if report is not None and report["kind"] == "user" else 1
+    return 0

@@ -1,0 +1,27 @@
+"""How long each stage took when it last ran in this checkout, for those who wait for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from filelock import FileLock
+
+from rlhf_tasks.project import atomic
+
+
+def read(home: Path) -> dict[str, float]:
+    """The seconds of each stage that has ended here; a file that cannot be read holds none."""
+    try:
+        return {
+            str(stage): float(s) for stage, s in json.loads((home / "durations.json").read_text()).items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def record(home: Path, stage: str, seconds: float) -> None:
+    """Remember how long a stage took."""
+    home.mkdir(parents=True, exist_ok=True)
+    with FileLock(home / "durations.lock"):
+        atomic.write_json(home / "durations.json", {**read(home), stage: round(seconds, 1)})
