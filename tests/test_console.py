@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 
@@ -44,8 +45,8 @@ def test_progress_without_a_terminal_shows_every_tenth_seconds_apart(clock: Cloc
             bar.advance(1, loss=1 / step)
     lines = out.getvalue().splitlines()
     assert len(lines) == 10
-    assert lines[0] == "sft: 10/100 steps, 1 steps/s, 1m30s left, loss 0.1"
-    assert lines[-1] == "sft: 100/100 steps, 1 steps/s, in 1m40s, loss 0.01"
+    assert lines[0] == "sft  10% of 100 steps  1/s  1m30s left  loss 0.1"
+    assert lines[-1] == "sft  100% of 100 steps  1/s  in 1m40s  loss 0.01"
 
 
 def test_fast_progress_without_a_terminal_is_one_line(clock: Clock) -> None:
@@ -54,7 +55,31 @@ def test_fast_progress_without_a_terminal_is_one_line(clock: Clock) -> None:
         for _ in range(30):
             clock.now += 0.01
             bar.advance(0.1)
-    assert out.getvalue() == "sft: 3/3 epochs, 10 epochs/s, in 0s\n"
+    assert out.getvalue() == "sft  100% of 3 epochs  10/s  in 0s\n"
+
+
+def test_a_stage_prints_its_number_and_writes_tables_to_a_log(clock: Clock, tmp_path: Path) -> None:
+    out, log = io.StringIO(), tmp_path / "logs/ppo.log"
+    console = Console(out)
+    with console.stage("ppo", 6, 9):
+        with console.log_to(log):
+            console.table("samples", ["query", "score"], [["two\nlines", 20000.0]])
+            console.remark("bf16")
+            console.say("a guard acted")
+            for description in ("ppo", "judge gold"):
+                with console.progress(description, 1, unit="epochs") as bar:
+                    clock.now += 2.0
+                    bar.advance(1)
+        assert console.name("ppo") == "6/9 ppo"
+    assert out.getvalue().splitlines() == [
+        "a guard acted",
+        "6/9 ppo  100% of 1 epoch  in 2s",
+        "6/9 ppo  judge gold  100% of 1 epoch  in 2s",
+    ]
+    written = log.read_text(encoding="utf-8").splitlines()
+    assert written[:5] == ["samples", "query | score", "two lines | 20000", "bf16", "a guard acted"]
+    console.remark("without a log it is printed")
+    assert out.getvalue().endswith("without a log it is printed\n")
 
 
 def test_interrupted_work_is_not_shown_as_finished(clock: Clock) -> None:

@@ -57,6 +57,7 @@ QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
     "DVC_NO_ANALYTICS": "1",
     "TOKENIZERS_PARALLELISM": "true",
 }  # set unless the user has set them

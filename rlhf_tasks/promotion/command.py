@@ -97,7 +97,7 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     verdict = gate.decide(criteria, evidence, suspects=suspects, champion=champion is not None, bar=bar)
     if not again and ROLLED_BACK in version.tags:
         at = version.tags[ROLLED_BACK]
-        verdict = verdict.withheld(f"rollbacks of this policy (at {at}; --again permits it)")
+        verdict = verdict.withheld(f"it was rolled back (at {at}; --again permits it)")
 
     # 3. The record: a file, and tags and text of the version. The alias moves last.
     against = f"version {champion.number}" if champion else "no champion yet"

@@ -24,6 +24,8 @@ Value = float | str
 """A measured value, or the reason why it is not known."""
 Opponent = Literal["sft", "champion", "base", "reference"]
 OPPOSITES: Mapping[str, str] = {">": "≤", ">=": "<", "<=": ">"}
+REASONS = ("trial", "no_reward", "withheld")
+"""Criteria that are no value of the policy: they refuse it, and their title says why."""
 TEXTS = {"sft_text": "SFT text", "general": "general text"}
 OPPONENTS: Mapping[Opponent, str] = {
     "sft": "SFT",
@@ -89,6 +91,8 @@ class Criterion:
         """Why the criterion failed, such as `KL 11.2 > 10`."""
         if self.value is None:
             return f"{self.title} is not known: {self.lacking}"
+        if self.key in REASONS:
+            return self.title
         return f"{self.title} {self.text} {OPPOSITES[self.relation]} {self.bound:g}"
 
 
@@ -190,10 +194,10 @@ def _criteria(
     bar: Literal["base", "reference"],
 ) -> Iterator[Criterion]:
     if promotion.trial or evidence.results.is_trial:
-        what = "settings that" if promotion.trial else "training that was to"
+        what = "these settings" if promotion.trial else "the settings of its training"
         yield Criterion("trial", f"{what} only try the pipeline out (promotion.trial)", 1.0, "<=", 0.0)
     if not evidence.results.has_reward:
-        yield Criterion("no_reward", "policies that were trained by a dummy reward", 1.0, "<=", 0.0)
+        yield Criterion("no_reward", "it was trained by a dummy reward", 1.0, "<=", 0.0)
     bounds: dict[Opponent, float] = {"sft": promotion.over_sft}
     if champion and promotion.over_champion is not None:
         bounds["champion"] = promotion.over_champion

@@ -44,7 +44,9 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
         yield "Win rate", f"{'; '.join(rates)}; by {catalogue.placeholder_in_words(judge)}"
     gate = _json(paths.verdict)
     if gate:
-        yield "Verdict", f"{'passed' if gate['passed'] else 'refused'}: {gate['summary']}"
+        first, *more = gate["summary"].split("; ")
+        others = f"; and {len(more)} more, in the report" if more else ""
+        yield "Verdict", f"{'passed' if gate['passed'] else 'refused'}: {first}{others}"
     known = durations.read(paths.home)
     if all(stage in known for stage in STAGES):
         yield "Time", f"{console.duration(sum(known[stage] for stage in STAGES))}, of all stages"

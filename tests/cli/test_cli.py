@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from rlhf_tasks.cli import main
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import overlays
-from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker
@@ -72,87 +72,31 @@ def test_a_stage_writes_metrics_plots_and_lineage(
     assert Path("plots/sft.csv").read_text(encoding="utf-8") == "step,train/loss\n1,2.0\n"
     assert json.loads(Path("models/lineage/sft.json").read_text())["rlhf.run"].startswith("sft-")
     shown = capsys.readouterr().out
-    assert "loss | 1.5" in shown
-    assert "wrote models/sft, models/lineage/sft.json, metrics/sft.json" in shown
+    assert re.fullmatch(r"3/9 sft  done in \ds  perplexity 4  loss 1.5\n", shown), "one line per stage"
+    (log,) = (quiet_project / ".rlhf/logs").glob("sft-*.log")
+    written = log.read_text(encoding="utf-8").splitlines()
+    assert written[written.index("metric | value") + 1 :][:2] == ["perplexity | 4", "loss | 1.5"]
+    assert "wrote models/sft, models/lineage/sft.json, metrics/sft.json" in written
 
 
-def test_the_last_table_begins_with_the_headlines_and_counts_what_it_leaves_out(
-    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    others = {f"a/{i:02}": float(i) for i in range(23)}
-    stage(lambda view, paths, tracker: {**others, "perplexity": 4.0, "step_kept": 7.0})
-    assert main.main(["sft"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = lines[lines.index("metric | value") + 1 :]
-    assert table[:3] == ["perplexity | 4", "step_kept | 7", "a/00 | 0"]
-    assert table[19:21] == ["a/17 | 17", "and 5 more in metrics/sft.json"]
-
-
-@pytest.mark.parametrize(
-    ("dvc", "environment", "said"),
-    [
-        (True, {}, "more: reports/index.html; `dvc metrics show`\n"),
-        (True, {"RLHF_STAGE_RUN": "a flow, whose workspace is removed"}, ""),
-        (False, {}, ""),
-    ],
-)
-def test_the_last_stage_says_where_results_are_if_they_stay_there(
+@pytest.mark.parametrize(("environment", "is_shown"), [({}, True), ({"RLHF_STAGE_RUN": "a flow"}, False)])
+def test_the_last_stage_shows_the_card_unless_a_flow_does(
     quiet_project: Path,
     stage: Callable[[Run], None],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    dvc: bool,
     environment: dict[str, str],
-    said: str,
+    is_shown: bool,
 ) -> None:
     monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    if dvc:
-        Path(".dvc").mkdir()
     stage(trained)
     assert main.main(["sft"]) == 0
-    assert "more: " not in capsys.readouterr().out, "once, at the end of the pipeline"
+    assert "Trained" not in capsys.readouterr().out, "once, at the end of the pipeline"
     stage(lambda view, paths, tracker: {})
     assert main.main(["report"]) == 0
-    assert capsys.readouterr().out.partition("more: ")[1:] == (("more: ", said[6:]) if said else ("", ""))
-
-
-@pytest.mark.parametrize(
-    ("uri", "shown"), [(None, "curves: `rlhf mlflow`"), ("http://team:5000", "curves: http://team:5000")]
-)
-def test_curves_are_where_the_run_was_tracked(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, uri: str, shown: str
-) -> None:
-    monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
-    Path(".dvc").mkdir()
-    tracking = config.load(Path("params.yaml")).tracking.model_copy(update={"uri": uri})
-    runner._print_where_results_are(Paths(), tracking)
-    assert shown in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("verdict", "said"),
-    [
-        ({"passed": True}, "passes the gate: `rlhf promote` makes it the champion"),
-        ({"passed": False}, "the gate refuses the policy"),
-        ({}, ""),
-    ],
-)
-def test_a_run_says_how_its_policy_becomes_champion(
-    project: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    verdict: dict[str, bool],
-    said: str,
-) -> None:
-    monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
-    Path(".dvc").mkdir()
-    atomic.write_json(Paths().verdict, verdict)
-    runner._print_where_results_are(Paths(), config.load(Path("params.yaml")).tracking)
-    shown = capsys.readouterr().out
-    assert said in shown
-    assert bool(said) == ("gate" in shown)
+    assert ("Trained" in capsys.readouterr().out) == is_shown
 
 
 def test_a_stage_without_curves_writes_no_plot(quiet_project: Path, stage: Callable[[Run], None]) -> None:

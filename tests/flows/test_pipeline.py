@@ -152,14 +152,14 @@ def test_a_refused_stage_is_logged_without_a_traceback(root: Path, log: Log) -> 
 )
 def test_rlhf_flow_ends_as_its_stages_do(root: Path, lines: list[str], status: int) -> None:
     toy.write_script(root, lines)
-    assert cli.main(["flow"]) == status
+    assert cli.main(["run", "--flow"]) == status
 
 
 def test_rlhf_flow_refuses_an_invalid_params_yaml_in_one_message(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "params.yaml").write_text("ppo: {kl_coeff: 1.0}", encoding="utf-8")
-    assert cli.main(["flow"]) == 2
+    assert cli.main(["run", "--flow"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("rlhf: ")
     assert "ppo.kl_coeff: unknown key" in message

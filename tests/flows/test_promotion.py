@@ -136,7 +136,7 @@ def test_a_run_with_a_refused_policy_ends_as_refused_with_the_reason(root: Path,
     end_with(root, f"Refused: {REFUSED}", 3)
     not_asked: Any = flows_pipeline.pipeline(where="checkout", promote=False, return_state=True)
     assert (not_asked.is_completed(), not_asked.name) == (True, "Completed")
-    assert cli.main(["flow"]) == 0, "the run has its results"
+    assert cli.main(["run", "--flow"]) == 0, "the run has its results"
     state: Any = flows_pipeline.pipeline(where="checkout", return_state=True)
     assert (state.is_failed(), state.name) == (True, "Refused")
     assert state.message == f"Refused: {REFUSED}; nothing had to run"

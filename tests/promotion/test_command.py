@@ -143,7 +143,7 @@ def test_a_policy_that_was_rolled_back_is_promoted_only_with_again(
     promote(project, "two")
     main.main(["promote", "--rollback"])
     assert promote(project, "two") == 3
-    assert "rollbacks of this policy" in capsys.readouterr().out
+    assert "it was rolled back" in capsys.readouterr().out
     assert aliases(project) == {"champion": "one", "challenger": "two"}
     assert promote(project, "two", "--again") == 0
     assert aliases(project) == {"champion": "two"}

@@ -1,0 +1,79 @@
+"""`rlhf run`: what it says will run, and how it ends, with real DVC and stages of a line each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks import console
+from rlhf_tasks.cli import main, run
+from rlhf_tasks.project import durations, dvc_cli, inputs
+from rlhf_tasks.project.paths import Paths
+from tests.promotion import planted
+
+DVC_YAML = """
+stages:
+  sft:
+    cmd: {python} -c "open('made', 'w').write(open('given').read())"
+    deps: [given]
+    outs: [made]
+  report:
+    cmd: {python} stage.py
+    deps: [made]
+    outs: [page]
+"""
+STAGE = """
+import json, os, sys
+if open("made").read() == "wrong":
+    json.dump({"kind": "user", "message": "no"}, open(os.environ["RLHF_FAILURE_FILE"], "w"))
+    sys.exit(2)
+open("page", "w").write("x")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
+        subprocess.run(words, check=True)
+    planted.params(tmp_path)
+    Path("dvc.yaml").write_text(DVC_YAML.format(python=sys.executable), encoding="utf-8")
+    Path("stage.py").write_text(STAGE, encoding="utf-8")
+    Path("given").write_text("one", encoding="utf-8")
+    monkeypatch.setattr(inputs, "write", lambda paths: None)
+    console.set_quiet(False)
+    return tmp_path
+
+
+def test_a_run_says_what_will_run_and_why(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.changed(Paths()) == {"sft": "it has not run yet", "report": "it has not run yet"}
+    assert main.main(["run"]) == 0
+    head = capsys.readouterr().out.splitlines()[:3]
+    assert head[0] == "2 of 9 stages run: sft, report"
+    assert "not known yet" in head[1]
+    assert Path("page").exists()
+    Path("given").write_text("two", encoding="utf-8")
+    for stage in ("sft", "report"):
+        durations.record(Paths().home, stage, 40.0)
+    assert main.main(["run", "--dry"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[2:] == ["sft | given | 40s", "report | after sft | 40s"]
+    assert Path("made").read_text(encoding="utf-8") == "one", "nothing ran"
+
+
+def test_a_run_without_changes_shows_the_card(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dvc_cli.run(project, "repro", "--quiet")
+    assert main.main(["run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Nothing has changed")
+    assert "Trained" in shown
+
+
+def test_a_mistake_in_a_stage_ends_with_2_and_a_fault_with_1(project: Path) -> None:
+    Path("given").write_text("wrong", encoding="utf-8")
+    assert main.main(["run"]) == 2
+    Path("stage.py").write_text("raise SystemExit(3)", encoding="utf-8")
+    assert main.main(["run"]) == 1
