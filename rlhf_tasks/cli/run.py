@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from typing import Any
 
 from typer import Option
 
-from rlhf_tasks import config, console
+from rlhf_tasks import config, console, presets
 from rlhf_tasks.cli.review import project
-from rlhf_tasks.config import STAGES
-from rlhf_tasks.project import durations, dvc_cli, dvc_files, inputs
+from rlhf_tasks.config import STAGES, Config
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, inputs
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures
 from rlhf_tasks.training.stopping import Stopped
 
@@ -40,17 +43,31 @@ def run(
         rows = [[name, why, took(seconds, [name])] for name, why in reasons.items()]
         console.table(f"{len(rows)} of {len(STAGES)} stages would run", ["stage", "why", "last time"], rows)
         return 0
+    name = run_name(paths, settings)
     if reasons:
-        console.say(f"{len(reasons)} of {len(STAGES)} stages run: {', '.join(reasons)}")
+        console.say(f"{name}: {len(reasons)} of {len(STAGES)} stages run: {', '.join(reasons)}")
         console.say(f"They took, when they last ran: {took(seconds, [*reasons])}. Ctrl-C keeps their state.")
         console.say(f"Tables and samples: {paths.home / 'logs'}/STAGE-….log")
     else:
         console.say(f"Nothing has changed: the results of all {len(STAGES)} stages are here")
-    if (status := _repro(paths)) == 0 and "report" not in reasons:  # it shows the card itself
+    if (status := _repro(paths, name)) == 0 and "report" not in reasons:  # it shows the card itself
         from rlhf_tasks.report import card
 
         card.show(paths, settings)
     return status
+
+
+def run_name(paths: Paths, settings: Config) -> str:
+    """The name of a run: its presets, and what else differs from the last commit's params.yaml."""
+    chosen = presets.matching(config.in_force(settings))
+    by_preset = {key for name in chosen for key in config.flatten(presets.read(name))}
+    now = config.flatten(config.parse(config.read_text(paths.params), str(paths.params)))
+    try:
+        before = config.flatten(config.parse(git.show(paths.root, "HEAD", "params.yaml"), "params.yaml"))
+    except UserError:  # there is no commit
+        before = now
+    changes = {k: v for k, v in now.items() if before.get(k) != v and k not in by_preset}
+    return presets.Request("+".join(chosen) or None, overrides=changes).name(secrets.token_hex(2))
 
 
 def took(seconds: Mapping[str, float], stages: list[str]) -> str:
@@ -92,7 +109,7 @@ def _reasons(paths: Paths, stage: str, change: str | Mapping[str, Mapping[str, A
     return [*found, *(["its results are not here"] if change.get("changed outs") else [])]
 
 
-def _repro(paths: Paths) -> int:
+def _repro(paths: Paths, name: str) -> int:
     """Run `dvc repro` without its own messages; the exit status is that of the stage that failed.
 
     DVC and its stages are a group of their own. Each signal goes there once, as Ctrl-C: DVC waits for the
@@ -101,7 +118,7 @@ def _repro(paths: Paths) -> int:
     with tempfile.TemporaryDirectory(prefix="rlhf-run-") as scratch:
         failure = Path(scratch) / "failure.json"
         command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--quiet"]
-        environment = {**os.environ, failures.FAILURE: str(failure)}
+        environment = {**os.environ, failures.FAILURE: str(failure), context.RUN_NAME: name}
         process = subprocess.Popen(command, cwd=paths.root, env=environment, process_group=0)
         stopped = 0
         while True:

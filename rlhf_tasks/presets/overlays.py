@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project import atomic
 
 FOLDER = Path(__file__).parent
+NAMED, LONGEST_NAME = 4, 80  # changes and characters in the name of a run
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,18 @@ class Request:
     def is_empty(self) -> bool:
         """Whether nothing is changed."""
         return self.preset is None and self.seed is None and not self.overrides
+
+    def name(self, identity: str) -> str:
+        """The name of a run with these changes, such as `smoke-kl_coef=0.05-seed=2-7f3a`.
+
+        `identity` tells runs with the same changes apart. The name can be that of a DVC experiment.
+        """
+        changes = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
+        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in changes.items()]
+        if len(parts) > NAMED:
+            parts = [*parts[:NAMED], f"{len(parts) - NAMED}-more"]
+        slug = re.sub(r"[^A-Za-z0-9_=.-]+|\.{2,}", "_", "-".join([self.preset or "default", *parts]))
+        return f"{slug[:LONGEST_NAME].rstrip('.-_')}-{identity[-4:]}"
 
     def resolve(self, text: str) -> tuple[str, config.Config, list[str]]:
         """The text of params.yaml with the changes, as a checked config, and the changes.

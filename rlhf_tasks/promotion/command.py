@@ -26,6 +26,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import experiment, gate, measurement, weights
 from rlhf_tasks.promotion.measurement import Candidate
 from rlhf_tasks.promotion.registry import CHAMPION, ROLLED_BACK, Registry, Unreachable, Version
+from rlhf_tasks.tracking.context import run_name
 from rlhf_tasks.tracking.sync import sync
 
 POLICY = "models/policy"
@@ -205,6 +206,7 @@ def _origin(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], s
     revision, experiment = provenance.revision_with(root, model, md5) or (None, None)
     tags |= {weights.REVISION: revision} if revision else {}
     tags |= {weights.EXPERIMENT: experiment} if experiment else {}
+    tags |= {"rlhf.name": name} if (name := run_name()) else {}
     sampler = contracts.read_identity(candidate.folder).get("sampler")
     tags |= {"rlhf.sampler": sampler} if sampler else {}
 

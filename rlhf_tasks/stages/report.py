@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from rlhf_tasks.config import ReportView
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
@@ -17,8 +15,7 @@ def run(config: ReportView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     Raises:
         UserError: if the results document of stage judge does not exist, or a file cannot be read.
     """
-    name = os.environ.get(context.EXPERIMENT_NAME, "")
-    html = document.render("page.html", page.context(paths, config, name))
+    html = document.render("page.html", page.context(paths, config, context.run_name()))
     with atomic.whole(paths.reports) as folder:
         (folder / "index.html").write_text(html, encoding="utf-8")
     tracker.artifact(paths.reports / "index.html")

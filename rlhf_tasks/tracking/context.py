@@ -21,6 +21,7 @@ PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "mlflow", "dvc", "prefect",
 )  # fmt: skip
 STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of every process that its stages start
+RUN_NAME = "RLHF_RUN_NAME"  # by which people know a run of the pipeline; a flow's is that of its experiment
 EXPERIMENT_NAME = "DVC_EXP_NAME"  # of the run's experiment; `dvc exp run` sets it too
 MLFLOW_URL = "RLHF_MLFLOW_URL"  # the address of MLflow's pages, as a browser sees it
 HTTP_BOUNDS = {
@@ -96,6 +97,7 @@ def parent(process: psutil.Process, key: str) -> dict[str, str]:
     """
     flow_run, experiment = (os.environ.get(name) for name in ("PREFECT__FLOW_RUN_ID", EXPERIMENT_NAME))
     known = {"prefect.flow_run_id": flow_run} if flow_run else {}
+    known |= {"name": name} if (name := run_name()) else {}
     if given := os.environ.get("RLHF_PARENT_RUN"):
         return {"key": given, "owner": "flow", **known}
     for ancestor in process.parents():
@@ -103,6 +105,11 @@ def parent(process: psutil.Process, key: str) -> dict[str, str]:
             saved = {"dvc.exp": experiment} if experiment else {}
             return {"key": f"dvc-{processes.name_of(ancestor)}", "owner": "dvc", **saved, **known}
     return {"key": f"alone-{key}", "owner": "stage", **known}
+
+
+def run_name() -> str:
+    """The name of the run of the pipeline that this process belongs to; "" if nobody has given one."""
+    return os.environ.get(RUN_NAME) or os.environ.get(EXPERIMENT_NAME) or ""
 
 
 def _is_dvc(process: psutil.Process) -> bool:

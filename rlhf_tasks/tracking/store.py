@@ -134,7 +134,7 @@ class Delivery:
         self._experiment = open_experiment(self._client, header["experiment"], location)
         parent, stage = header["parent"], header["stage"]
         start = time.localtime(header["time"] / 1000)
-        named = parent.get(EXPERIMENT) or time.strftime("repro-%m%d-%H%M%S", start)
+        named = parent.get(EXPERIMENT) or parent.get("name") or time.strftime("repro-%m%d-%H%M%S", start)
         tags = {key: parent[key] for key in (EXPERIMENT, "prefect.flow_run_id") if key in parent}
         tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"], MLFLOW_RUN_NAME: named}
         self._parent, _ = self._find_or_create("rlhf.pipeline", parent["key"], tags)
