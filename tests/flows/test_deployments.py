@@ -129,10 +129,10 @@ def test_a_worker_starts_for_its_pool(root: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "")  # so that monkeypatch restores it
     monkeypatch.delenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
-    cli.main(["deploy", "--work", "--pool", "three"])
+    cli.main(["up", "--work", "--pool", "three"])
     assert os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30", "Prefect's default is 180"
     monkeypatch.setenv("PREFECT_WORKER_WEBSERVER_PORT", "8080")
-    cli.main(["deploy", "--work", "--pool", "three"])
+    cli.main(["up", "--work", "--pool", "three"])
     assert [words[words.index("--pool") + 1] for words in started] == ["three", "three"]
     assert ["--with-healthcheck" in words for words in started] == [False, True]
     assert deployment(f"{RUNS}-three").work_pool_name == "three"
@@ -324,7 +324,7 @@ def test_watch_and_sweep_refuse_a_wrong_deployment_before_anything_starts(
     root: Path, made: Made, name: str, problem: str
 ) -> None:
     assert f"deployment={name!r}{problem}" in check(deployment=name)
-    state: Any = sweep.sweep(settings_list=[{}], deployment=name, return_state=True)
+    state: Any = sweep.sweep(deployment=name, return_state=True)
     assert state.type == StateType.FAILED
     assert f"deployment={name!r}{problem}" in str(state.message)
     assert made() == []

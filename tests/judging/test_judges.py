@@ -314,7 +314,7 @@ def test_a_shipped_prompt_shows_all_fields_and_keeps_braces_of_responses(name: s
 
 def test_a_prompt_of_the_user_must_contain_all_fields(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
-    with pytest.raises(UserError, match=r"cannot be read.*give hhh, ranker, tldr, or a file"):
+    with pytest.raises(UserError, match=r"cannot be read.*give hhh, tldr, or a file"):
         comparisons.load_prompt("mine.txt", "judge.judges", tmp_path)
     file.write_text("{prompt} {first}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"lacks \{second\}"):

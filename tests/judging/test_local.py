@@ -20,17 +20,15 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
-from rlhf_tasks.config.judge import LlmJudge, LocalJudge, PairRmJudge
+from rlhf_tasks.config.judge import LlmJudge, LocalJudge
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question
 from rlhf_tasks.judging.judges.llm import LlmComparer
-from rlhf_tasks.judging.judges.local import LocalComparer, RankerComparer
-from rlhf_tasks.models.contracts import ContractError
+from rlhf_tasks.judging.judges.local import LocalComparer
 from rlhf_tasks.project.paths import Paths
 from tests import toy
 
@@ -75,18 +73,6 @@ def local(folder: Path, model: Path, **changes: Any) -> LocalComparer:
     return LocalComparer(LocalJudge.model_validate(values | changes), CPU, Path())
 
 
-def ranker(folder: Path, model: Path, **changes: Any) -> RankerComparer:
-    values = {
-        "kind": "pair_rm",
-        "name": "rank",
-        "path": str(model),
-        "revision": None,
-        "prompt": prompt(folder),
-        "micro_batch_tokens": 64,
-    }
-    return RankerComparer(PairRmJudge.model_validate(values | changes), CPU, Path())
-
-
 def text(question: Question) -> str:
     return f"{question.prompt} A : {question.first} B : {question.second} the"
 
@@ -122,70 +108,6 @@ def test_a_question_longer_than_the_models_limit_is_a_failure(tmp_path: Path) ->
     short, failed = local(tmp_path, folder)([QUESTIONS[0], long], 2)
     assert short.failure == ""
     assert failed.failure == "longer than the judge's 64 tokens"
-
-
-@pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("labels", [1, 2])
-@torch.no_grad()
-def test_a_ranker_gives_the_probability_that_the_first_is_better(
-    tmp_path: Path, family: str, labels: int
-) -> None:
-    tokens, folder = words(), tmp_path / "model"
-    shape = AutoConfig.for_model(
-        family,
-        vocab_size=len(tokens),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=64,
-        num_labels=labels,
-        pad_token_id=2,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(shape).eval()
-    model.save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    for question, reply in zip(QUESTIONS, ranker(tmp_path, folder)(QUESTIONS, 0), strict=True):
-        logits = model(**tokens([text(question)], return_tensors="pt")).logits[0]
-        expected = logits.sigmoid()[0] if labels == 1 else logits.softmax(0)[0]
-        assert reply.probability == pytest.approx(float(expected), abs=1e-5)
-
-
-@pytest.mark.parametrize(("declared", "most"), [(None, 13), (9, 9)])
-def test_the_limit_of_a_ranker_leaves_out_its_padding_positions(
-    tmp_path: Path, declared: int | None, most: int
-) -> None:
-    """RoBERTa's first token is at padding_idx + 1: of 16 positions with padding at 2, 13 are left."""
-    tokens, folder = words(), tmp_path / "model"
-    if declared is not None:
-        tokens.model_max_length = declared
-    shape = AutoConfig.for_model(
-        "roberta",
-        vocab_size=len(tokens),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=16,
-        num_labels=1,
-        pad_token_id=2,
-    )
-    AutoModelForSequenceClassification.from_config(shape).save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    template = len(tokens(text(Question("", "", "")))["input_ids"])
-    fitting, too_long = (Question("a " * (most - template + more), "", "") for more in (0, 1))
-    read, failed = ranker(tmp_path, folder)([fitting, too_long], 2)
-    assert (read.failure, read.num_tokens) == ("", most)
-    assert failed.failure == f"longer than the judge's {most} tokens"
-
-
-def test_a_model_that_is_not_a_ranker_is_refused(tmp_path: Path) -> None:
-    folder = toy.foreign(str(tmp_path / "three"), "llama", labels=3)
-    with pytest.raises(UserError, match="has 3 labels; a ranker has one"):
-        ranker(tmp_path, folder)
-    with pytest.raises(ContractError, match="lacks its trained head"):
-        ranker(tmp_path, toy.foreign(str(tmp_path / "causal"), "llama"))
 
 
 # -------------------------------------------------------------------------------- a real server
@@ -242,6 +164,7 @@ def served(model: Path, log: Path) -> Iterator[str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_model_that_always_prefers_the_first_is_biased_here_and_behind_transformers_serve(
     tmp_path: Path,
 ) -> None:

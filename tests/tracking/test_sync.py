@@ -144,9 +144,8 @@ def test_two_first_stages_at_once_share_one_store(project: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*Any type hint")  # MLflow's own modules, when tracing begins
 @pytest.mark.parametrize("is_back", ["before the end", "after it"])
-def test_a_server_that_dies_midway_gets_every_point_and_trace_once(
+def test_a_server_that_dies_midway_gets_every_point_once(
     real: Path, capsys: pytest.CaptureFixture[str], is_back: str
 ) -> None:
     port = free_port(28700)
@@ -155,7 +154,6 @@ def test_a_server_that_dies_midway_gets_every_point_and_trace_once(
     def train(tracker: tracking.Tracker, first: int, last: int) -> None:
         for step, loss in losses[first - 1 : last]:
             tracker.metrics({"train/loss": loss}, step=step)
-        tracker.trace("judge gpt", {"model": "m"}, {"text": "A"}, start=first, end=last)
 
     with ExitStack() as again:
         with tracking.open_run(Paths(), "sft", view(uri=url), key="sft-1") as tracker:
@@ -177,9 +175,6 @@ def test_a_server_that_dies_midway_gets_every_point_and_trace_once(
         assert points(real, uri=url) == losses
         assert points(real, name="perplexity", uri=url) == [(30, 2.0)]
         assert status(real, "sft") == ["FINISHED"]
-        run = runs(real)["sft"].info
-        rows = MlflowClient(url).search_traces(locations=[run.experiment_id], run_id=run.run_id)
-        assert sorted(trace.info.request_time for trace in rows) == [1, 11, 21]
 
 
 def test_a_disk_without_locks_ends_no_stage_and_is_reported_once(
