@@ -111,6 +111,8 @@ def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) ->
     other = [{**overrides, "service.retries": 5} for overrides in settings]
     again = sweep.cells(root, "s", None, other, [1, 2], "HEAD")
     assert [cell.experiment for cell in again] == names, "retries decide no result"
+    gate = [{**overrides, "promotion.max_kl": 1.0} for overrides in settings]
+    assert not {c.experiment for c in sweep.cells(root, "s", None, gate, [1, 2], "HEAD")} & set(names)
     (root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
     changed = sweep.cells(root, "s", None, settings, [1, 2], "HEAD")
     assert not {cell.experiment for cell in changed} & set(names), "other data makes other runs"

@@ -483,12 +483,3 @@ def test_the_probability_is_that_of_the_letters_own_token(tokens: list[str], pro
     text = "".join(token for token in tokens if token != "<|end|>")
     body = {"choices": [{"message": {"content": text}, "logprobs": {"content": listed}}]}
     assert reply_of(record_of(json.dumps(body))).probability == pytest.approx(probability)
-
-
-def test_the_client_library_is_imported_for_llm_judges_only() -> None:
-    code = (
-        "import sys, rlhf_tasks.judging.head_to_head, rlhf_tasks.stages.judge, rlhf_tasks.stages.ppo\n"
-        "sys.exit('openai is loaded' if 'openai' in sys.modules else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
