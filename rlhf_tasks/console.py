@@ -183,20 +183,8 @@ def duration(seconds: float) -> str:
 
 
 _CONSOLE = Console()
-
-
-def say(text: str) -> None:
-    _CONSOLE.say(text)
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    _CONSOLE.table(title, columns, rows)
-
-
-@contextmanager
-def progress(description: str, total: float, unit: str = "steps") -> Iterator[Meter]:
-    with _CONSOLE.progress(description, total, unit) as meter:
-        yield meter
+say, table, progress = _CONSOLE.say, _CONSOLE.table, _CONSOLE.progress
+show_life = _CONSOLE.show_life
 
 
 def set_quiet(quiet: bool) -> None:
@@ -206,7 +194,3 @@ def set_quiet(quiet: bool) -> None:
 def is_quiet() -> bool:
     """True in a process that prints nothing, such as a rank after the first."""
     return _CONSOLE.quiet
-
-
-def show_life(text: str) -> None:
-    _CONSOLE.show_life(text)
