@@ -80,17 +80,6 @@ def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests
 # ----------------------------------------------------------------------------------- the record
 
 
-def test_only_the_points_that_mlflow_lacks_are_sent_if_the_delivery_was_killed(home: Path) -> None:
-    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-        tracker.metrics({"train/loss": 1.0}, step=1)
-        tracker.metrics({"train/loss": 2.0}, step=2)
-        step(home)  # and is killed: the next one begins anew
-        tracker.metrics({"train/loss": 3.0}, step=3)
-    assert sync(home) == (1, {})
-    assert points(home) == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert sync(home) == (0, {})
-
-
 def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
     with tracking.open_run(Paths(), "sft", view()):
         assert sync(home) == (0, {})
@@ -162,16 +151,6 @@ def test_a_clock_that_is_set_back_loses_no_point_and_doubles_none(
     assert sync(home) == (1, {})
     assert points(home) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
     assert (status(home, "sft"), pending(home)) == (["FINISHED"], set())
-
-
-def test_delivery_continues_with_a_resumed_run(home: Path) -> None:
-    log("k", [(1, 1.0)])
-    step(home)
-    log("k", [(2, 2.0)])
-    step(home)
-    sync(home)
-    assert pending(home) == set()
-    assert points(home) == [(1, 1.0), (2, 2.0)]
 
 
 def test_a_resumed_run_belongs_to_the_pipeline_that_ends_it(
