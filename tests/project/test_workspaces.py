@@ -236,14 +236,8 @@ def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Pa
     later = create(root, "four")
     repro(later.folder)
     assert not later.is_like(), "other data"
-
-
-def test_an_experiment_with_other_parameters_or_another_commit_is_not_used(root: Path) -> None:
-    first = create(root, "one")
-    repro(first.folder)
-    first.save("before")
-    text = (first.folder / "params.yaml").read_text(encoding="utf-8")
-    assert git.experiment_with(root, "HEAD", text) is not None
-    assert git.experiment_with(root, "HEAD", text + "\n") is None
+    text = (again.folder / "params.yaml").read_text(encoding="utf-8")
+    assert git.experiment_with(root, "HEAD", text) == (commit, "before")
+    assert git.experiment_with(root, "HEAD", text + "\n") is None, "other parameters"
     toy.write_script(root, ["exit 1"])
-    assert git.experiment_with(root, "HEAD", text) is None
+    assert git.experiment_with(root, "HEAD", text) is None, "another commit"
