@@ -361,12 +361,6 @@ def test_help_lists_every_command_in_a_group_and_loads_no_heavy_module() -> None
     assert all(command.rich_help_panel and command.help for command in commands.values())
 
 
-def test_the_package_runs_as_a_module() -> None:
-    words = [sys.executable, "-m", "rlhf_tasks.cli", "up", "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert "Usage: rlhf up " in done.stdout
-
-
 # -------------------------------------------------------------------------------------- generate
 
 

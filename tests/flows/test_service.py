@@ -56,9 +56,11 @@ def test_a_run_completes_and_prefect_mlflow_and_dvc_refer_to_each_other(running:
     assert run["info"]["run_id"] in page
     assert '"first/rows"' in running.artifact("rlhf-metrics")
     assert float(running.artifact("rlhf-progress")) == 100.0
+    assert_local(running)
 
 
-def test_servers_and_worker_listen_on_loopback_without_telemetry(running: Service) -> None:
+def assert_local(running: Service) -> None:
+    """Servers and worker listen on loopback, without telemetry. Part of that test: starting them takes long."""
     processes = running.processes()
     connections = [c for process in processes for c in process.net_connections(kind="inet")]
     listening = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]

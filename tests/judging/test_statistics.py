@@ -235,19 +235,6 @@ def test_the_rate_at_equal_length_leaves_out_failures() -> None:
     assert with_failure == length_controlled(y, d, [0.0] * 4)
 
 
-def test_the_rate_at_equal_length_is_covered_in_95_percent() -> None:
-    random = np.random.default_rng(12)
-    held = []
-    for _ in range(1500):
-        d = random.normal(3, 10, 300)
-        p = 1 / (1 + np.exp(-(0.4 + 0.8 * np.tanh(d / 10))))
-        y = np.where(random.random(300) < 0.2, 0.5, 0.0)  # a fifth are ties, that leave the mean as it is
-        y = np.where(y == 0.5, 0.5, (random.random(300) < 0.5 + (p - 0.5) / 0.8).astype(float))
-        result = length_controlled(y, d, np.zeros(300))
-        held.append(result.low <= 1 / (1 + math.exp(-0.4)) <= result.high)
-    assert np.mean(held) == pytest.approx(0.95, abs=0.02)
-
-
 # ---------------------------------------------------------------------------------------- agreement
 
 
@@ -348,14 +335,6 @@ def test_extreme_lengths_give_a_rate_inside_its_interval(d: Floats) -> None:
     for y in ([1, 1, 0, 1, 0, 0.5], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0.5]):
         result = length_controlled(y, d, np.zeros(6))
         assert 0 <= result.low <= result.value <= result.high <= 1
-
-
-def test_the_rate_at_equal_length_of_many_wins_stays_finite() -> None:
-    """A thousand wins and one loss, at the greatest difference of length."""
-    d = np.linspace(-50, 50, 1001)
-    y = np.where(np.arange(1001) == 0, 0.0, 1.0)
-    result = length_controlled(y, d, np.zeros(1001))
-    assert 0.98 < result.low <= result.value <= result.high < 1
 
 
 @pytest.mark.parametrize("seed", range(8))
