@@ -60,7 +60,7 @@ def test_a_run_completes_and_prefect_mlflow_and_dvc_refer_to_each_other(running:
 
 
 def assert_local(running: Service) -> None:
-    """Servers and worker listen on loopback, without telemetry. Part of that test: starting them takes long."""
+    """Servers and worker listen on loopback, without telemetry. Checked here: starting them is slow."""
     processes = running.processes()
     connections = [c for process in processes for c in process.net_connections(kind="inet")]
     listening = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
