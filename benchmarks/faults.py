@@ -165,7 +165,7 @@ FAULTS: Sequence[Fault] = (
         "MLflow stops during a run, and starts again",
         "training does not wait; MLflow gets every point once",
         "tests/tracking/test_sync.py",
-        "test_a_server_that_dies_midway_gets_every_point_and_trace_once",
+        "test_a_server_that_dies_midway_gets_every_point_once",
     ),
     Fault(
         "MLflow is away for minutes",

@@ -7,7 +7,6 @@ schedule is switched on or off.
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import suppress
 from datetime import timedelta
@@ -27,7 +26,7 @@ from prefect.workers.process import ProcessWorker
 
 from flows import automations, devices, settings, workplace
 from flows.pipeline import pipeline
-from flows.slots import find_limit, limit_of
+from flows.slots import find_limit
 from flows.sweep import sweep
 from flows.watch import data_watch
 from rlhf_tasks.errors import UserError
@@ -74,7 +73,7 @@ def apply(
         variables = own if kind == "process" else {}
         if is_shared:
             _check_owner(client, root, pool, variables)
-        _make_limits(client, gpu_slots, is_shared=is_shared)
+        _make_limit(client, gpu_slots)
         automations.apply(client)
         for flow, name, description, schedules in (
             (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
@@ -124,27 +123,13 @@ def _check_owner(client: SyncPrefectClient, root: Path, pool: str, variables: di
         )
 
 
-def _make_limits(client: SyncPrefectClient, slots: int | None, *, is_shared: bool) -> None:
-    """The limit `gpu`, at first one slot for each GPU of this machine, or one. Users may change it.
-
-    Where this machine is the only one, more slots than GPUs let runs share a GPU.
-    """
-
-    def size(name: str, first: int, given: int | None) -> int:
-        """Make the limit with its first size, or give an existing one the given size; returns its size."""
-        found = find_limit(client, name)
-        if found is None:
-            made = GlobalConcurrencyLimitCreate(name=name, limit=given or first)
-            client.create_global_concurrency_limit(made)
-        elif given is not None:
-            client.upsert_global_concurrency_limit_by_name(name, given)
-        return given or (found.limit if found is not None else first)
-
-    gpus = devices.visible()
-    total = size(settings.SLOTS, len(gpus) or 1, slots)
-    for gpu in [] if is_shared else gpus:
-        share = math.ceil(total / len(gpus))
-        size(limit_of(gpu), share, None if slots is None else share)
+def _make_limit(client: SyncPrefectClient, slots: int | None) -> None:
+    """The limit `gpu`: at first a slot for each GPU of this machine, or one. Users may change it."""
+    if find_limit(client, settings.SLOTS) is None:
+        made = GlobalConcurrencyLimitCreate(name=settings.SLOTS, limit=slots or len(devices.visible()) or 1)
+        client.create_global_concurrency_limit(made)
+    elif slots is not None:
+        client.upsert_global_concurrency_limit_by_name(settings.SLOTS, slots)
 
 
 def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any) -> None:

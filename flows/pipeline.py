@@ -66,7 +66,8 @@ def pipeline(
         where: workspace: a git worktree of a commit, whose result becomes a DVC experiment. checkout: the
             working tree itself, as under a plain `dvc repro`; it takes no changes of parameters.
         revision: The commit of the workspace, by hash, branch or tag. The default is the last commit.
-        name: The name of the workspace's DVC experiment. The default is the name of the flow run.
+        name: The name of the workspace's DVC experiment. By default it is what the run changes
+            and a short id, such as smoke-kl_coef=0.05-seed=2-7f3a. The flow run gets it too.
         push: Send the results to the DVC remote at the end.
         promote: Let the gate decide at the end whether the policy becomes the champion.
     """
@@ -88,7 +89,7 @@ def pipeline(
                 get_run_logger().warning("the run does not see the uncommitted changes of %s", unseen)
 
         # 2. Its name and description in Prefect and MLflow.
-        chosen = name or request.default_name(str(flow_run.get_name()), run)
+        chosen = name or asked.name(run)
         title, page = chosen, url_for("flow-run", run)
         if flow_run.get_parent_flow_run_id():  # a run of a sweep keeps the name that the sweep gave it
             title = str(flow_run.get_name())
@@ -170,7 +171,7 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
     def show(*doing: str) -> None:
         """The share of the stages that are done; how each of them ended, and what the run does now."""
         description = "; ".join([*(f"{stage}: {result}" for stage, result in how.items()), *doing])
-        update_progress_artifact(progress, 100.0 * len(how) / total, description=description)
+        update_progress_artifact(progress, float(round(100 * len(how) / total)), description=description)
 
     with Slots() as slots:
         for number, name in enumerate(names):

@@ -69,15 +69,6 @@ def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Conf
     return text, values, changes
 
 
-def default_name(given: str, run: str) -> str:
-    """An experiment's name: that of the flow run, which may hold any characters, and the end of its id.
-
-    A flow run that already has that name keeps it.
-    """
-    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", given).strip("-_") or "run"
-    return slug if slug.endswith(f"-{run[-4:]}") else f"{slug}-{run[-4:]}"
-
-
 def commit_of(root: Path, where: Where, revision: str | None, name: str | None) -> str | None:
     """The hash of the commit that the run works on; None for a run in the checkout.
 

@@ -28,7 +28,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files, processes, workspaces
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.project.processes import HOST, Daemon, free_port, is_free
+from rlhf_tasks.project.processes import HOST, Daemon, free_port
 from rlhf_tasks.tracking import context, dashboard, local_pages
 from rlhf_tasks.tracking.record import pending
 from rlhf_tasks.tracking.sync import sync
@@ -96,7 +96,7 @@ class Service:
             if os.environ.get("PREFECT_API_URL", "") not in ("", f"{self.url('prefect')}/api"):
                 console.say(
                     f"PREFECT_API_URL={os.environ['PREFECT_API_URL']} is another server than the one that "
-                    "starts here; `rlhf deploy --work` registers the project there and works for it"
+                    "starts here; `rlhf up --work` registers the project there and works for it"
                 )
             own = settings.prefect(self.home, self.url("prefect")) | {context.MLFLOW_URL: self.url("mlflow")}
             path = {"PATH": processes.environment_path(os.environ)}
@@ -140,41 +140,29 @@ class Service:
             console.say(f"report: {report.as_uri()}")
         console.say(f"logs: {self.home / 'service'}; `rlhf status` shows what runs, `rlhf down` stops it")
 
-    def choose_ports(
-        self, requested: Mapping[str, int | None], first: Mapping[str, int] = PORTS
-    ) -> dict[str, int]:
+    def choose_ports(self, requested: Mapping[str, int | None]) -> dict[str, int]:
         """The port of each server: the requested one, or the last one, so that bookmarks stay valid.
 
-        If another program has the last one, it is the next free one. What an earlier start left is stopped.
+        If the last one is taken, it is the next free one. What an earlier start left is stopped.
 
         Raises:
             UserError: for a requested port that the server cannot have.
         """
-        running = {name for name in first if self.daemon(name).is_running()}
-        ports = {name: self.daemon(name).record().get("port") or first[name] for name in first}
-        chosen = {name: ports[name] for name in running}
-        for name in sorted(first, key=lambda name: requested.get(name) is None):  # the requested ones first
-            port = requested.get(name)
-            if name in running:
-                if port not in (None, chosen[name]):
-                    raise UserError(
-                        f"{name} runs on port {chosen[name]}; `rlhf down` first, to start it on "
-                        f"--{name}-port {port}"
-                    )
-                continue
+        ports = {name: self.daemon(name).record().get("port") for name in PORTS}
+        running = {name: port for name, port in ports.items() if self.daemon(name).is_running()}
+        chosen = dict(running)
+        stopped = [name for name in PORTS if name not in running]
+        for name in sorted(stopped, key=lambda name: requested[name] is None):  # the requested ones first
             self.daemon(name).stop(END_SECONDS[name])
-            wanted = port or ports[name]
-            holder = next((other for other in chosen if chosen[other] == wanted), "another program")
-            is_taken = wanted in chosen.values() or not is_free(wanted)
-            problem = (
-                f"port {wanted} is in use by {holder}, so {name} cannot have it; --{name}-port sets another"
-            )
-            if is_taken and port is not None:
-                raise UserError(problem)
+            wanted = requested[name] or ports[name] or PORTS[name]
             chosen[name] = free_port(wanted, besides=chosen.values())
-            if is_taken:
-                console.say(f"{problem}: it gets {chosen[name]}")
-        return {name: chosen[name] for name in first}
+        for name, port in requested.items():
+            if port not in (None, chosen[name]):
+                problem = f"port {port} is in use, so {name} cannot have it; --{name}-port sets another"
+                if name in running:
+                    problem = f"{name} runs on port {chosen[name]}; `rlhf down` first, to start it on {port}"
+                raise UserError(problem)
+        return {name: chosen[name] for name in PORTS}
 
     def _start_server(self, name: str, port: int) -> None:
         daemon = self.daemon(name)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from typing import Any
@@ -42,8 +41,8 @@ WAITING = f"Waiting for {settings.SLOTS}"  # the name of the state of a run that
 
 
 def limit_of(device: str) -> str:
-    """The name of the limit of one GPU; Prefect allows no slash, which names of MIG instances may have."""
-    return f"{settings.SLOTS} {device.replace('/', '-')}"
+    """The name of the limit of one GPU."""
+    return f"{settings.SLOTS} {device}"
 
 
 def find_limit(client: SyncPrefectClient, name: str) -> GlobalConcurrencyLimitResponse | None:
@@ -57,8 +56,8 @@ class Slots:
     """The slots that a run holds, and the GPUs that they are; at the end of the block they are free again."""
 
     def __init__(self) -> None:
-        self._leases: list[tuple[str, int, ExitStack]] = []
-        """The GPU of each lease, the number of its slots, and what ends it. Without GPUs: one lease of ""."""
+        self._leases: list[tuple[str, ExitStack]] = []
+        """The GPU of each slot, and what ends its lease; without GPUs it is an empty text."""
 
     @cached_property
     def gpus(self) -> list[str]:
@@ -68,7 +67,7 @@ class Slots:
     @property
     def held(self) -> list[str]:
         """The GPUs that the run has."""
-        return [gpu for gpu, _, _ in self._leases if gpu]
+        return [gpu for gpu, _ in self._leases if gpu]
 
     def needed(self, stage: str, values: Config) -> int:
         """The number of slots that a stage holds: `gpu_slots`, or one for each process that uses a GPU."""
@@ -85,9 +84,9 @@ class Slots:
         Raises:
             UserError: if there are never as many.
         """
-        while self._leases and sum(count for _, count, _ in self._leases[:-1]) >= number:
-            self._leases.pop()[2].close()
-        if self._leases and sum(count for _, count, _ in self._leases) == number:
+        while len(self._leases) > number:
+            self._leases.pop()[1].close()
+        if len(self._leases) == number:
             return False
         self.release()
         run, shown = UUID(str(flow_run.get_id())), ""
@@ -95,9 +94,7 @@ class Slots:
             if find_limit(client, settings.SLOTS) is None:
                 if deployment.id is None:
                     return False
-                raise UserError(
-                    f"the limit `{settings.SLOTS}` does not exist; `rlhf up` or `rlhf deploy --work` makes it"
-                )
+                raise UserError(f"the limit `{settings.SLOTS}` does not exist; `rlhf up` makes it")
             while reason := self._take(client, run, number):
                 if reason != shown:
                     get_run_logger().info("%s", reason)
@@ -118,17 +115,20 @@ class Slots:
                 "section `service` or launch.num_processes, or the limit: "
                 f"`prefect gcl update {settings.SLOTS} --limit {number}`"
             )
+        if self.gpus and number > len(self.gpus):
+            raise UserError(
+                f"{number} slots are needed, and {platform.node()} shows {len(self.gpus)} GPUs to this run: "
+                "change launch.num_processes or the section `service`"
+            )
         if limit.active_slots + number > limit.limit:
             return f"waiting for {settings.SLOTS}"
-        limits = {gpu: _limit_of_gpu(client, gpu) for gpu in self.gpus}
-        chosen = choose(limits, number) if limits else [""] * number
-        if not chosen:
+        free = [gpu for gpu in self.gpus if _has_room(client, limit_of(gpu))] if self.gpus else [""] * number
+        if len(free) < number:
             return f"waiting for {settings.SLOTS} on {platform.node()}"
-        for gpu, count in Counter(chosen).items():
-            names, lease = [settings.SLOTS, *([limit_of(gpu)] if gpu else [])], ExitStack()
+        for gpu in free[:number]:
+            lease = ExitStack()
             slots = concurrency(
-                names,
-                count,
+                [settings.SLOTS, *([limit_of(gpu)] if gpu else [])],
                 max_retries=0,
                 strict=True,
                 lease_duration=LEASE_SECONDS,
@@ -139,7 +139,7 @@ class Slots:
             except ConcurrencySlotAcquisitionError:  # another run was faster
                 self.release()
                 return f"waiting for {settings.SLOTS}"
-            self._leases.append((gpu, count, lease))
+            self._leases.append((gpu, lease))
         if context := ConcurrencyContext.get():
             label: dict[str, bool | int | float | str] = {
                 LABEL: " ".join(map(str, context.cleanup_lease_ids))
@@ -150,7 +150,7 @@ class Slots:
     def release(self) -> None:
         """Let other runs have the slots."""
         while self._leases:
-            self._leases.pop()[2].close()
+            self._leases.pop()[1].close()
 
     def __enter__(self) -> Slots:
         return self
@@ -159,35 +159,13 @@ class Slots:
         self.release()
 
 
-def choose(limits: Mapping[str, GlobalConcurrencyLimitResponse], number: int) -> list[str]:
-    """A GPU for each slot: others first, as far as there are enough, then the most idle; empty if too few.
-
-    Raises:
-        UserError: if these GPUs never have as many slots.
-    """
-    if number > (most := sum(limit.limit for limit in limits.values())):
-        raise UserError(
-            f"{number} slots are needed, and the GPUs that {platform.node()} shows to this run have {most}: "
-            "change launch.num_processes or the section `service`, or the limits "
-            f"{', '.join(map(limit_of, limits))}"
-        )
-    free = {gpu: limit.limit - limit.active_slots for gpu, limit in limits.items()}
-    chosen = list[str]()
-    while len(chosen) < number:
-        eligible = [gpu for gpu in limits if chosen.count(gpu) < free[gpu]]
-        if not eligible:
-            return []
-        chosen.append(min(eligible, key=lambda gpu: (chosen.count(gpu), -free[gpu])))
-    return chosen
-
-
-def _limit_of_gpu(client: SyncPrefectClient, gpu: str) -> GlobalConcurrencyLimitResponse:
-    """The limit of one GPU, which is made if this is its first run."""
-    if (found := find_limit(client, limit_of(gpu))) is None:
+def _has_room(client: SyncPrefectClient, name: str) -> bool:
+    """Whether the limit of a GPU has a free slot; its first run makes the limit."""
+    if (found := find_limit(client, name)) is None:
         with suppress(ObjectAlreadyExists):
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=limit_of(gpu), limit=1))
-        found = client.read_global_concurrency_limit_by_name(limit_of(gpu))
-    return found
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=1))
+        found = client.read_global_concurrency_limit_by_name(name)
+    return found.active_slots < found.limit
 
 
 def show_waiting(client: SyncPrefectClient, run: UUID, message: str) -> None:

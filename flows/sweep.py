@@ -38,7 +38,8 @@ from rlhf_tasks.report import comparison
 
 TABLE_KEY = "rlhf-sweep"
 
-Grid = Annotated[dict[str, list[Any]], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
+Values = Annotated[list[Any], Field(min_length=1)]
+Grid = Annotated[dict[str, Values], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
 Seeds = Annotated[list[int], Field(min_length=1)]
 
 
@@ -68,7 +69,6 @@ class Cell:
 )
 def sweep(
     grid: Grid = {},  # noqa: B006  Prefect shows it in the form
-    settings_list: list[dict[str, Any]] = [],  # noqa: B006
     seeds: Seeds = [1, 2, 3],  # noqa: B006
     preset: request.PresetName = request.DEFAULT,
     name: request.ExperimentName = "sweep",
@@ -81,8 +81,8 @@ def sweep(
     """Run every setting with every seed, skip the runs that are done, and compare all of them.
 
     Args:
-        grid: Values per dotted key of params.yaml; every combination is one setting.
-        settings_list: In place of a grid: the overrides of each setting.
+        grid: Values per dotted key of params.yaml; every combination is one setting. The default is
+            params.yaml as it is.
         seeds: Every setting is run with each of these seeds.
         preset: Changes of params.yaml for all runs. default: no preset.
         name: The name of the sweep; its experiments have this name and a digest.
@@ -97,7 +97,8 @@ def sweep(
         # 1. Everything is checked before any run starts.
         request.check_name(name)
         watch.parameters_of(deployment)  # refuses a deployment that does not exist
-        root, listed = Path.cwd(), combinations(grid, settings_list)
+        root = Path.cwd()
+        listed = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
         commit = git.resolve(root, revision)
         found = cells(root, name, request.preset_of(preset), listed, seeds, commit)
 
@@ -122,10 +123,11 @@ def sweep(
             for c in completed
         ]
         logged = list(dict.fromkeys(key for result in read for key in result.metrics))
-        rows = with_lost(comparison.table(read, metrics or results.headlines(logged) or logged), lost)
-        compare = " ".join(["rlhf compare", *(cell.experiment for cell in completed)])
-        caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
-        create_table_artifact(rows, key=TABLE_KEY, description=caption)
+        rows = comparison.table(read, metrics or results.headlines(logged) or logged)
+        if rows:
+            compare = " ".join(["rlhf compare", *(cell.experiment for cell in completed)])
+            caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
+            create_table_artifact(rows, key=TABLE_KEY, description=caption)
         if lost:
             reasons = "; ".join(f"{cell.name}: {why}" for cell, why in lost.items())
             raise SweepFailed(
@@ -165,21 +167,6 @@ def run_cell(cell: Cell, deployment: str, given: Mapping[str, Any]) -> State[Any
     return State(type=run.state.type, name=run.state.name, message=message)
 
 
-def combinations(
-    grid: Mapping[str, Sequence[Any]], listed: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """The overrides of each setting.
-
-    Raises:
-        UserError: if both or neither are given.
-    """
-    if bool(grid) == bool(listed):
-        raise UserError("give either grid (values per key) or settings_list (overrides of each setting)")
-    if listed:
-        return [dict(overrides) for overrides in listed]
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-
-
 def cells(
     root: Path,
     name: str,
@@ -217,17 +204,3 @@ def cells(
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return valid
-
-
-def with_lost(rows: Sequence[Mapping[str, Any]], lost: Mapping[Cell, str]) -> list[dict[str, Any]]:
-    """The rows with a column for missing runs, if there are any; a setting without a run has a row too."""
-    if not lost:
-        return [dict(row) for row in rows]
-    empty = dict.fromkeys((key for row in rows for key in row), "–")
-    by_setting = {row["setting"]: dict(row) for row in rows}
-    for cell in lost:
-        by_setting.setdefault(cell.setting, {**empty, "setting": cell.setting, "seeds": 0})
-    for setting, row in by_setting.items():
-        own = [f"seed {cell.seed}: {why}" for cell, why in lost.items() if cell.setting == setting]
-        row["missing"] = "; ".join(own) or "–"
-    return list(by_setting.values())

@@ -127,8 +127,6 @@ def start_run(
         )
         state, name = run.state, str(run.name)
         is_over = state is not None and (state.is_final() or state.is_cancelling())
-        if state is None or not state.is_final():  # it names itself when it starts
-            name = str((run.parameters or {}).get("name") or request.default_name(run.name, str(run.id)))
         if not is_over or outcome.has_results(state):
             after = f", after {', '.join(failed)} failed" if failed else ""
             return Completed(message=f"the data changed: its run is {name}{after}")

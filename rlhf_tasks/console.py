@@ -232,16 +232,8 @@ def duration(seconds: float) -> str:
 
 
 _CONSOLE = Console()
-
-
-say, remark, table, show_life, name = (
-    _CONSOLE.say,
-    _CONSOLE.remark,
-    _CONSOLE.table,
-    _CONSOLE.show_life,
-    _CONSOLE.name,
-)
-progress, stage, log_to = _CONSOLE.progress, _CONSOLE.stage, _CONSOLE.log_to
+say, remark, table, name = _CONSOLE.say, _CONSOLE.remark, _CONSOLE.table, _CONSOLE.name
+progress, show_life, stage, log_to = _CONSOLE.progress, _CONSOLE.show_life, _CONSOLE.stage, _CONSOLE.log_to
 
 
 def set_quiet(quiet: bool) -> None:

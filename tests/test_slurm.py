@@ -93,7 +93,7 @@ def test_prefect_accepts_the_job_template_and_gives_its_options_to_sbatch() -> N
     values = {"sbatch_options": "--gpus-per-node=8 --time=1:00:00"}
     found = apply_values(template()["job_configuration"], values)
     assert found["command"] == "bash infra/slurm/flow-run.sh --gpus-per-node=8 --time=1:00:00"
-    assert "command" not in template()["variables"]["properties"], "rlhf deploy would replace the script"
+    assert "command" not in template()["variables"]["properties"], "rlhf up would replace the script"
 
 
 STAND_INS = {

@@ -50,7 +50,7 @@ COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
         review.sync,
     ),
     "Promote a policy": (serve.promote, serve.export),
-    "Run the service": (serve.up, serve.status, serve.down, serve.deploy),
+    "Run the service": (serve.up, serve.status, serve.down),
 }
 STAGE_PANEL = "Stages (`rlhf run` and `dvc repro` run them in order)"
 QUIET = {

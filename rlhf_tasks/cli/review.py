@@ -94,41 +94,23 @@ def judge(
     judges: list[str] | None = Option(
         None, "--judge", metavar="NAME", help="a judge of judge.judges; may be repeated (default: all)"
     ),
-    rows: Path | None = Option(
-        None, metavar="FILE", help="rows of RewardBench that the reward model MODEL scores"
-    ),
-    out: Path | None = Option(
-        None, metavar="FILE", help="also write every comparison, to .jsonl or .parquet"
-    ),
+    out: Path | None = Option(None, metavar="FILE", help="also write every comparison, to .jsonl"),
 ) -> int:
     """Run the stage judge: compare reference, SFT and policy.
 
     With MODEL, compute the win rate of a checkpoint or a file of responses on the test prompts, by the judges
-    of params.yaml. With MODEL and --rows, measure a reward model on rows whose right responses are known.
+    of params.yaml.
     """
-    of_pairs = any((against, num_examples, judges))
     if model is None:
-        if of_pairs or rows or out:
+        if any((against, num_examples, judges, out)):
             raise UserError(
-                "--against, --num-examples, --judge, --rows and --out need a MODEL, such as `rlhf judge "
+                "--against, --num-examples, --judge and --out need a MODEL, such as `rlhf judge "
                 "models/policy`; the stage takes everything from params.yaml"
             )
         from rlhf_tasks.stages import runner
 
         return runner.run("judge", Paths())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if rows is not None:
-        if of_pairs:
-            raise UserError("--rows goes with --out only; leave out the options of a comparison")
-        import torch
-
-        from rlhf_tasks.judging import reward_models
-
-        if out is not None:
-            check_output_file(out)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        reward_models.measure_accuracy(Path(model), rows, out, device)
-        return 0
     view = config.JudgeView.of(config.load())
     from rlhf_tasks.judging import head_to_head
 

@@ -1,4 +1,4 @@
-"""Commands that promote a policy and run the service: `rlhf promote`, `export`, `up`, `down`, …"""
+"""Commands that promote a policy and run the service: `rlhf promote`, `export`, `up`, `down`, `status`."""
 
 from __future__ import annotations
 
@@ -74,8 +74,28 @@ def up(
         callback=_web_address,
         help="address to notify of failures and promotions; '' removes it",
     ),
+    pool: str | None = Option(
+        None,
+        help="start nothing here: register the deployments at the server of PREFECT_API_URL for this work "
+        "pool, of any type",
+    ),
+    work: bool = Option(
+        False,
+        "--work",
+        help=f"as --pool (default: {POOL}), which is made if it does not exist; then run its flow runs here, "
+        "in the foreground",
+    ),
 ) -> int:
-    """Start the service: Prefect, MLflow, a worker and the deployments."""
+    """Start the service: Prefect, MLflow, a worker and the deployments. Or join a server that others run."""
+    if pool is not None or work:
+        if (prefect_port, mlflow_port, gpu_slots, webhook) != (None,) * 4:
+            raise UserError("--pool and --work start no server here; leave out the other options")
+        from flows import worker
+
+        worker.register(pool or POOL, makes_pool=work or pool == POOL)
+        if work:
+            worker.work(pool or POOL)
+        return 0
     from flows.service import Service
 
     try:
@@ -98,19 +118,4 @@ def down() -> int:
     from flows.service import Service
 
     Service.here().down()
-    return 0
-
-
-def deploy(
-    pool: str = Option(
-        POOL, help=f"an existing work pool of any type; `{POOL}`, or one to --work for, is made"
-    ),
-    work: bool = Option(False, "--work", help="then run the flow runs of the pool here, in the foreground"),
-) -> int:
-    """Register this project's deployments at the server of PREFECT_API_URL."""
-    from flows import worker
-
-    worker.register(pool, makes_pool=work or pool == POOL)
-    if work:
-        worker.work(pool)
     return 0

@@ -121,40 +121,24 @@ class LlmJudge(NamedJudge):
     """Limits of one run; null: no limits."""
 
 
-class LocalModel(NamedJudge):
-    """A model on this machine that compares two responses."""
-
-    path: str
-    """Folder or hub id of the model."""
-    revision: t.Revision | None = None
-    """Commit hash of a hub id in `path`; null otherwise."""
-    prompt: str
-    """Prompt of the judge: tldr, hhh, ranker, or a file with {prompt}, {first} and {second}."""
-    micro_batch_tokens: t.PositiveInt = 4096
-    """Maximum padded tokens per micro-batch."""
-
-    def problems(self) -> Iterator[str]:
-        yield from check_source(self.path, self.revision, f"path of judge {self.name}")
-
-
-class LocalJudge(LocalModel):
-    """A causal language model, prompted as `llm` is; shipped prompts are tldr and hhh.
+class LocalJudge(NamedJudge):
+    """A causal language model on this machine, prompted as `llm` is.
 
     The comparison is the probability of the next token, A against B.
     """
 
     kind: Literal["local"]
+    path: str
+    """Folder or hub id of the model."""
+    revision: t.Revision | None = None
+    """Commit hash of a hub id in `path`; null otherwise."""
     prompt: str = "tldr"
+    """Prompt of the judge: tldr, hhh, or a file with {prompt}, {first} and {second}."""
+    micro_batch_tokens: t.PositiveInt = 4096
+    """Maximum padded tokens per micro-batch."""
 
-
-class PairRmJudge(LocalModel):
-    """A ranker: a sequence classifier that reads a prompt and two responses; the shipped prompt is ranker.
-
-    Its model has one label (the first response is better) or two.
-    """
-
-    kind: Literal["pair_rm"]
-    prompt: str = "ranker"
+    def problems(self) -> Iterator[str]:
+        yield from check_source(self.path, self.revision, f"path of judge {self.name}")
 
 
 class CombinedJudge(NamedJudge):
@@ -167,14 +151,7 @@ class CombinedJudge(NamedJudge):
 
 
 Judge = Annotated[
-    GoldJudge
-    | RewardModelJudge
-    | FunctionJudge
-    | VerifierJudge
-    | LlmJudge
-    | LocalJudge
-    | PairRmJudge
-    | CombinedJudge,
+    GoldJudge | RewardModelJudge | FunctionJudge | VerifierJudge | LlmJudge | LocalJudge | CombinedJudge,
     Field(discriminator="kind"),
 ]
 
@@ -192,9 +169,7 @@ def optimised_by(scorers: Sequence[Scorer], judge: Judge) -> str | None:
 class Selection(Section):
     """A judge that selects the checkpoint that PPO keeps; the gold judge only judges the final policy."""
 
-    judge: Annotated[
-        RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge, Field(discriminator="kind")
-    ]
+    judge: Annotated[RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge, Field(discriminator="kind")]
     """Judge that compares the checkpoint's responses with the references."""
     max_failure_share: t.Fraction = 0.05
     """Largest share of failed comparisons on one checkpoint; above it the stage fails."""
@@ -262,8 +237,6 @@ class Judging(Section):
     """Sampling temperature of SFT and policy."""
     num_samples_shown: t.Count = 20
     """Number of prompts whose responses MLflow shows."""
-    num_traces: t.Count = 100
-    """Number of replies per llm judge that MLflow shows as traces."""
     labels: str | None = None
     """File of human labels, rows with the texts prompt, answer_a and answer_b and an outcome (1: A is better,
     0.5, 0, or null); null: none."""

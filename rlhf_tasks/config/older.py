@@ -45,6 +45,8 @@ CONVERTED: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 """The present value of those whose value changes too, from the old one and the section `ppo`."""
 NO_LABELS = "rlhf_tasks/evaluation/no_labels.jsonl"
 """An empty file that stood for no human labels."""
+TRACES = "judge.num_traces"
+"""The number of a judge's replies that MLflow showed as traces."""
 
 
 def new_place(location: Sequence[str | int], value: Any) -> str | None:
@@ -66,6 +68,9 @@ def upgrade(tree: CommentedMap) -> list[str]:
     if str(_inside(tree, "judge.labels")) == NO_LABELS:
         tree["judge"]["labels"] = None
         lines.append(f"judge.labels: {NO_LABELS} → null")
+    if _inside(tree, TRACES) is not MISSING:
+        del tree["judge"]["num_traces"]
+        lines.append(f"{TRACES} is left out: it has no effect")
     return lines
 
 

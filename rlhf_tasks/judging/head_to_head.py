@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from rlhf_tasks import console
@@ -32,7 +30,6 @@ from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 
 REFERENCE: Literal["reference"] = "reference"
-FORMATS = (".jsonl", ".parquet")
 
 
 class Response(Row):
@@ -68,7 +65,7 @@ def compare_models(
     """Print and return the comparisons of `model` with `against` by each judge, or by those called `names`.
 
     Each contender is a checkpoint folder, `OWNER/NAME@COMMIT`, a `.jsonl` file of responses, or `reference`;
-    the results name it as given. `out` is a .jsonl or .parquet file for every comparison with its texts.
+    the results name it as given. `out` is a .jsonl file for every comparison with its texts.
     Relative paths are below `paths.root`. Functions of judges are files below `functions_root`, by default
     `paths.root`.
 
@@ -78,8 +75,8 @@ def compare_models(
         UserError: if a contender, a judge or the data does not exist, `out` has another suffix, or a judge
             fails too often.
     """
-    if out is not None and out.suffix not in FORMATS:
-        raise UserError(f"--out {out}: give a file whose name ends with {' or '.join(FORMATS)}")
+    if out is not None and out.suffix != ".jsonl":
+        raise UserError(f"--out {out}: give a file whose name ends with .jsonl")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     contenders = {name: _contender(name, paths) for name in (model, against)}
     checkpoints = [one for one in contenders.values() if isinstance(one, Checkpoint)]
@@ -138,20 +135,11 @@ def compare_models(
     title = f"win rates on {len(prompts)} test prompts (ties count half)"
     summary.show_table(title, summary.win_rates(results.comparisons))
     if out is not None:
-        _write(paths.root / out, summary.comparison_table(compared, prompts, texts, kept))
-    return results
-
-
-def _write(out: Path, table: pa.Table) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".parquet":
-        buffer = pa.BufferOutputStream()
-        pq.write_table(table, buffer)
-        atomic.write_bytes(out, buffer.getvalue().to_pybytes())
-    else:
+        table = summary.comparison_table(compared, prompts, texts, kept)
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
-        atomic.write_text(out, "".join(lines))
-    console.say(f"wrote {table.num_rows} comparisons to {out}")
+        atomic.write_text(paths.root / out, "".join(lines))
+        console.say(f"wrote {table.num_rows} comparisons to {out}")
+    return results
 
 
 def _contender(name: str, paths: Paths) -> Contender:

@@ -1,42 +1,28 @@
-"""How well reward models order pairs: diagnostics of stage judge, and `rlhf judge MODEL --rows FILE`.
+"""How well reward models order pairs: diagnostics of stage judge.
 
 A reward model that is fit to be optimized orders two samples of one policy as the labels do. Its confidence
 is calibrated if it orders right 80% of the pairs of which it is 80% sure. N pairs.
-
-Rows of FILE have the shape of RewardBench 2 (arXiv 2506.01937): `prompt`, `chosen`, several
-`rejected`, `subset`. A row is right if every chosen response scores higher than every rejected one; equal
-scores are wrong. RewardBench computes the score of its subset Ties in another way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import ArrayLike
-from pydantic import BeforeValidator, Field
 
-from rlhf_tasks import console
-from rlhf_tasks.data.batches import load_tokenizer, read_table, sizes
-from rlhf_tasks.data.tokenizer import encode_rows, ready_rendering
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.results import RewardDiagnostic
-from rlhf_tasks.judging.rows import Row, read_rows
 from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import load_reward
-from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
 from rlhf_tasks.scoring.protocol import Responses, Scorer
-from rlhf_tasks.scoring.retokenize import conversation_ids
-from rlhf_tasks.scoring.reward_model import RewardModel
 
 NUM_BINS = 10
 MIN_IN_BIN = 20  # pairs, where there are enough for several bins
@@ -190,97 +176,3 @@ def by_length(scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[
                 }
             )
     return rows
-
-
-ALL = "all"
-Texts = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda x: (x,) if isinstance(x, str) else x),
-    Field(min_length=1, strict=False),
-]
-
-
-class KnownRow(Row):
-    """One prompt, its right and its wrong responses."""
-
-    FORM: ClassVar[str] = (
-        "give `prompt` (text), `chosen` and `rejected` (a text or a list of texts each), and `subset` (text)"
-    )
-    prompt: str
-    chosen: Texts
-    rejected: Texts
-    subset: str
-
-    @property
-    def responses(self) -> tuple[str, ...]:
-        return (*self.chosen, *self.rejected)
-
-
-def measure_accuracy(folder: Path, file: Path, out: Path | None, device: torch.device) -> None:
-    """Print the accuracy by subset in the order of the file, then over all rows, with Wilson's 95% interval.
-
-    `out` is a JSON file for them.
-
-    Raises:
-        UserError: for a row of another form, a folder without a trained reward model, or a row that is longer
-            than the model can read.
-    """
-    rows = list(read_rows(file, KnownRow).values())
-    if any(row.subset == ALL for row in rows):
-        raise UserError(f"{file}: the subset {ALL!r} stands for all rows; give the subset another name")
-    right: dict[str, list[bool]] = {name: [] for name in (*(row.subset for row in rows), ALL)}
-    for row, scores in zip(rows, score(folder, rows, device), strict=True):
-        for name in (row.subset, ALL):
-            right[name].append(is_right(row, scores))
-    found = {
-        name: asdict(statistics.wilson(sum(own), len(own))) | {"count": len(own)}
-        for name, own in right.items()
-    }
-    shown = [
-        [name, f"{one['value']:.1%}", f"{one['low']:.1%}", f"{one['high']:.1%}", one["count"]]
-        for name, one in found.items()
-    ]
-    console.table(f"accuracy of {folder} on {file}", ["subset", "accuracy", "low", "high", "rows"], shown)
-    if out is not None:
-        atomic.write_json(out, found)
-        console.say(f"wrote {out}")
-
-
-def is_right(row: KnownRow, scores: Sequence[float]) -> bool:
-    """Whether every chosen response scores higher than every rejected one; scores are in their order."""
-    return min(scores[: len(row.chosen)]) > max(scores[len(row.chosen) :])
-
-
-def score(folder: Path, rows: Sequence[KnownRow], device: torch.device) -> list[list[float]]:
-    """The score of each response of each row, in the order of `KnownRow.responses`.
-
-    A model with a chat template reads the prompt as a message of the user, and the response as its answer.
-
-    Raises:
-        UserError: as `measure_accuracy`.
-    """
-    tokenizer, model = load_tokenizer(folder), load_reward(folder)
-    contracts.check_fits(model.model, tokenizer, str(folder))
-    prompts = [row.prompt for row in rows for _ in row.responses]
-    answers = [answer for row in rows for answer in row.responses]
-    reads = ready_rendering(tokenizer, str(folder))
-    if reads.chat is None:
-        bare = [p if p.startswith(reads.bos) else reads.bos + p for p in prompts]
-        ids = encode_rows(tokenizer, bare, answers)
-    else:
-        turns = [
-            [{"role": "user", "content": p}, {"role": "assistant", "content": a}]
-            for p, a in zip(prompts, answers, strict=True)
-        ]
-        ids = conversation_ids(tokenizer, [reads.chat(conversation, False) for conversation in turns])
-    longest = getattr(model.model.config, "max_position_embeddings", None)
-    over = [(p, n) for p, n in zip(prompts, sizes(*ids), strict=True) if longest is not None and n > longest]
-    if over:
-        prompt, length = over[0]
-        raise UserError(
-            f"{folder} can read {longest} tokens, and {len(over)} of {len(answers)} responses are longer "
-            f"with their prompt, the first one to {prompt[:60]!r} ({length} tokens); remove those rows"
-        )
-    given = Responses.of_ids(prompts, *ids, tokenizer)
-    scores = iter(RewardModel(model.to(device), tokenizer)(given).tolist())
-    return [[next(scores) for _ in row.responses] for row in rows]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,18 +56,15 @@ class Workspace:
         has_code = (self.folder / "rlhf_tasks").is_dir()
         return {"PYTHONPATH": os.pathsep.join([str(self.folder), *given])} if has_code else {}
 
-    def save(self, name: str, dvc: Callable[..., str]) -> str:
-        """Save the workspace as a DVC experiment of this name; returns its commit.
-
-        `dvc` runs a DVC command, given as words, in this workspace.
-        """
+    def save(self, name: str) -> str:
+        """Save the workspace as a DVC experiment of this name; returns its commit."""
         outs = [out for node in dvc_files.graph(self.folder).values() for out in node.outs]
         held = [out for out in outs if out.startswith(GIT_HELD) and (self.folder / out).exists()]
         # Metrics and curves belong to git but are new in a first run.
         options = [word for out in held for word in ("--include-untracked", out)]
         # DVC writes to refs/exps/exec meanwhile, which all worktrees share.
         with FileLock(Paths(self.root).home / "exp.lock"):
-            dvc("exp", "save", "--force", "--name", name, *options)
+            dvc_cli.run(self.folder, "exp", "save", "--force", "--name", name, *options)
         return git.find_experiment(self.root, name) or ""
 
     def differs(self) -> bool:

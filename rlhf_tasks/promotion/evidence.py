@@ -21,7 +21,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.gate import Evidence, Kl
 
 KL, KL_ERROR = "selected_kl", "selected_kl_standard_error"
-DISPLAY_ONLY = ("labels", "num_traces", "num_samples_shown")  # keys of `judge` that change no comparison
+DISPLAY_ONLY = ("labels", "num_samples_shown")  # keys of `judge` that change no comparison
 
 
 def read(paths: Paths) -> Evidence:

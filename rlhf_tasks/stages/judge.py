@@ -80,7 +80,6 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         config.data_source,
         dist.device,
         paths,
-        trace=tracker.trace,
         columns=columns.of_rows(rows),
     )
     probes = None if settings.retention is None else Probes(settings.retention, paths)

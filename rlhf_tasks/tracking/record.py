@@ -11,7 +11,6 @@ points however often they are sent:
     metrics    step, values: one point per curve
     results    values that the run of the pipeline shows too
     event      name, text, step: something that a person should see, such as a guard that tripped
-    trace      number, name, inputs, outputs, start, end (milliseconds), assessments: one call of a model
     artifact   file (its copy), folder in MLflow, table: whether it is a sample table
     tags       values
     end        status (FINISHED, FAILED or KILLED), reason (empty if it finished)
@@ -28,7 +27,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 from filelock import FileLock
 
@@ -37,24 +36,6 @@ from rlhf_tasks.project import atomic, disk
 Event = Mapping[str, Any]
 """A line of a record."""
 PIPELINE = "pipeline"  # the `stage` of a pipeline's own run
-
-
-class Assessment(TypedDict):
-    """What a judge or a person says of a traced reply, in MLflow's terms."""
-
-    name: str
-    """The judge's name, also of human feedback on its reply."""
-    kind: Literal["feedback", "expectation"]
-    source: Literal["LLM_JUDGE", "HUMAN"]
-    by: str
-    """The judge's model, or the person."""
-    time: int
-    """In milliseconds since 1970."""
-    value: str | None
-    """None, with the reason in `error`, for a reply without a preference."""
-    error: str
-    rationale: str
-    metadata: Mapping[str, str]
 
 
 class DamagedRecordError(ValueError):

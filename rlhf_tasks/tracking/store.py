@@ -2,63 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from mlflow.entities import (
-    Assessment,
-    AssessmentError,
-    AssessmentSource,
-    Dataset,
-    DatasetInput,
-    Expectation,
-    Feedback,
-    InputTag,
-    Metric,
-    Param,
-    RunTag,
-    Span,
-    TraceData,
-    TraceInfo,
-    TraceLocation,
-    TraceState,
-)
-from mlflow.exceptions import MlflowException
-from mlflow.tracing.client import TracingClient
-from mlflow.tracing.constant import (
-    TRACE_SCHEMA_VERSION,
-    TRACE_SCHEMA_VERSION_KEY,
-    AssessmentMetadataKey,
-    SpanAttributeKey,
-    TraceMetadataKey,
-    TraceTagKey,
-)
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
-from rlhf_tasks import console
 from rlhf_tasks.config import Stage
 from rlhf_tasks.project import processes
 from rlhf_tasks.tracking import curves, view
 from rlhf_tasks.tracking.record import PIPELINE, Event, Record
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
-MAX_PARAM, MAX_TAG, MAX_PREVIEW, MAX_REASON = 6000, 5000, 1000, 300  # characters
+MAX_PARAM, MAX_TAG = 6000, 5000  # characters
 MAX_DIGEST = 36  # characters, as many as `….dir` has
-NO_PREFERENCE = "NO_PREFERENCE"  # the code of the error of a reply that states no preference
 REASON = "rlhf.reason"  # why a run was killed or failed
 VANISHED = "the process vanished without an error (killed? out of memory?)"
 EXPERIMENT = "dvc.exp"
 TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by it
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # or MLflow shows prompts and traces
 UNDRAWABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # matplotlib's errors
-LATER = (401, 403, 408, 425, 429)  # of 4xx, those that another key or a later try can fix
 
 
 def embedded_uri(home: Path) -> str:
@@ -79,8 +47,8 @@ def open_experiment(client: MlflowClient, name: str, location: str | None) -> st
 class Delivery:
     """One record on its way to MLflow.
 
-    MLflow gets every point and trace once, however often a process is killed and another one begins anew: of
-    points, only steps that MLflow lacks are sent, and a trace has the same id each time.
+    MLflow gets every point once, however often a process is killed and another one begins anew: only steps
+    that MLflow lacks are sent.
     """
 
     def __init__(self, record: Record) -> None:
@@ -89,7 +57,6 @@ class Delivery:
         self._header: Event = {}
         self._run = ""  # MLflow's id; empty until the run was found or created, and after a failure
         self._tables = list[str]()
-        self._rejected = dict[str, str]()  # why MLflow will never accept a trace, by its number
 
     def step(self, *, only_over: bool = False) -> None:
         """Send what there is, with the outbox's lock held.
@@ -202,7 +169,7 @@ class Delivery:
     # ---------------------------------------------------------------------------- events
 
     def _send(self, events: Sequence[Event]) -> None:
-        """Send these events; traces last: one that MLflow does not accept holds nothing else up."""
+        """Send these events."""
         points = [event for event in events if event["kind"] == "metrics"]
         self._send_points(self._run, points)
         if self._header["stage"] == "ppo":
@@ -227,7 +194,6 @@ class Delivery:
                 self._client.set_experiment_tag(self._experiment, view.TAG, view.text(names))
             else:
                 self._end_parent(end)
-        self._send_traces([event for event in events if event["kind"] == "trace"])
 
     def _send_points(self, run: str, points: Sequence[Event], only: Sequence[str] | None = None) -> None:
         """Send one point per metric and step: a resumed stage logs some of them again."""
@@ -278,109 +244,8 @@ class Delivery:
     def _set_tags(self, tags: Mapping[str, str]) -> None:
         self._client.log_batch(self._run, tags=[RunTag(name, text[:MAX_TAG]) for name, text in tags.items()])
 
-    # ---------------------------------------------------------------------------- traces
-
-    def _send_traces(self, traces: Sequence[Event]) -> None:
-        """Send calls of models. One that MLflow rejects is reported, and not sent again.
-
-        Raises:
-            MlflowException: at the end, if MLflow may accept later what it has not accepted now.
-        """
-        client, errors, before = TracingClient(self._client.tracking_uri), list[str](), len(self._rejected)
-        for trace in [trace for trace in traces if trace["number"] not in self._rejected]:
-            try:
-                self._send_trace(client, trace)
-            except MlflowException as error:
-                if reason := rejection(error):
-                    self._rejected[trace["number"]] = reason
-                else:
-                    errors.append(str(error))
-        if len(self._rejected) > before:
-            reason = next(iter(self._rejected.values()))
-            self._set_tags({"rlhf.rejected_traces": f"{len(self._rejected)}, such as {reason}"})
-            console.say(
-                f"MLflow rejected {len(self._rejected)} trace(s) of {self.record.key} ({reason}). They will "
-                f"not be sent again; {self.record.file} keeps them"
-            )
-        if errors:
-            raise MlflowException(
-                f"MLflow has not accepted {len(errors)} of {len(traces)} traces: {errors[0]}"
-            )
-
-    def _send_trace(self, client: TracingClient, trace: Event) -> None:
-        """Send one call of a model, as MLflow's own exporter does, which would log its errors only."""
-        number = hashlib.md5(f"{self.record.key} {trace['number']}".encode()).hexdigest()
-        identity, failed = f"tr-{number}", bool(trace["outputs"].get("failure"))
-        inputs, outputs = json.dumps(trace["inputs"]), json.dumps(trace["outputs"])
-        span = Span.from_dict(
-            {
-                "trace_id": identity,
-                "span_id": number[:16],
-                "parent_span_id": None,
-                "name": trace["name"],
-                "start_time_unix_nano": trace["start"] * 1_000_000,
-                "end_time_unix_nano": trace["end"] * 1_000_000,
-                "status": {"code": "ERROR" if failed else "OK"},
-                "attributes": {
-                    SpanAttributeKey.REQUEST_ID: json.dumps(identity),
-                    SpanAttributeKey.SPAN_TYPE: json.dumps("LLM"),
-                    SpanAttributeKey.INPUTS: inputs,
-                    SpanAttributeKey.OUTPUTS: outputs,
-                },
-            }
-        )
-        info = TraceInfo(
-            identity,
-            TraceLocation.from_experiment_id(self._experiment),
-            trace["start"],
-            TraceState.ERROR if failed else TraceState.OK,
-            request_preview=inputs[:MAX_PREVIEW],
-            response_preview=outputs[:MAX_PREVIEW],
-            execution_duration=trace["end"] - trace["start"],
-            trace_metadata={
-                TraceMetadataKey.SOURCE_RUN: self._run,
-                TRACE_SCHEMA_VERSION_KEY: str(TRACE_SCHEMA_VERSION),
-            },
-            tags={TraceTagKey.TRACE_NAME: trace["name"]},
-            # They travel in the trace's own request: a killed process leaves both or neither.
-            assessments=[
-                _assessment(one, f"a-{number}{place}", identity, self._run)
-                for place, one in enumerate(trace.get("assessments", ()))
-            ],
-        )
-        made = client.start_trace(info)
-        client._upload_trace_data(made, TraceData([span]))
-
-
-def rejection(error: MlflowException) -> str | None:
-    """Why the server will never accept what it was sent; None if it may later, or did not answer."""
-    code = re.search(r"failed with error code (\d{3})", str(error))  # MLflow knows a few codes only
-    status = int(code[1]) if code else error.get_http_status_code()  # type: ignore[no-untyped-call]
-    of_database = error.error_code == "BAD_REQUEST"  # MLflow's code for every error of its database
-    if not 400 <= status < 500 or status in LATER or of_database:
-        return None
-    return " ".join(f"status {status}: {type(error).__name__}: {error}".split())[:MAX_REASON]
-
 
 def _dataset(path: str, md5: str) -> DatasetInput:
     source = json.dumps({"path": path, "md5": md5})
     dataset = Dataset(name=path, digest=md5[:MAX_DIGEST], source_type="dvc", source=source)
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "input")])
-
-
-def _assessment(one: Mapping[str, Any], identity: str, trace: str, run: str) -> Assessment:
-    common: dict[str, Any] = {
-        "name": one["name"],
-        "source": AssessmentSource(one["source"], one["by"]),
-        "trace_id": trace,
-        "metadata": {**one["metadata"], AssessmentMetadataKey.SOURCE_RUN_ID: run},
-        "create_time_ms": one["time"],
-        "last_update_time_ms": one["time"],
-    }
-    if one["kind"] == "expectation":
-        made: Assessment = Expectation(value=one["value"], **common)
-    else:
-        error = AssessmentError(NO_PREFERENCE, one["error"]) if one["error"] else None
-        made = Feedback(value=one["value"], error=error, rationale=one["rationale"] or None, **common)
-    made.assessment_id = identity
-    return made

@@ -1,4 +1,4 @@
-"""A run per stage: metrics, sample tables, traces and artifacts, shown in MLflow. No torch or MLflow here.
+"""A run per stage: metrics, sample tables and artifacts, shown in MLflow. No torch or MLflow here.
 
 A stage writes what it logs to a local record (`record`), a JSONL file, which is the truth. A daemon thread of
 the stage reads the file as it grows and delivers it to MLflow in batches (`sync`). A server that does not
@@ -17,7 +17,6 @@ snapshot, and MLflow receives the points that it lacks.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from rlhf_tasks.config import STAGES, Stage, StageView
 from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, pipeline
-from rlhf_tasks.tracking.record import Assessment, NullRecord, Record
+from rlhf_tasks.tracking.record import NullRecord, Record
 from rlhf_tasks.tracking.sync import delivered
 
 
@@ -67,23 +66,6 @@ class Tracker:
         """Log something that a person should see: a tag of that name, and a row of the table `events`."""
         self._record.append("event", name=name, text=text, step=step)
         self.table("events", [{self._axis: step, "event": name, "text": text}])
-
-    def trace(
-        self,
-        name: str,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        *,
-        start: int,
-        end: int,
-        assessments: Sequence[Assessment] = (),
-    ) -> None:
-        """Log a call of a model, with times in milliseconds since 1970. An output `failure` marks it.
-
-        `assessments` are what a judge and people say of the reply.
-        """
-        given = {"inputs": dict(inputs), "outputs": dict(outputs), "assessments": list(assessments)}
-        self._record.append("trace", number=secrets.token_hex(6), name=name, start=start, end=end, **given)
 
     def artifact(self, path: Path) -> None:
         """Keep a copy of a file with the run. Checkpoints do not belong here: DVC keeps them."""

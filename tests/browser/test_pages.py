@@ -31,7 +31,7 @@ TYPED: dict[str, dict[str, Any]] = {
         "revision": "HEAD", "name": "typed",
     },
     "rlhf-sweep/sweep": {
-        "grid": {"ppo.kl_coef": [0.1, 0.2]}, "settings_list": [{"ppo.advantages.gamma": 0.9}], "seeds": [4],
+        "grid": {"ppo.kl_coef": [0.1, 0.2]}, "seeds": [4],
         "preset": "smoke", "name": "typed", "revision": "HEAD", "metrics": ["ppo/selected_kl"],
         "curves": ["val/ratio"], "parallel": 3, "deployment": "rlhf-pipeline/nightly",
     },

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,15 +41,3 @@ def test_a_planted_script_stays_text_in_the_comparison(tmp_path: Path, reader: R
     runs = [replace(run, experiment=f"{run.experiment}{PLANTED}") for run in test_comparison.RUNS]
     (tmp_path / "comparison.html").write_text(test_comparison.written(runs), encoding="utf-8")
     assert_text(reader, (tmp_path / "comparison.html").as_uri())
-
-
-def test_a_planted_script_stays_text_in_an_answer_that_the_documentation_shows(
-    tmp_path: Path, reader: Reader
-) -> None:
-    """Pages show answers in blocks of text."""
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    shown = tmp_path / "docs/results/planted.md"
-    shown.write_text(f"# Answers\n\n```text\n{PLANTED}\n```\n", encoding="utf-8")
-    words = ["-m", "sphinx", "--quiet", "--builder", "html", "-d", str(tmp_path / "trees")]
-    subprocess.run([sys.executable, *words, str(tmp_path / "docs"), str(tmp_path / "site")], check=True)
-    assert_text(reader, (tmp_path / "site/results/planted.html").as_uri())

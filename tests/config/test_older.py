@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.cli import main
-from rlhf_tasks.config.older import MOVED
+from rlhf_tasks.config.older import MOVED, TRACES
 from rlhf_tasks.errors import ConfigError
 
 OLDER = (Path(__file__).parent / "older.yaml").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ TOKENS = {"micro_batch_tokens": 4096}
 def test_every_key_of_an_older_file_is_where_it_was_or_has_a_new_place() -> None:
     present = config.in_force(config.Config())
     moved = {key for key in config.flatten(config.parse(OLDER, "older")) if key not in present}
-    assert moved == set(MOVED) - {"ppo.lora.value"}, "its section is null there"
+    assert moved == {*MOVED, TRACES} - {"ppo.lora.value"}, "its section is null there"
     sections = {"ppo.advantages.critic.warmup", "ppo.advantages.critic.lora", "ppo.sampler"}
     assert set(MOVED.values()) - sections <= present.keys()
 
@@ -41,7 +41,7 @@ def test_an_older_file_is_refused_in_one_message_with_each_new_place() -> None:
     with pytest.raises(ConfigError) as raised:
         config.validate(config.parse(OLDER, "params.yaml"), "params.yaml")
     message = str(raised.value)
-    assert message.startswith("params.yaml has 19 problem(s):")
+    assert message.startswith("params.yaml has 20 problem(s):")
     for old in MOVED.keys() - {"ppo.lora.value"}:
         assert f"  {old}: has moved to {MOVED[old]}\n" in message
     assert message.endswith(

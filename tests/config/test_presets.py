@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,20 @@ def test_the_preset_of_a_run_is_found_by_its_values(
     _, settings, _ = Request(name, None, changes).resolve(text)
     view = config.ReportView.of(settings)
     assert presets.matching(view.declared) == found
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (presets.Request(), "default-7f3a"),
+        (presets.Request("smoke", 2, {"ppo.kl_coef": 0.05}), "smoke-kl_coef=0.05-seed=2-7f3a"),
+        (presets.Request(None, None, {"sft.from": "../my model"}), "default-from=_my_model-7f3a"),
+        (
+            presets.Request(None, None, {f"ppo.x{i}": i for i in range(6)}),
+            "default-x0=0-x1=1-x2=2-x3=3-2-more-7f3a",
+        ),
+    ],
+)
+def test_a_run_is_named_by_what_differs_and_an_id(request_: presets.Request, name: str) -> None:
+    assert request_.name("0123-7f3a") == name
+    subprocess.run(["git", "check-ref-format", f"refs/exps/{name}"], check=True)

@@ -1,4 +1,4 @@
-"""A project of shell stages to run flows in, and a Prefect server for the tests of a module."""
+"""A project of shell stages to run flows in, and a Prefect server for all tests of a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.flows import toy
 ShowGpus = Callable[..., None]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[None]:
     """A Prefect server without telemetry."""
     with pytest.MonkeyPatch.context() as patch:

@@ -129,10 +129,10 @@ def test_a_worker_starts_for_its_pool(root: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "")  # so that monkeypatch restores it
     monkeypatch.delenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
-    cli.main(["deploy", "--work", "--pool", "three"])
+    cli.main(["up", "--work", "--pool", "three"])
     assert os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30", "Prefect's default is 180"
     monkeypatch.setenv("PREFECT_WORKER_WEBSERVER_PORT", "8080")
-    cli.main(["deploy", "--work", "--pool", "three"])
+    cli.main(["up", "--work", "--pool", "three"])
     assert [words[words.index("--pool") + 1] for words in started] == ["three", "three"]
     assert ["--with-healthcheck" in words for words in started] == [False, True]
     assert deployment(f"{RUNS}-three").work_pool_name == "three"
@@ -293,38 +293,21 @@ def test_the_watch_uses_the_parameters_of_the_deployment(root: Path, made: Made)
     assert made() == [given]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("data: [", "is not readable as YAML"),
-        ("[1]", "must hold sections"),
-        ("data: {pth: x}", "data.pth: unknown key"),
-    ],
-)
-def test_the_watch_reports_an_unreadable_params_yaml_and_starts_nothing(
-    root: Path, made: Made, text: str, problem: str
-) -> None:
-    (root / "params.yaml").write_text(text, encoding="utf-8")
+def test_the_watch_reports_an_unreadable_params_yaml_and_starts_nothing(root: Path, made: Made) -> None:
+    (root / "params.yaml").write_text("data: {pth: x}", encoding="utf-8")
     toy.commit(root)
     state: Any = watch.data_watch(return_state=True)
     assert state.type == StateType.FAILED
-    assert problem in str(state.message)
+    assert "data.pth: unknown key" in str(state.message)
     assert made() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("pipeline", ": give FLOW/DEPLOYMENT, such as rlhf-pipeline/pipeline"),
-        ("a/b/c", ": give FLOW/DEPLOYMENT"),
-        ("rlhf-pipeline/pipelin", ": no deployment has this name; `prefect deployment ls` lists"),
-    ],
-)
-def test_watch_and_sweep_refuse_a_wrong_deployment_before_anything_starts(
-    root: Path, made: Made, name: str, problem: str
-) -> None:
-    assert f"deployment={name!r}{problem}" in check(deployment=name)
-    state: Any = sweep.sweep(settings_list=[{}], deployment=name, return_state=True)
+def test_watch_and_sweep_refuse_a_wrong_deployment_before_anything_starts(root: Path, made: Made) -> None:
+    problem = "deployment='a/b/c': give FLOW/DEPLOYMENT, such as rlhf-pipeline/pipeline"
+    assert problem in check(deployment="a/b/c")
+    name = "rlhf-pipeline/pipelin"
+    state: Any = sweep.sweep(deployment=name, return_state=True)
     assert state.type == StateType.FAILED
-    assert f"deployment={name!r}{problem}" in str(state.message)
+    problem = f"deployment={name!r}: no deployment has this name; `prefect deployment ls` lists"
+    assert problem in str(state.message)
     assert made() == []

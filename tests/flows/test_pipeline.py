@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,9 @@ import pytest
 from filelock import FileLock
 from prefect import flow
 from prefect.artifacts import Artifact
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.flow_engine import run_flow
-from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Scheduled
+from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
 from flows import pipeline as flows_pipeline
 from flows import (
@@ -34,13 +31,12 @@ from flows import (
     watch,
     workplace,
 )
-from flows.stage_tasks import Dvc, StageFailed, StageRefused
+from flows.stage_tasks import Dvc, StageFailed
 from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import dvc_files, git
-from rlhf_tasks.training import checkpoint
+from rlhf_tasks.project import git
 from tests.flows import toy
 
 pytestmark = [
@@ -48,37 +44,6 @@ pytestmark = [
     pytest.mark.usefixtures("server"),
     pytest.mark.filterwarnings("ignore"),  # those of Prefect and its server
 ]
-
-
-def run_here() -> None:
-    flows_pipeline.pipeline(where="checkout")
-
-
-def test_stages_run_in_order_with_the_flow_as_parent(root: Path) -> None:
-    toy.write_script(root, ["echo $RLHF_PARENT_RUN > parent.txt", toy.SECOND.strip()])
-    run_here()
-    assert (root / "second.txt").read_text(encoding="utf-8").startswith("rows\n")
-    assert (root / "parent.txt").read_text(encoding="utf-8").startswith("prefect-")
-
-
-@pytest.mark.parametrize(
-    ("break_it", "error", "message"),
-    [
-        (
-            lambda root: (root / "dvc.lock").write_text("stages: 5\n"),
-            StageFailed,
-            "stage first failed: .*in schema",
-        ),
-        (lambda root: shutil.rmtree(root / "given"), StageRefused, "^stage first refused: given must exist"),
-    ],
-)
-def test_a_failure_of_dvc_before_the_stage_has_its_reason(
-    root: Path, break_it: Callable[[Path], object], error: type[Exception], message: str
-) -> None:
-    """The stage did not run, and so it wrote no reason. What the user can restore is not retried."""
-    break_it(root)
-    with pytest.raises(error, match=message):
-        run_here()
 
 
 class Log(logging.Handler):
@@ -109,11 +74,11 @@ def test_invalid_parameters_fail_before_anything_starts(root: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'kl_coef'"):
         flows_pipeline.pipeline(overrides={"ppo.kl_cof": 1.0})
     with pytest.raises(UserError, match="a run in the checkout does not change it"):
-        flows_pipeline.pipeline(where="checkout", seed=3)
+        request.resolve(root, Request(seed=3), None)
     with pytest.raises(UserError, match="name cannot be given for a run in the checkout"):
-        flows_pipeline.pipeline(where="checkout", name="mine")
+        request.commit_of(root, "checkout", None, "mine")
     with pytest.raises(UserError, match="is not a commit, branch or tag"):
-        flows_pipeline.pipeline(revision="no-such")
+        request.commit_of(root, "workspace", "no-such", None)
     assert not (root / ".rlhf").exists()
 
 
@@ -138,21 +103,36 @@ def test_the_engine_of_a_worker_does_not_log_a_mistake_again(root: Path, log: Lo
     assert log.errors()[-1] == "a fault", "faults are still logged"
 
 
-def test_a_refused_stage_is_logged_without_a_traceback(root: Path, log: Log) -> None:
-    toy.write_script(root, toy.refusal("fix it"))
-    state: Any = flows_pipeline.pipeline(return_state=True)
-    assert state.message == "stage second refused: fix it"
-    of_flow = [record for record in log.records if record.name == "prefect.flow_runs"]
-    assert [record for record in of_flow if record.exc_info] == []
+def test_rlhf_flow_runs_the_stages_in_order_with_the_flow_as_parent_and_with_interrupts(root: Path) -> None:
+    """A stage gets interrupts though its parent ignores them, as a shell's background does."""
+    code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    (root / "handler.py").write_text(code, encoding="utf-8")
+    handler = f"{sys.executable} handler.py > handler.txt"
+    toy.write_script(root, ["echo $RLHF_PARENT_RUN > parent.txt", handler, toy.SECOND.strip()])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert cli.main(["run", "--flow"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (root / "second.txt").read_text(encoding="utf-8").startswith("rows\n")
+    assert (root / "parent.txt").read_text(encoding="utf-8").startswith("prefect-")
+    assert (root / "handler.txt").read_text(encoding="utf-8") == "True\n"
 
 
 @pytest.mark.parametrize(
-    ("lines", "status"),
-    [(["true", toy.SECOND.strip()], 0), (toy.refusal("fix it"), 2), (["exit 3"], 1)],
+    ("lines", "status", "message"),
+    [(toy.refusal("fix it"), 2, "stage second refused: fix it"), (["exit 3"], 1, "stage second failed: ")],
 )
-def test_rlhf_flow_ends_as_its_stages_do(root: Path, lines: list[str], status: int) -> None:
+def test_rlhf_flow_ends_as_its_stages_do_and_says_what_each_did(
+    root: Path, log: Log, lines: list[str], status: int, message: str
+) -> None:
     toy.write_script(root, lines)
     assert cli.main(["run", "--flow"]) == status
+    of_flow = [record for record in log.records if record.name == "prefect.flow_runs"]
+    assert [record for record in of_flow if record.exc_info] == [], "no traceback"
+    assert any(record.getMessage().startswith(message) for record in of_flow)
+    artifact: Any = Artifact.get(results.PROGRESS_KEY)
+    assert (artifact.data, artifact.description) == (50.0, "first: ran; second: failed")
 
 
 def test_rlhf_flow_refuses_an_invalid_params_yaml_in_one_message(
@@ -193,29 +173,6 @@ def test_a_stage_that_exceeds_its_timeout_is_ended_with_its_processes_and_retrie
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_a_retry_says_what_it_resumes_from(root: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "point", lambda paths, stage: "rollout 12" if stage == "second" else None)
-    toy.write_params(root, tracking={"enabled": False}, service={"retries": 1, "gpu_slots": 0})
-    toy.write_script(
-        root, ["test -e ../../../tried || { touch ../../../tried; exit 1; }", toy.SECOND.strip()]
-    )
-    flows_pipeline.pipeline(name="tried")
-    messages = [record.getMessage() for record in log.records]
-    assert [message for message in messages if "resumes" in message or "attempt" in message] == [
-        "resumes from rollout 12 of an earlier run",
-        "attempt 2 resumes from rollout 12",
-        "Finished in state Completed('ran; attempt 2 resumes from rollout 12')",
-    ]
-
-
-def test_the_progress_says_what_each_stage_did(root: Path) -> None:
-    toy.write_script(root, ["exit 3"])
-    with pytest.raises(StageFailed):
-        run_here()
-    artifact: Any = Artifact.get(results.PROGRESS_KEY)
-    assert (artifact.data, artifact.description) == (50.0, "first: ran; second: failed")
-
-
 def test_a_run_of_a_commit_shows_which_changes_it_did_not_see(root: Path) -> None:
     toy.write_script(root, ["touch ../../../later.txt", toy.SECOND.strip()])
     commit = toy.git(root, "rev-parse", "HEAD").strip()
@@ -237,7 +194,7 @@ def test_the_checkout_has_one_run_at_a_time(root: Path) -> None:
         FileLock(root / ".rlhf/checkout.lock"),
         pytest.raises(UserError, match="another flow run"),
     ):
-        run_here()
+        flows_pipeline.pipeline(where="checkout")
 
 
 def test_every_field_of_the_form_has_a_type_and_a_description() -> None:
@@ -298,26 +255,6 @@ def test_the_fingerprint_includes_data_below_links(root: Path) -> None:
     assert watch.fingerprint(root, values) != before
 
 
-def test_another_gate_changes_the_verdict_of_a_run_and_trains_nothing(root: Path) -> None:
-    file = root / "dvc.yaml"
-    third = "  third:\n    cmd: grep max_kl params.yaml > third.txt\n    params: [promotion]\n"
-    file.write_text(
-        f"{file.read_text(encoding='utf-8')}{third}    deps: [second.txt]\n    outs: [third.txt]\n",
-        encoding="utf-8",
-    )
-    toy.write_script(root, ["echo once >> ../../trained", toy.SECOND.strip()])
-    listed = [{"promotion.max_kl": bound} for bound in (10.0, 1.0)]
-    made = []
-    for cell in sweep.cells(root, "s", None, listed, [1], "HEAD"):
-        flows_pipeline.pipeline(seed=cell.seed, overrides=dict(cell.overrides), name=cell.experiment)
-        revision = git.find_experiment(root, cell.experiment)
-        assert revision is not None
-        made.append(dvc_files.locked_in(git.show(root, revision, "dvc.lock")))
-    assert made[0]["second.txt"] == made[1]["second.txt"]
-    assert made[0]["third.txt"] != made[1]["third.txt"]
-    assert (root / ".rlhf/trained").read_text(encoding="utf-8") == "once\n"
-
-
 def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed() -> None:
     made: dict[str, FlowRun] = {}
 
@@ -327,10 +264,7 @@ def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed() -> N
         return made.setdefault(idempotency_key, FlowRun(flow_id=uuid.uuid4(), name=name, state=Running()))
 
     def check(change: str = "a") -> str:
-        message = str(watch.start_run("any", {}, change, start).message)
-        for run in made.values():
-            message = message.replace(request.default_name(run.name, str(run.id)), run.name)
-        return message
+        return str(watch.start_run("any", {}, change, start).message)
 
     assert check() == check() == "the data changed: its run is run-1"
     made["a-try-1"].state = Failed()
@@ -345,19 +279,6 @@ def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed() -> N
     assert "its runs run-1, run-2, run-3 failed" in check()
     assert len(made) == watch.TRIES
     assert check("b") == "the data changed: its run is run-4"
-
-
-def test_a_run_is_named_as_it_names_itself() -> None:
-    def named(given: str, state: State[Any], **parameters: Any) -> str:
-        run = FlowRun(
-            id=uuid.UUID(int=0xABCD), flow_id=uuid.uuid4(), name=given, state=state, parameters=parameters
-        )
-        return str(watch.start_run("any", {}, "a", lambda *_, **__: run).message)
-
-    assert named("kind owl", Scheduled()).endswith("its run is kind-owl-abcd")
-    assert named("kind owl", Scheduled(), name="nightly").endswith("its run is nightly")
-    assert named("nightly", Completed(), name="nightly").endswith("its run is nightly")
-    assert named("kind owl", Failed(name="Refused")).endswith("its run is kind owl"), "it ended before that"
 
 
 def test_a_cancelled_run_of_changed_data_is_reported_and_not_repeated() -> None:
@@ -375,19 +296,9 @@ def test_a_cancelled_run_of_changed_data_is_reported_and_not_repeated() -> None:
     assert keys == ["a-try-1"] * 2
 
 
-def test_a_stage_gets_interrupts_though_its_parent_ignores_them(root: Path) -> None:
-    code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    (root / "handler.py").write_text(code, encoding="utf-8")
-    toy.write_script(root, [f"{sys.executable} handler.py > handler.txt", toy.SECOND.strip()])
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        run_here()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert (root / "handler.txt").read_text(encoding="utf-8") == "True\n"
-
-
-def test_an_interrupted_flow_interrupts_its_stage(root: Path, interruptible: None) -> None:
+def test_an_interrupted_flow_interrupts_its_stage_and_the_next_run_restores_what_was_done(
+    root: Path, interruptible: None
+) -> None:
     (root / "slow.py").write_text(
         "import pathlib, time\n"
         "try:\n"
@@ -396,29 +307,24 @@ def test_an_interrupted_flow_interrupts_its_stage(root: Path, interruptible: Non
         "except KeyboardInterrupt: pathlib.Path('interrupted').touch()\n",
         encoding="utf-8",
     )
-    toy.write_script(root, [f"exec {sys.executable} slow.py"])
+    wait = f"[ -e interrupted ] || exec {sys.executable} slow.py"
+    toy.write_script(root, [wait, toy.SECOND.strip()])
 
     def interrupt() -> None:
-        while not (root / "started").exists():
-            time.sleep(0.05)
+        toy.until((root / "started").exists, "the stage")
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(BaseException):  # noqa: B017, PT011  Prefect chooses which one
-        run_here()
+        flows_pipeline.pipeline(where="checkout")
     assert (root / "interrupted").exists()
-    status = subprocess.run(
-        [sys.executable, "-m", "dvc", "status"], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert "second" in status.stdout, "DVC must be unlocked, and the stage must still be changed"
+    state: Any = flows_pipeline.pipeline(where="checkout", return_state=True)
+    assert state.message.startswith("ran second"), "DVC is unlocked, and the first stage is as it was"
 
 
 def test_runs_that_were_scheduled_together_have_different_names() -> None:
     """Their ids begin with the same millisecond."""
     ids = ["01a1fdb4-5afd-7904-8b6e-2f1d0c9a7e31", "01a1fdb4-5afd-7737-9c42-6a5b4c3d2e1f"]
     assert len({workplace.workspace_name(run) for run in ids}) == 2
-    names = [request.default_name("my run / nightly", run) for run in ids]
-    assert names == ["my-run-nightly-7e31", "my-run-nightly-2e1f"]
-    for name in names:
-        request.check_name(name)
-    request.check_name(request.default_name("…", ids[0]))
+    names = [Request(seed=2).name(run) for run in ids]
+    assert names == ["default-seed=2-7e31", "default-seed=2-2e1f"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from flows import programs, stage_tasks
 from flows.stage_tasks import Dvc, StageFailed, StageRefused
+from rlhf_tasks.project import dvc_cli
 from rlhf_tasks.training import checkpoint
 from tests.flows import toy
 
@@ -28,18 +30,14 @@ def test_unchanged_restorable_and_changed_stages_differ(root: Path, dvc: Dvc) ->
     rows = root / "given/rows.txt"
     stages = ["first", "second"]
     assert dvc.plans(stages) == ["run"], "the plan of the next one depends on what this one makes"
-    for stage in stages:
-        dvc.reproduce(stage)
+    dvc_cli.run(root, "repro")
     assert dvc.plans(stages) == ["unchanged", "unchanged"]
     rows.write_text("other rows\n", encoding="utf-8")
-    assert dvc.plans(stages) == ["run"], "dvc.lock has the outs of other inputs"
-    dvc.reproduce("first")
+    dvc_cli.run(root, "repro", "--single-item", "first")
     assert dvc.plans(stages) == ["unchanged", "run"]
     rows.write_text("rows\n", encoding="utf-8")
     assert dvc.plans(stages) == ["restore"]
     (root / "first.txt").unlink()
-    rows.write_text("other rows\n", encoding="utf-8")
-    assert dvc.plans(stages) == ["restore"], "only the outs are missing"
     assert dvc.plans(["second"]) == ["run"], "its input is missing"
     (root / "dvc.lock").write_text("stages: 5\n", encoding="utf-8")
     assert dvc.plans(stages) == ["run"], "DVC then says what is wrong"
@@ -70,6 +68,14 @@ def test_a_failed_stage_says_why_and_the_next_try_starts_afresh(root: Path, dvc:
             dvc.reproduce("second")
     toy.write_script(root, [toy.SECOND.strip()])
     dvc.reproduce("second")
+    lock = (root / "dvc.lock").read_text(encoding="utf-8")
+    (root / "dvc.lock").write_text("stages: 5\n", encoding="utf-8")
+    with pytest.raises(StageFailed, match=r"^stage first failed: .*in schema"):
+        dvc.reproduce("first")
+    (root / "dvc.lock").write_text(lock, encoding="utf-8")
+    shutil.rmtree(root / "given")
+    with pytest.raises(StageRefused, match=r"^stage first refused: given must exist"):
+        dvc.reproduce("first")
 
 
 def test_output_is_logged_and_the_input_of_a_program_is_empty(

@@ -52,6 +52,7 @@ def once_held(chain: Chain, act: Callable[[int], None]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_each_of_two_seeds_runs_once_however_often_they_change(chain: Chain) -> None:
     dvc_cli.run(chain.root, "repro")
     first = keys(chain.root)
@@ -89,19 +90,6 @@ def test_runs_and_repro_restore_what_a_failed_run_and_each_other_have_done(chain
     dvc_cli.run(chain.root, "exp", "apply", "third")
     assert keys(chain.root) == made
     assert chain.ran() == {stage: number + 1 for stage, number in PPO_TWICE.items()}
-
-
-@pytest.mark.usefixtures("server", "interruptible")
-def test_an_interrupted_stage_is_not_stored_and_the_stages_before_it_are(chain: Chain) -> None:
-    chain.hold("ppo")
-    once_held(chain, lambda stage: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(BaseException):  # noqa: B017, PT011  Prefect chooses which one
-        run(seed=5)
-    assert run(seed=5).type == StateType.COMPLETED
-    assert chain.ran() == PPO_TWICE
-    chain.set_seed(5)
-    dvc_cli.run(chain.root, "repro")
-    assert chain.ran() == PPO_TWICE, "`dvc repro` after a flow"
 
 
 @pytest.mark.slow

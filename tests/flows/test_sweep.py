@@ -103,14 +103,6 @@ def test_a_setting_is_named_by_the_last_words_of_its_keys_as_far_as_they_differ(
     ]
 
 
-def test_a_grid_has_every_combination() -> None:
-    assert sweep.combinations({"ppo.kl_coef": [0.1, 0.2], "ppo.advantages.gamma": [1.0, 0.9]}, []) == [
-        {"ppo.kl_coef": a, "ppo.advantages.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)
-    ]
-    with pytest.raises(UserError, match="either grid"):
-        sweep.combinations({}, [])
-
-
 def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) -> None:
     settings = [{"ppo.kl_coef": a, "ppo.advantages.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)]
     cells = sweep.cells(root, "s", None, settings, [1, 2], "HEAD")
@@ -119,6 +111,8 @@ def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) ->
     other = [{**overrides, "service.retries": 5} for overrides in settings]
     again = sweep.cells(root, "s", None, other, [1, 2], "HEAD")
     assert [cell.experiment for cell in again] == names, "retries decide no result"
+    gate = [{**overrides, "promotion.max_kl": 1.0} for overrides in settings]
+    assert not {c.experiment for c in sweep.cells(root, "s", None, gate, [1, 2], "HEAD")} & set(names)
     (root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
     changed = sweep.cells(root, "s", None, settings, [1, 2], "HEAD")
     assert not {cell.experiment for cell in changed} & set(names), "other data makes other runs"
@@ -140,17 +134,6 @@ def test_the_problems_of_all_settings_are_in_one_message(root: Path) -> None:
     assert str(refusal.value).count("kl_coef=-1") == 1, "the same problem of two seeds"
 
 
-def test_the_table_names_missing_runs_and_why(root: Path) -> None:
-    keys = (("a=1", 2), ("a=2", 1), ("a=2", 2))
-    lost = {make_cell(root, setting, seed): "Failed: no disk" for setting, seed in keys}
-    rows = [{"setting": "a=1", "seeds": 1, "ppo/objective/kl": "1 ± 0"}]
-    missing = "seed 1: Failed: no disk; seed 2: Failed: no disk"
-    assert sweep.with_lost(rows, lost) == [
-        {"setting": "a=1", "seeds": 1, "ppo/objective/kl": "1 ± 0", "missing": "seed 2: Failed: no disk"},
-        {"setting": "a=2", "seeds": 0, "ppo/objective/kl": "–", "missing": missing},
-    ]
-
-
 @pytest.mark.e2e
 def test_a_failed_sweep_says_how_only_the_lost_runs_are_repeated(
     server: None, root: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +143,7 @@ def test_a_failed_sweep_says_how_only_the_lost_runs_are_repeated(
     monkeypatch.setattr(comparison, "find", lambda paths, name: comparison.Result("", 1, name, {}, {}))
 
     def run(seeds: list[int]) -> str:
-        state: Any = sweep.sweep(settings_list=[{"ppo.kl_coef": 0.9}], seeds=seeds, return_state=True)
+        state: Any = sweep.sweep(grid={"ppo.kl_coef": [0.9]}, seeds=seeds, return_state=True)
         return f"{state.type.value}: {state.message}"
 
     FakeRun(monkeypatch, Failed(message="no disk"))

@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows import service
 from flows.service import Service
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
@@ -77,7 +78,7 @@ def test_a_port_in_use_is_refused_with_the_option_that_sets_another(
         port = taken.getsockname()[1]
         assert cli.main(["up", "--prefect-port", str(port)]) == 2
     message = capsys.readouterr().err
-    assert f"port {port} is in use by another program" in message
+    assert f"port {port} is in use, so prefect cannot have it" in message
     assert "--prefect-port sets another" in message
     assert not Service.here().daemon("prefect").is_running()
 
@@ -115,7 +116,7 @@ def test_status_says_that_nothing_runs(root: Path, capsys: pytest.CaptureFixture
         (["up", "--gpu-slots", "0"], "'--gpu-slots': Input should be greater than or equal to 1"),
         (
             ["up", "--mlflow-port", "4001", "--prefect-port", "4001"],
-            "port 4001 is in use by prefect, so mlflow cannot have it",
+            "port 4001 is in use, so mlflow cannot have it",
         ),
     ],
 )
@@ -126,29 +127,18 @@ def test_an_invalid_number_is_refused(
     assert message in capsys.readouterr().err
 
 
-def choose(
-    here: Service, requested: tuple[int | None, int | None], first: tuple[int, int] = (4200, 5000)
-) -> dict[str, int]:
-    names = ("prefect", "mlflow")
-    return here.choose_ports(dict(zip(names, requested, strict=True)), dict(zip(names, first, strict=True)))
+def choose(here: Service, prefect: int | None, mlflow: int | None) -> dict[str, int]:
+    return here.choose_ports({"prefect": prefect, "mlflow": mlflow})
 
 
-def test_the_servers_get_different_ports(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_servers_get_different_ports(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, port = Service.here(), processes.free_port(12000 + os.getpid() % 5000)
     while not processes.is_free(port + 1):
         port = processes.free_port(port + 2)
-    assert choose(here, (None, None), (port, port + 1)) == {"prefect": port, "mlflow": port + 1}
-    assert capsys.readouterr().out == ""
-    chosen = choose(here, (port + 1, None), (port, port + 1))
-    assert chosen["prefect"] == port + 1
-    assert chosen["mlflow"] > port + 1
-    assert f"port {port + 1} is in use by prefect, so mlflow cannot have it" in capsys.readouterr().out
-    chosen = choose(here, (None, port), (port, port + 1))
-    assert chosen["mlflow"] == port
-    assert chosen["prefect"] > port
-    chosen = choose(here, (None, None), (port, port))
-    assert chosen["prefect"] == port
-    assert chosen["mlflow"] > port
+    monkeypatch.setattr(service, "PORTS", {"prefect": port, "mlflow": port + 1})
+    assert choose(here, None, None) == {"prefect": port, "mlflow": port + 1}
+    assert choose(here, port + 1, None)["mlflow"] > port + 1
+    assert choose(here, None, port)["prefect"] > port
 
 
 def test_a_port_of_our_other_server_is_refused(root: Path) -> None:
@@ -156,24 +146,24 @@ def test_a_port_of_our_other_server_is_refused(root: Path) -> None:
     words = [sys.executable, "-m", "http.server", "--bind", processes.HOST, str(port)]
     here.daemon("prefect").start(words, dict(os.environ), root, port=port)
     try:
-        with pytest.raises(UserError, match=rf"port {port} is in use by prefect"):
-            choose(here, (None, port))
-        assert choose(here, (None, None))["prefect"] == port
+        with pytest.raises(UserError, match=rf"port {port} is in use, so mlflow cannot have it"):
+            choose(here, None, port)
+        assert choose(here, None, None)["prefect"] == port
     finally:
         here.daemon("prefect").stop(0.5)
 
 
-def test_deploy_without_a_server_is_one_message(
+def test_joining_a_server_without_a_server_is_one_message(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    assert cli.main(["deploy"]) == 2
+    assert cli.main(["up", "--pool", "rlhf"]) == 2
     message = capsys.readouterr().err
     assert "PREFECT_API_URL=http://127.0.0.1:9/api does not answer" in message
     assert len(message.splitlines()) == 1
 
 
-def test_deploy_without_a_login_is_one_message(
+def test_joining_a_server_without_a_login_is_one_message(
     root: Path,
     foreign: Callable[..., int],
     monkeypatch: pytest.MonkeyPatch,
@@ -182,7 +172,7 @@ def test_deploy_without_a_login_is_one_message(
     url = f"http://{processes.HOST}:{foreign(status=401)}/api"
     monkeypatch.setenv("PREFECT_API_URL", url)
     with temporary_settings({PREFECT_API_URL: url}):
-        assert cli.main(["deploy"]) == 2
+        assert cli.main(["up", "--pool", "rlhf"]) == 2
     message = capsys.readouterr().err
     assert f"PREFECT_API_URL={url} refuses the login: set PREFECT_API_AUTH_STRING" in message
     assert len(message.splitlines()) == 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,12 +63,20 @@ def identify(folder: Path) -> None:
     git(folder, "config", "user.email", "t@example.org")
 
 
-def make(folder: Path, **changes: Any) -> Path:
-    """A committed project: params.yaml as shipped but for the sections' `changes`, two stages."""
-    folder.mkdir(parents=True, exist_ok=True)
+@functools.cache
+def _repository() -> Path:
+    """An empty git and DVC repository, made once: starting DVC takes a second."""
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-toy-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     git(folder, "init", "-q")
     identify(folder)
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q"], cwd=folder, check=True)
+    return folder
+
+
+def make(folder: Path, **changes: Any) -> Path:
+    """A committed project: params.yaml as shipped but for the sections' `changes`, two stages."""
+    shutil.copytree(_repository(), folder, dirs_exist_ok=True)
     write_params(folder, **changes)
     (folder / "dvc.yaml").write_text(STAGES, encoding="utf-8")
     (folder / "second.sh").write_text(SECOND, encoding="utf-8")

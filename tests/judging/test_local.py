@@ -1,37 +1,24 @@
-"""Local judges against single rows through the bare model, and once through a real server."""
+"""Local judges against single rows through the bare model."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
-from rlhf_tasks.config.judge import LlmJudge, LocalJudge, PairRmJudge
+from rlhf_tasks.config.judge import LocalJudge
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question
-from rlhf_tasks.judging.judges.llm import LlmComparer
-from rlhf_tasks.judging.judges.local import LocalComparer, RankerComparer
-from rlhf_tasks.models.contracts import ContractError
-from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.judging.judges.comparisons import Question
+from rlhf_tasks.judging.judges.local import LocalComparer
 from tests import toy
 
 CPU = torch.device("cpu")
@@ -75,18 +62,6 @@ def local(folder: Path, model: Path, **changes: Any) -> LocalComparer:
     return LocalComparer(LocalJudge.model_validate(values | changes), CPU, Path())
 
 
-def ranker(folder: Path, model: Path, **changes: Any) -> RankerComparer:
-    values = {
-        "kind": "pair_rm",
-        "name": "rank",
-        "path": str(model),
-        "revision": None,
-        "prompt": prompt(folder),
-        "micro_batch_tokens": 64,
-    }
-    return RankerComparer(PairRmJudge.model_validate(values | changes), CPU, Path())
-
-
 def text(question: Question) -> str:
     return f"{question.prompt} A : {question.first} B : {question.second} the"
 
@@ -122,152 +97,3 @@ def test_a_question_longer_than_the_models_limit_is_a_failure(tmp_path: Path) ->
     short, failed = local(tmp_path, folder)([QUESTIONS[0], long], 2)
     assert short.failure == ""
     assert failed.failure == "longer than the judge's 64 tokens"
-
-
-@pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("labels", [1, 2])
-@torch.no_grad()
-def test_a_ranker_gives_the_probability_that_the_first_is_better(
-    tmp_path: Path, family: str, labels: int
-) -> None:
-    tokens, folder = words(), tmp_path / "model"
-    shape = AutoConfig.for_model(
-        family,
-        vocab_size=len(tokens),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=64,
-        num_labels=labels,
-        pad_token_id=2,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(shape).eval()
-    model.save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    for question, reply in zip(QUESTIONS, ranker(tmp_path, folder)(QUESTIONS, 0), strict=True):
-        logits = model(**tokens([text(question)], return_tensors="pt")).logits[0]
-        expected = logits.sigmoid()[0] if labels == 1 else logits.softmax(0)[0]
-        assert reply.probability == pytest.approx(float(expected), abs=1e-5)
-
-
-@pytest.mark.parametrize(("declared", "most"), [(None, 13), (9, 9)])
-def test_the_limit_of_a_ranker_leaves_out_its_padding_positions(
-    tmp_path: Path, declared: int | None, most: int
-) -> None:
-    """RoBERTa's first token is at padding_idx + 1: of 16 positions with padding at 2, 13 are left."""
-    tokens, folder = words(), tmp_path / "model"
-    if declared is not None:
-        tokens.model_max_length = declared
-    shape = AutoConfig.for_model(
-        "roberta",
-        vocab_size=len(tokens),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=16,
-        num_labels=1,
-        pad_token_id=2,
-    )
-    AutoModelForSequenceClassification.from_config(shape).save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    template = len(tokens(text(Question("", "", "")))["input_ids"])
-    fitting, too_long = (Question("a " * (most - template + more), "", "") for more in (0, 1))
-    read, failed = ranker(tmp_path, folder)([fitting, too_long], 2)
-    assert (read.failure, read.num_tokens) == ("", most)
-    assert failed.failure == f"longer than the judge's {most} tokens"
-
-
-def test_a_model_that_is_not_a_ranker_is_refused(tmp_path: Path) -> None:
-    folder = toy.foreign(str(tmp_path / "three"), "llama", labels=3)
-    with pytest.raises(UserError, match="has 3 labels; a ranker has one"):
-        ranker(tmp_path, folder)
-    with pytest.raises(ContractError, match="lacks its trained head"):
-        ranker(tmp_path, toy.foreign(str(tmp_path / "causal"), "llama"))
-
-
-# -------------------------------------------------------------------------------- a real server
-
-
-def always_first(folder: Path) -> Path:
-    """A model whose next token is always A: all weights are equal except the head's row of that token."""
-    tokens = words(chat=CHAT)
-    shape = AutoConfig.for_model(
-        "llama",
-        vocab_size=len(tokens),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=512,
-        eos_token_id=0,
-        pad_token_id=2,
-        bos_token_id=None,
-    )
-    model = AutoModelForCausalLM.from_config(shape)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
-        model.lm_head.weight[tokens.convert_tokens_to_ids("A")] = 1.0
-    model.save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    return folder
-
-
-@contextmanager
-def served(model: Path, log: Path) -> Iterator[str]:
-    """`transformers serve` on a free port; its base URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    program = str(Path(sys.executable).with_name("transformers"))
-    command = [program, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with log.open("w") as out, subprocess.Popen(command, env=offline, stdout=out, stderr=out) as process:
-        try:
-            deadline = time.monotonic() + 300
-            while process.poll() is None and time.monotonic() < deadline:
-                try:
-                    httpx.get(f"http://127.0.0.1:{port}/health")
-                    break
-                except httpx.TransportError:
-                    time.sleep(0.2)
-            assert process.poll() is None, log.read_text()
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            process.terminate()
-
-
-@pytest.mark.e2e
-def test_a_model_that_always_prefers_the_first_is_biased_here_and_behind_transformers_serve(
-    tmp_path: Path,
-) -> None:
-    model = always_first(tmp_path / "model")
-    prompts, ours, theirs = (list(part) for part in zip(*QUESTIONS, strict=True))
-    local_result = PairwiseJudge("own", local(tmp_path, model), 0.0).compare(prompts, ours, theirs)
-    with served(model, tmp_path / "log") as url:
-        settings = LlmJudge(
-            kind="llm",
-            name="served",
-            base_url=url,
-            model=str(model),
-            key_variable=None,
-            prompt=prompt(tmp_path),
-            logprobs=False,
-            max_reply_tokens=1,
-            concurrency=2,
-            timeout_seconds=60.0,
-            max_retries=5,
-            budget=None,
-        )
-        judge = PairwiseJudge("served", LlmComparer(settings, 0.0, Paths(tmp_path)), 0.0)
-        served_result = judge.compare(prompts, ours, theirs)
-    for comparisons in (local_result, served_result):
-        assert comparisons.outcomes.tolist() == [0.5, 0.5, 0.5]
-        assert comparisons.orders is not None
-        assert (comparisons.orders[0] > 0.5).all()
-        assert (comparisons.orders[1] < 0.5).all()
-        assert comparisons.num_tokens > 0

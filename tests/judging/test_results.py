@@ -148,10 +148,6 @@ def test_metrics_have_the_keys_and_values_of_metrics_judge_json() -> None:
     assert WHOLE.metrics() == expected
 
 
-def test_no_results_give_no_metrics() -> None:
-    assert EvaluationResults().metrics() == {}
-
-
 def test_the_document_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
     file = tmp_path / "evaluation" / "results.json"
     WHOLE.write(file)
@@ -181,11 +177,6 @@ def test_a_file_that_is_not_a_results_document_is_a_user_error(
         EvaluationResults.read(file)
     assert str(file) in str(caught.value)
     assert "rlhf judge" in str(caught.value)
-
-
-def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        EvaluationResults.read(tmp_path / "results.json")
 
 
 def test_wins_and_losses_follow_from_the_win_rate_and_the_ties() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -30,70 +29,81 @@ ROOT = Path(__file__).parents[2]
 MODEL_STAGES = ("base", "sft", "preferences", "reward", "ppo", "judge")
 
 
-class Project(Chain):
-    """A project whose stages are planted programs; `change` says which of them a change runs."""
+def set_values(root: Path, changes: Mapping[str, Any]) -> None:
+    """Change parameters in params.yaml, by dotted key."""
+    file, yaml = root / "params.yaml", YAML()
+    tree = yaml.load(file.read_text(encoding="utf-8"))
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        tree[section][name] = value
+    with file.open("w", encoding="utf-8") as opened:
+        yaml.dump(tree, opened)
 
-    def repro(self) -> set[str]:
+
+@pytest.mark.e2e
+def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: Path) -> None:
+    """The programs write the same outs again, so that what follows needs no run. The report reads lineage."""
+    chain = Chain(toy.make(tmp_path / "project"))
+    given = (chain.root / "params.yaml").read_text(encoding="utf-8")
+
+    def repro() -> set[str]:
         """Which stages `dvc repro` runs."""
-        before = Counter(self.ran()) if (self.home / "ran").exists() else Counter()
-        dvc_cli.run(self.root, "repro")
-        return {*(Counter(self.ran()) - before)}
+        before = Counter(chain.ran()) if (chain.home / "ran").exists() else Counter()
+        dvc_cli.run(chain.root, "repro")
+        return {*(Counter(chain.ran()) - before)}
 
-    def change(self, changes: Mapping[str, Any]) -> set[str]:
-        """Which stages run after a change of these parameters, by dotted key."""
-        file, yaml = self.root / "params.yaml", YAML()
-        tree = yaml.load(file.read_text(encoding="utf-8"))
-        for key, value in changes.items():
-            section, _, name = key.partition(".")
-            tree[section][name] = value
-        with file.open("w", encoding="utf-8") as opened:
-            yaml.dump(tree, opened)
-        return self.repro()
-
-    def write(self, path: str, text: str) -> set[str]:
-        """Which stages run after a change of this file."""
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-        return self.repro()
+    assert repro() == {*times(1)}
+    default = [{"kind": "reward_model", "weight": 1.0, "path": None, "name": None}]
+    how = {"launch.compile": True, "service.retries": 1, "resume.keep": 1, "launch.precision": "fp32"}
+    set_values(chain.root, {"ppo.scorers": default, **how})
+    assert repro() == set(), "defaults that are written out, and what changes no result"
+    set_values(chain.root, {"launch.precision": "bf16"})
+    assert repro() == {*MODEL_STAGES, "report"}
+    (chain.root / "params.yaml").write_text(given, encoding="utf-8")
+    assert repro() == set(), "the run cache has the first run"
+    set_values(chain.root, {"ppo.kl_coef": 0.05})
+    diff = json.loads(dvc_cli.run(chain.root, "params", "diff", "--json", "HEAD"))
+    assert diff["params.yaml"]["ppo.kl_coef"]["new"] == 0.05, "although no stage depends on params.yaml"
 
 
 @pytest.fixture
-def chain(tmp_path: Path) -> Project:
-    made = Project(toy.make(tmp_path / "project"))
-    assert made.repro() == {*times(1)}
-    return made
+def rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
+    """Change values and files: which stages but report have other inputs then, so that DVC would run them."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    toy.write_params(tmp_path)
+    (tmp_path / "given").mkdir(exist_ok=True)
+
+    def apply(values: Mapping[str, Any] | None = None, **files: str) -> set[str]:
+        before = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
+        set_values(tmp_path, values or {})
+        for name, text in files.items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(text, encoding="utf-8")
+        inputs.write(Paths(tmp_path))
+        after = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
+        return {name for name, text in after.items() if text != before.get(name)} - {"report"}
+
+    apply()
+    return apply
 
 
-@pytest.mark.e2e
-def test_a_change_of_a_value_reruns_the_stages_that_read_it(chain: Project) -> None:
-    """The programs write the same outs again, so that what follows needs no run. The report reads lineage."""
-    text = (chain.root / "params.yaml").read_text(encoding="utf-8")
-    assert chain.repro() == set(), "the second run"
-    default = [{"kind": "reward_model", "weight": 1.0, "path": None, "name": None}]
-    assert chain.change({"ppo.scorers": default}) == set(), "defaults that are written out"
-    assert chain.change({"launch.compile": True, "service.retries": 1, "resume.keep": 1}) == set()
-    assert chain.change({"ppo.kl_coef": 0.04}) == {"ppo", "report"}
-    assert chain.change({"launch.precision": "fp32"}) == set(), "what `auto` stands for without a GPU"
-    assert chain.change({"launch.precision": "bf16"}) == {*MODEL_STAGES, "report"}
-    assert chain.write("params.yaml", text) == set(), "the run cache has the first run"
-    tracked = json.loads(dvc_cli.run(chain.root, "params", "diff", "--json", "HEAD"))
-    assert tracked == {}, "DVC compares params.yaml although no stage depends on it"
-    chain.change({"ppo.kl_coef": 0.05})
-    diff = json.loads(dvc_cli.run(chain.root, "params", "diff", "--json", "HEAD"))
-    assert diff["params.yaml"]["ppo.kl_coef"]["new"] == 0.05
-
-
-@pytest.mark.e2e
-def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(chain: Project) -> None:
-    root = chain.root
-    mine = ("mine/__init__.py", "mine/deep.py")
-    for path in ("words.py", *mine, "ready/weights", "text.txt", "questions.txt"):
-        (root / path).parent.mkdir(exist_ok=True)
-        (root / path).write_text("", encoding="utf-8")
-    shape = {"hidden_size": 8, "num_hidden_layers": 1}  # by which `micro_batch_tokens: auto` is what it was
-    (root / "ready/config.json").write_text(json.dumps(shape), encoding="utf-8")
-    (root / "mine/reward.py").write_text("from .deep import x\ndef score(p, r):\n    import words\n", "utf-8")
+def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(
+    rerun: Callable[..., set[str]],
+) -> None:
+    for path in (
+        "words.py",
+        "mine/__init__.py",
+        "mine/deep.py",
+        "ready/weights",
+        "text.txt",
+        "questions.txt",
+    ):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("", encoding="utf-8")
+    # Of this size `micro_batch_tokens: auto` is what it was.
+    Path("ready/config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 1}', encoding="utf-8")
+    Path("mine/reward.py").write_text("from .deep import x\ndef score(p, r):\n    import words\n", "utf-8")
     reward = {"kind": "function", "weight": 1.0, "function": "mine.reward:score"}
     judges = [{"kind": "gold", "name": "gold"}, {"kind": "function", "name": "own", "function": "words:f"}]
     retention = {**small.params()["judge"]["retention"], "questions": "questions.txt"}
@@ -105,49 +115,50 @@ def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(chain: Pr
         "judge.judges": [*judges, {"kind": "reward_model", "name": "rm", "path": "models/reward_heldout"}],
         "promotion.second_judge": None,
     }
-    assert chain.change(named) == {"sft", "ppo", "judge", "verdict", "report"}
-    assert chain.repro() == set()
-    assert chain.write("ready/weights", "other") == {"sft", "report"}
-    assert chain.write("mine/deep.py", "x = 1") == {"ppo", "report"}
-    assert chain.write("words.py", "y = 1") == {"ppo", "judge", "report"}
-    assert chain.write("text.txt", "more") == {"ppo", "report"}
-    assert chain.write("questions.txt", "more") == {"judge", "report"}
-    assert chain.write("given/rows.txt", "labels") == {"judge", "report"}
-    assert chain.write("mine/deep.py", "") == {"ppo", "report"}, "never with these other files"
-    assert chain.write("unread.py", "") == set()
-    assert chain.write("text.txt", "") == {"ppo", "report"}
-    assert chain.write("text.txt", "more") == set(), "the run cache has it"
+    assert rerun(named) == {"sft", "ppo", "judge", "verdict"}
+    assert rerun() == set()
+    for file, stages in {
+        "ready/weights": {"sft"},
+        "mine/deep.py": {"ppo"},
+        "words.py": {"ppo", "judge"},
+        "text.txt": {"ppo"},
+        "questions.txt": {"judge"},
+        "unread.py": set[str](),
+    }.items():
+        assert rerun(**{file: "x = 1"}) == stages, file
+    assert rerun({"judge.labels": "given/rows.txt"}, **{"given/rows.txt": "labels"}) == {"judge"}
+    assert rerun(**{"given/rows.txt": "other labels"}) == {"judge"}
     files = {"data.source": "files", "judge.judges": judges[1:], "promotion.judge": "own"}
-    assert chain.change(files) >= {"prepare"}
-    assert chain.write("given/rows.txt", "other rows") >= {"prepare", "judge"}
+    assert rerun(files) >= {"prepare"}
 
 
-@pytest.mark.e2e
 def test_another_version_of_a_package_reruns_the_stages_that_use_it(
-    chain: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rerun: Callable[..., set[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    site = tmp_path / "site"
+
     def install(name: str, version: str) -> None:
-        info = tmp_path / f"site/{name}-0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "utf-8")
         (info / "top_level.txt").write_text(f"{name}\n", encoding="utf-8")
         (info / "RECORD").write_text(f"{name}.py,,\n", encoding="utf-8")
 
     install("their_rewards", "1.0")
-    (tmp_path / "site/their_rewards.py").write_text("def score(p, r): ...\n", encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
+    (site / "their_rewards.py").write_text("def score(p, r): ...\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(site))
     reward = {"kind": "function", "weight": 1.0, "function": "their_rewards:score"}
-    scorers = [{"kind": "reward_model", "weight": 1.0}, reward]
-    assert chain.change({"ppo.scorers": scorers}) == {"ppo", "report"}
+    assert rerun({"ppo.scorers": [{"kind": "reward_model", "weight": 1.0}, reward]}) == {"ppo"}
+    (site / "their_rewards-1.0.dist-info").rename(site / "left-1.0")
     install("their_rewards", "1.1")
-    assert chain.repro() == {"ppo", "report"}
-    recorded = json.loads((chain.root / "inputs/ppo.json").read_text(encoding="utf-8"))
+    assert rerun() == {"ppo"}
+    recorded = json.loads(Path("inputs/ppo.json").read_text(encoding="utf-8"))
     assert recorded["packages"]["their-rewards"] == "1.1"
     install("torch", "99.0+cpu")
-    assert chain.repro() == {*MODEL_STAGES, "report"}
+    assert rerun() == {*MODEL_STAGES}
+    (site / "torch-99.0+cpu.dist-info").rename(site / "left")
     install("torch", "99.0+cu140")
-    assert chain.repro() == set(), "another build of the same version"
+    assert rerun() == set(), "another build of the same version"
 
 
 # ------------------------------------------------------------------------------------------- collected

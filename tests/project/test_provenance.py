@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,10 @@ SAMPLER = "vLLM 0.32.0"
 FLOW = "0f0f0f0f-1111-2222-3333-444444444444"
 
 
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with two finished stages; only an experiment has the second one, with lineage and policy."""
-    made = toy.make(tmp_path / "project")
+    made = toy.make(tmp_path_factory.mktemp("finished") / "project")
     (made / "given/lineage.json").write_text(
         json.dumps({"rlhf.run": KEY, "git.rev": "c0de"}), encoding="utf-8"
     )
@@ -50,15 +49,22 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text = toy.STAGES.replace("    outs: [second.txt]", outs)
     (made / "dvc.yaml").write_text(text, encoding="utf-8")
     toy.commit(made)
-    monkeypatch.chdir(made)
-    words = [sys.executable, "-m", "dvc", "repro", "-q"]
-    subprocess.run(words, cwd=made, check=True, start_new_session=True)
+    dvc_cli.run(made, "repro", "-q")
     dvc_cli.run(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
     outbox = made / ".rlhf/outbox"
     outbox.mkdir(parents=True)
     (outbox / f"flow-{FLOW}.jsonl").write_text(
         json.dumps({"kind": "tags", "values": {"dvc.exp": "mine"}}) + "\n", encoding="utf-8"
     )
+    return made
+
+
+@pytest.fixture
+def root(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder: a copy of that project."""
+    made = tmp_path / "project"
+    shutil.copytree(finished, made)
+    monkeypatch.chdir(made)
     return made
 
 

@@ -66,15 +66,12 @@ def test_a_user_without_a_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
         git.committed(root, "params.yaml")
 
 
-@pytest.mark.parametrize("setting", [None, "../shared", "/somewhere/else"])
-def test_the_cache_is_that_of_dvcs_settings(tmp_path: Path, setting: str | None) -> None:
-    root = tmp_path / "project"
-    (root / "below").mkdir(parents=True)
-    dvc_cli.run(root, "init", "-q", "--no-scm")
-    if setting is not None:
-        dvc_cli.run(root, "config", "--local", "cache.dir", setting)
-    for folder in (root, root / "below"):
-        assert dvc_cli.cache(folder) == Path(dvc_cli.run(folder, "cache", "dir"))
+def test_the_cache_is_that_of_dvcs_settings(tmp_path: Path) -> None:
+    root = toy.make(tmp_path / "project")
+    for setting in ("", "[cache]\ndir = ../../shared\n", "[cache]\ndir = /somewhere/else\n"):
+        (root / ".dvc/config.local").write_text(setting, encoding="utf-8")
+        expected = Path(dvc_cli.run(root, "cache", "dir"))
+        assert dvc_cli.cache(root) == dvc_cli.cache(root / "given") == expected
 
 
 def test_no_dvc_repository_or_invalid_settings_are_an_error(tmp_path: Path) -> None:

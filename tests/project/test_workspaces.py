@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,11 @@ def repro(folder: Path) -> None:
     subprocess.run(words, cwd=folder, check=True, start_new_session=True)
 
 
-def save(place: Workspace, name: str) -> str:
-    return place.save(name, partial(dvc_cli.run, place.folder))
-
-
 def test_a_run_becomes_an_experiment_and_does_not_change_the_working_tree(root: Path) -> None:
     place = create(root, overrides={"ppo.kl_coef": 0.25})
     assert config.load(place.folder / "params.yaml").ppo.kl_coef == 0.25
     repro(place.folder)
-    revision = save(place, "mine")
+    revision = place.save("mine")
     place.remove()
     assert not place.top.exists()
     assert toy.git(root, "worktree", "list").count("\n") == 1
@@ -229,7 +224,7 @@ def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Pa
     assert first.like is None
     repro(first.folder)
     ran = sorted(git.changed(first.folder))
-    commit = save(first, "before")
+    commit = first.save("before")
     first.remove()
     again = create(root, "two")
     assert again.like == (commit, "before")
@@ -241,14 +236,8 @@ def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Pa
     later = create(root, "four")
     repro(later.folder)
     assert not later.is_like(), "other data"
-
-
-def test_an_experiment_with_other_parameters_or_another_commit_is_not_used(root: Path) -> None:
-    first = create(root, "one")
-    repro(first.folder)
-    save(first, "before")
-    text = (first.folder / "params.yaml").read_text(encoding="utf-8")
-    assert git.experiment_with(root, "HEAD", text) is not None
-    assert git.experiment_with(root, "HEAD", text + "\n") is None
+    text = (again.folder / "params.yaml").read_text(encoding="utf-8")
+    assert git.experiment_with(root, "HEAD", text) == (commit, "before")
+    assert git.experiment_with(root, "HEAD", text + "\n") is None, "other parameters"
     toy.write_script(root, ["exit 1"])
-    assert git.experiment_with(root, "HEAD", text) is None
+    assert git.experiment_with(root, "HEAD", text) is None, "another commit"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +86,9 @@ def run(root: Path, name: str, *, push: bool = False, **changes: Any) -> str:
     place = workspaces.create(root, name, text, settings)
     try:
         repro(place.folder)
-        dvc = partial(dvc_cli.run, place.folder)
         if push:
-            dvc("push", "--quiet")
-        return place.save(name, dvc)
+            dvc_cli.run(place.folder, "push", "--quiet")
+        return place.save(name)
     finally:
         place.remove()
 

@@ -35,12 +35,8 @@ class Recorder(NullTracker):
 
     def __init__(self) -> None:
         super().__init__("judge")
-        self.traces: list[str] = []
         self.events: list[str] = []
         self.tables: dict[str, list[dict[str, Any]]] = {}
-
-    def trace(self, name: str, *_: Any, **__: Any) -> None:
-        self.traces.append(name)
 
     def event(self, name: str, text: str, *, step: int) -> None:
         self.events.append(name)

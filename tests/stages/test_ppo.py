@@ -135,7 +135,6 @@ LLM = {"name": "own", "base_url": "http://127.0.0.1:9/v1", "model": "m", "key_va
     [
         ({"kind": "function", "name": "own", "function": "nowhere:f"}, "nowhere:f cannot be imported"),
         ({"kind": "local", "prompt": "none.txt", **LOCAL}, "the prompt 'none.txt' cannot be read"),
-        ({"kind": "pair_rm", "prompt": "none.txt", **LOCAL}, "the prompt 'none.txt' cannot be read"),
         ({"kind": "llm", "prompt": "none.txt", **LLM}, "the prompt 'none.txt' cannot be read"),
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import mlflow
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -23,7 +21,7 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def store(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The project's `.rlhf` folder with a store; runs deliver themselves."""
     for name, value in context.HTTP_BOUNDS.items():
         monkeypatch.setenv(name, value if name != "MLFLOW_HTTP_REQUEST_MAX_RETRIES" else "0")
@@ -31,8 +29,7 @@ def store(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) 
     folder = project / ".rlhf"
     folder.mkdir()
     shutil.copy(empty_database, folder)
-    yield folder
-    mlflow.set_tracking_uri(None)  # type: ignore[arg-type]  # a delivery of traces sets the global address
+    return folder
 
 
 @pytest.fixture

@@ -6,20 +6,17 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE, REQUEST_LIMIT_EXCEEDED
-from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
 from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
-from rlhf_tasks.tracking.record import Assessment
-from rlhf_tasks.tracking.store import Delivery, embedded_uri, rejection
+from rlhf_tasks.tracking.store import Delivery, embedded_uri
 from rlhf_tasks.tracking.sync import sync
 from tests.tracking.toy import (
     UNREACHABLE,
@@ -81,17 +78,6 @@ def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests
 
 
 # ----------------------------------------------------------------------------------- the record
-
-
-def test_only_the_points_that_mlflow_lacks_are_sent_if_the_delivery_was_killed(home: Path) -> None:
-    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-        tracker.metrics({"train/loss": 1.0}, step=1)
-        tracker.metrics({"train/loss": 2.0}, step=2)
-        step(home)  # and is killed: the next one begins anew
-        tracker.metrics({"train/loss": 3.0}, step=3)
-    assert sync(home) == (1, {})
-    assert points(home) == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert sync(home) == (0, {})
 
 
 def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
@@ -165,16 +151,6 @@ def test_a_clock_that_is_set_back_loses_no_point_and_doubles_none(
     assert sync(home) == (1, {})
     assert points(home) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
     assert (status(home, "sft"), pending(home)) == (["FINISHED"], set())
-
-
-def test_delivery_continues_with_a_resumed_run(home: Path) -> None:
-    log("k", [(1, 1.0)])
-    step(home)
-    log("k", [(2, 2.0)])
-    step(home)
-    sync(home)
-    assert pending(home) == set()
-    assert points(home) == [(1, 1.0), (2, 2.0)]
 
 
 def test_a_resumed_run_belongs_to_the_pipeline_that_ends_it(
@@ -260,154 +236,3 @@ def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch
         assert pipeline.last_error() == "ppo-1 is not delivered"
         sync(home)
         assert str(pipeline.last_error()).startswith("MlflowException")
-
-
-# ------------------------------------------------------------------------------------ traces
-
-
-def judge(home: Path, num_traces: int, uri: str | None = None) -> None:
-    """A run `judge-1` with so many calls of a model."""
-    with tracking.open_run(Paths(), "judge", view("judge", uri=uri), key="judge-1") as tracker:
-        for number in range(num_traces):
-            tracker.trace("judge gpt", {"model": "m"}, {"text": "A"}, start=number, end=number + 1)
-        tracker.metrics({"gold/win_rate": 0.5}, step=1)
-
-
-def traces(home: Path, uri: str | None = None) -> list[Any]:
-    """The traces that MLflow has of stage judge, the first call first."""
-    client, run = MlflowClient(uri or embedded_uri(home)), runs(home, uri)["judge"].info
-    rows = client.search_traces(locations=[run.experiment_id], run_id=run.run_id)
-    return sorted(rows, key=lambda trace: trace.info.request_time)
-
-
-@pytest.fixture
-def answer(monkeypatch: pytest.MonkeyPatch) -> dict[int, MlflowException]:
-    """What the server answers to the trace that starts at this millisecond, if it does not accept it."""
-    real, errors = TracingClient.start_trace, dict[int, MlflowException]()
-
-    def start_trace(self: TracingClient, info: Any) -> Any:
-        if info.request_time in errors:
-            raise errors[info.request_time]
-        return real(self, info)
-
-    monkeypatch.setattr(TracingClient, "start_trace", start_trace)
-    return errors
-
-
-@pytest.mark.filterwarnings("ignore:.*Any type hint")  # MLflow's own modules, when tracing begins
-def test_calls_of_models_are_traces_of_the_run_and_none_is_sent_twice(home: Path) -> None:
-    reply = {"text": "A", "first_is_better": 1.0}
-    with tracking.open_run(Paths(), "judge", view("judge"), key="judge-1") as tracker:
-        tracker.trace("judge gpt", {"model": "m"}, {"failure": "no winner"}, start=5, end=5)
-        tracker.trace("judge gpt", {"model": "m"}, reply, start=1_700_000_000_000, end=1_700_000_000_250)
-        step(home)
-        tracker.trace("judge gpt", {"model": "m"}, reply, start=1_700_000_000_300, end=1_700_000_000_310)
-    assert sync(home) == (1, {})
-    rows = traces(home)
-    assert [trace.info.state.value for trace in rows] == ["ERROR", "OK", "OK"]
-    assert (rows[1].info.request_time, rows[1].info.execution_duration) == (1_700_000_000_000, 250)
-    assert rows[1].data.spans[0].outputs == reply
-
-
-def said(name: str, kind: str, value: str | None, **changes: Any) -> Assessment:
-    one: dict[str, Any] = {
-        "name": name, "kind": kind, "source": "HUMAN", "by": "anna", "time": 5, "value": value,
-        "error": "", "rationale": "", "metadata": {},
-    }  # fmt: skip
-    return cast("Assessment", one | changes)
-
-
-@pytest.mark.filterwarnings("ignore:.*Any type hint")
-def test_assessments_arrive_with_their_trace_and_none_twice(home: Path) -> None:
-    judge = {"source": "LLM_JUDGE", "by": "judge-1"}
-    first = [
-        said("gpt", "feedback", "A", rationale="Because.", metadata={"probability_of_A": "0.9"}, **judge),
-        said("gpt", "feedback", "B"),
-        said("gpt", "expectation", "B"),
-    ]
-    failed = said("gpt", "feedback", None, error="no preference", **judge)
-    with tracking.open_run(Paths(), "judge", view("judge"), key="judge-1") as tracker:
-        tracker.trace("judge gpt", {}, {"text": "A"}, start=5, end=6, assessments=first)
-        step(home)
-        tracker.trace("judge gpt", {}, {"failure": "no preference"}, start=7, end=8, assessments=[failed])
-        tracker.trace("judge gpt", {}, {"text": "A"}, start=9, end=9)
-    assert sync(home) == (1, {})
-    one, two, three = ([a.to_dictionary() for a in trace.info.assessments] for trace in traces(home))
-    assert three == []
-    by_source = {
-        (a["source"]["source_type"], next(k for k in ("feedback", "expectation") if k in a)): a for a in one
-    }
-    assert len(one) == len(by_source) == 3
-    assert {a["assessment_name"] for a in [*one, *two]} == {"gpt"}
-    verdict = by_source["LLM_JUDGE", "feedback"]
-    assert (verdict["feedback"]["value"], verdict["rationale"]) == ("A", "Because.")
-    assert verdict["source"]["source_id"] == "judge-1"
-    assert verdict["metadata"]["probability_of_A"] == "0.9"
-    assert verdict["metadata"]["mlflow.assessment.sourceRunId"] == runs(home)["judge"].info.run_id
-    assert by_source["HUMAN", "feedback"]["feedback"]["value"] == "B"
-    assert by_source["HUMAN", "expectation"]["expectation"]["value"] == "B"
-    assert two[0]["feedback"]["error"]["error_message"] == "no preference"
-
-
-@pytest.mark.filterwarnings("ignore:.*Any type hint")
-def test_traces_of_a_record_without_assessments_are_sent(home: Path) -> None:
-    with tracking.open_run(Paths(), "judge", view("judge"), key="judge-1") as tracker:
-        tracker.trace("judge gpt", {}, {"text": "A"}, start=5, end=6)
-    file = record(home, "judge-1").file
-    file.write_text(file.read_text(encoding="utf-8").replace(', "assessments": []', ""), encoding="utf-8")
-    assert sync(home) == (1, {})
-    assert len(traces(home)) == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*Any type hint")
-def test_a_trace_that_was_not_accepted_is_sent_again_and_holds_nothing_else_up(
-    home: Path, answer: dict[int, MlflowException]
-) -> None:
-    answer[1] = MlflowException("too busy")
-    judge(home, 3)
-    delivered, failed = sync(home)
-    assert (delivered, list(failed)) == (0, ["judge-1"])
-    assert "has not accepted 1 of 3 traces" in failed["judge-1"]
-    assert (status(home, "judge"), runs(home)["judge"].data.metrics) == (["FINISHED"], {"gold/win_rate": 0.5})
-    answer.clear()
-    assert sync(home) == (1, {})
-    assert [trace.info.request_time for trace in traces(home)] == [0, 1, 2]
-    assert status(home, "judge") == ["FINISHED"]
-
-
-@pytest.mark.filterwarnings("ignore:.*Any type hint")
-def test_a_rejected_trace_is_reported_and_waits_for_nothing(
-    home: Path, answer: dict[int, MlflowException], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two are rejected, and two may be accepted later: only these keep the run in the outbox."""
-    answer[0] = MlflowException("bad tag", error_code=INVALID_PARAMETER_VALUE)
-    answer[1] = MlflowException("API request to endpoint /x failed with error code 413 != 200. Too large")
-    answer[2] = MlflowException("API request to endpoint /x failed with error code 503 != 200. Away")
-    answer[3] = MlflowException("slower", error_code=REQUEST_LIMIT_EXCEEDED)
-    judge(home, 5)
-    assert "has not accepted 2 of 5 traces" in sync(home)[1]["judge-1"]
-    line = "MLflow rejected 2 trace(s) of judge-1 (status 400: MlflowException: bad tag)"
-    assert capsys.readouterr().out.count(line) == 1
-    answer.clear()
-    assert sync(home) == (1, {})
-    assert len(traces(home)) == 5
-    tag = "2, such as status 400: MlflowException: bad tag"
-    assert runs(home)["judge"].data.tags["rlhf.rejected_traces"] == tag
-    assert line not in capsys.readouterr().out
-    kept = [event for event in record(home, "judge-1").read()[0] if event["kind"] == "trace"]
-    assert len(kept) == 5
-
-
-@pytest.mark.parametrize(
-    ("error", "is_rejection"),
-    [
-        (MlflowException("bad tag", error_code=INVALID_PARAMETER_VALUE), True),
-        (MlflowException("API request to endpoint /x failed with error code 413 != 200. Too large"), True),
-        (MlflowException("API request to endpoint /x failed with error code 403 != 200. Key"), False),
-        (MlflowException("QueuePool limit reached", error_code=BAD_REQUEST), False),
-    ],
-)
-def test_an_error_that_another_key_or_a_later_try_can_fix_is_no_rejection(
-    error: MlflowException, is_rejection: bool
-) -> None:
-    assert (rejection(error) is not None) is is_rejection

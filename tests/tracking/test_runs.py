@@ -19,12 +19,11 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, dashboard
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking import runs as stored
-from rlhf_tasks.tracking.store import VANISHED, Delivery, embedded_uri
+from rlhf_tasks.tracking.store import Delivery, embedded_uri
 from rlhf_tasks.tracking.sync import sync
 from tests.tracking.toy import (
     UNREACHABLE,
     artifact,
-    killed,
     log,
     points,
     reason,
@@ -35,12 +34,6 @@ from tests.tracking.toy import (
     table,
     view,
 )
-
-
-def test_metrics_keep_their_names_steps_and_values(home: Path) -> None:
-    log("k", [(1, 2.0), (5, 1.5)])
-    assert sync(home) == (1, {})
-    assert points(home) == [(1, 2.0), (5, 1.5)]
 
 
 def test_more_metrics_than_one_request_may_hold_all_arrive(home: Path) -> None:
@@ -82,13 +75,6 @@ def test_a_stage_that_does_not_finish_shows_why(home: Path, error: BaseException
     sync(home)
     assert status(home, "sft", "pipeline") == [end, end]
     assert (reason(home, "sft"), reason(home, "pipeline")) == (why, f"sft: {why}")
-
-
-def test_a_killed_stage_is_shown_as_failed_by_sync(home: Path) -> None:
-    log("k", [(1, 1.0)])
-    killed(home, "k")
-    assert sync(home) == (1, {})
-    assert (status(home, "sft"), reason(home, "sft")) == (["FAILED"], VANISHED)
 
 
 def test_stages_of_one_pipeline_share_a_parent_that_ends_with_the_last(
@@ -342,13 +328,6 @@ def test_other_ranks_and_disabled_tracking_keep_curves_and_write_no_record(
         tracker.metrics({"eval/loss": 2.0}, step=1)
     assert tracker.history() == [{"step": 1, "train/loss": 1.0, "eval/loss": 2.0}]
     assert not (home / "outbox").exists()
-
-
-def test_a_process_with_a_reused_pid_is_another_process() -> None:
-    host, pid, start = this_process().rsplit(":", 2)
-    assert processes.is_alive(this_process())
-    assert not processes.is_alive(f"{host}:{pid}:{start}1")
-    assert processes.is_alive(f"elsewhere:{pid}:{start}"), "nothing is known about other machines"
 
 
 def test_a_run_is_read_with_its_stages_by_id_key_or_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,15 +27,12 @@ from rlhf_tasks.judging.judges.comparisons import (
     Reply,
     required_judges,
 )
-from rlhf_tasks.judging.judges.local import LocalComparer, RankerComparer
+from rlhf_tasks.judging.judges.local import LocalComparer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
 from rlhf_tasks.scoring.function import ColumnsFunction, FunctionScorer
 from rlhf_tasks.scoring.protocol import Responses, Scorer, read_scores
 from rlhf_tasks.scoring.verifier import Verifier
-
-if TYPE_CHECKING:
-    from rlhf_tasks.judging.judges.llm import Trace
 
 Facets = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
 """Means of other measures over prompts and their responses."""
@@ -122,15 +118,14 @@ def build_judges(
     paths: Paths,
     *,
     names: Sequence[str] = (),
-    trace: Trace | None = None,
     functions_root: Path | None = None,
     columns: Collection[str] = (),
 ) -> list[Judge]:
     """The judges of `judge.judges`, or those called `names`, in the order of the list.
 
     Relative paths of models and prompts are below `paths.root`. Functions are imported from files below
-    `functions_root`, by default `paths.root`. `source` is `data.source`; `trace` records replies of llm
-    judges; `columns` are the names of the kept columns.
+    `functions_root`, by default `paths.root`. `source` is `data.source`; `columns` are the names of
+    the kept columns.
 
     Raises:
         UserError: for an unknown name, for a judge whose key, model, prompt or function is missing, and for a
@@ -154,8 +149,6 @@ def build_judges(
                 device,
                 settings.max_failure_share,
                 paths,
-                trace=trace,
-                num_traces=settings.num_traces,
                 functions_root=functions_root,
                 columns=columns,
             )
@@ -171,8 +164,6 @@ def build_judge(
     max_failure_share: float,
     paths: Paths,
     *,
-    trace: Trace | None = None,
-    num_traces: int = 0,
     functions_root: Path | None = None,
     columns: Collection[str] = (),
     key: str = config.LISTED,
@@ -199,11 +190,9 @@ def build_judge(
             # The import takes a second: only configurations with such a judge pay for it.
             from rlhf_tasks.judging.judges.llm import LlmComparer
 
-            comparer = LlmComparer(one, max_failure_share, paths, key=key, trace=trace, num_traces=num_traces)
+            comparer = LlmComparer(one, max_failure_share, paths, key=key)
         case config.LocalJudge():
             comparer = LocalComparer(one, device, root, key)
-        case config.PairRmJudge():
-            comparer = RankerComparer(one, device, root, key)
         case _:
             raise AssertionError("a combined judge is built from other judges")
     return PairwiseJudge(one.name, comparer, max_failure_share)

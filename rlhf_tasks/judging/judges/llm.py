@@ -11,11 +11,10 @@ import json
 import math
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import openai
 
@@ -45,19 +44,6 @@ Request = Mapping[str, Any]
 Record = Mapping[str, Any]
 
 
-class Trace(Protocol):
-    def __call__(
-        self,
-        name: str,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        *,
-        start: int,
-        end: int,
-    ) -> None:
-        """Record one call of a model, with times in milliseconds since 1970."""
-
-
 @dataclass
 class Spent:
     """Requests of this process, and the tokens of their replies."""
@@ -80,13 +66,9 @@ class LlmComparer:
         paths: Paths,
         *,
         key: str = LISTED,
-        trace: Trace | None = None,
-        num_traces: int = 0,
         longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
     ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
-        self._trace, self._num_traces = trace, num_traces
-        self._traced = set[str]()
         self._prompt = load_prompt(settings.prompt, key, paths.root)
         self._key, self._cache = _key(settings), Cache(paths.home / FILE)
         self._longest_wait_seconds = longest_wait_seconds
@@ -107,28 +89,10 @@ class LlmComparer:
             f"others were kept; spent so far: {self.spent.requests} requests, {self.spent.tokens} tokens"
         )
         records = [self._cache.get(key) for key in keys]
-        replies = [
+        return [
             Reply.failed(failed[key]) if record is None else reply_of(record)
             for key, record in zip(keys, records, strict=True)
         ]
-        self._record_traces(requests, keys, replies)
-        return replies
-
-    def _record_traces(
-        self, requests: Sequence[Request], keys: Sequence[str], replies: Sequence[Reply]
-    ) -> None:
-        """Trace the first `num_traces` replies, each once; a kept reply at the time of its request."""
-        now = round(time.time() * 1000)
-        for request, key, reply in zip(requests, keys, replies, strict=True):
-            if self._trace is None or key in self._traced or len(self._traced) == self._num_traces:
-                continue
-            self._traced.add(key)
-            record = self._cache.get(key) or {}
-            outputs = {"text": record.get("text", ""), "tokens": reply.num_tokens}
-            outputs |= {"failure": reply.failure} if reply.failure else {"first_is_better": reply.probability}
-            start = record.get("asked_at", now)
-            end = start + record.get("milliseconds", 0)
-            self._trace(f"judge {self._settings.name}", request, outputs, start=start, end=end)
 
     def _request(self, text: str) -> dict[str, Any]:
         request: dict[str, Any] = {
@@ -209,13 +173,11 @@ class LlmComparer:
         settings = self._settings
         longest = (settings.max_retries + 1) * (settings.timeout_seconds + self._longest_wait_seconds)
         self.spent.requests += 1
-        asked_at, start = round(time.time() * 1000), time.monotonic()
         try:
             # The client times each silence only; a reply that arrives byte by byte would never end.
             async with asyncio.timeout(longest):
                 response = await client.chat.completions.with_raw_response.create(**request)
-            took = round((time.monotonic() - start) * 1000)
-            record = record_of(response.text) | {"asked_at": asked_at, "milliseconds": took}
+            record = record_of(response.text)
         except REFUSED as error:
             given = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
             raise UserError(
