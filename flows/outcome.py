@@ -6,29 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
-from flows import request
-
-VERDICTS = {"Promoted": StateType.COMPLETED, "Refused": StateType.FAILED, "Deferred": StateType.CANCELLED}
-"""The types of the states in which the gate ends: Prefect shows them in green, red and grey."""
-
-
-class NotPromoted(Exception):
-    """The gate refused the policy, or could not decide. The results of the run are there."""
-
-
-def ended(name: str, message: str) -> State[Any]:
-    """The final state of this name: the type of a verdict fits it, any other end is completed."""
-    kind, error = VERDICTS.get(name, StateType.COMPLETED), NotPromoted(message)
-    if kind != StateType.COMPLETED:
-        request.silence(error)
-    return State(type=kind, name=name, message=message, data=None if kind == StateType.COMPLETED else error)
-
-
-def has_results(state: State[Any]) -> bool:
-    """Whether a run ended with its results, whatever the gate says of them."""
-    return state.is_completed() or state.name in VERDICTS
+VERDICTS = ("Promoted", "Not promoted", "Deferred")
+"""The names of states in which the gate ends. Each is completed: the run has its results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +28,7 @@ class Outcome:
     """Of the parameters, as the user requested them."""
     notes: Sequence[str] = ()
     verdict: str | None = None
-    """The state of the promotion (Promoted, Refused or Deferred), if there was something to promote."""
+    """The state of the promotion (one of VERDICTS), if there was something to promote."""
     reason: str = ""
     """Of the verdict."""
     criteria: Sequence[Mapping[str, Any]] = ()
@@ -72,4 +54,4 @@ class Outcome:
         parts += [f"experiment {self.name}"] if self.experiment else []
         parts += [f"not pushed: {self.unpushed}"] if self.unpushed else []
         name = "Unpushed" if self.unpushed and self.verdict in (None, "Promoted") else self.verdict
-        return ended(name or "Completed", "; ".join(parts))
+        return Completed(name=name or "Completed", message="; ".join(parts))

@@ -23,7 +23,7 @@ from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
 from flows import promotion, request, results, settings, stage_tasks, watch, workplace
-from flows.outcome import Outcome, has_results
+from flows.outcome import Outcome
 from flows.slots import Slots
 from flows.stage_tasks import Dvc, StageFailed, StageRefused
 from rlhf_tasks.config import Config
@@ -236,7 +236,7 @@ def run_in_checkout() -> int:
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
     state: State[Any] = pipeline(where="checkout", return_state=True)
-    if has_results(state):
+    if state.is_completed():
         return 0
     reason = state.result(raise_on_failure=False)
     return 2 if isinstance(reason, UserError | StageRefused) else 1

@@ -12,8 +12,9 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
-from flows import devices, outcome, programs
+from flows import devices, programs
 from flows.slots import Slots
 from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
@@ -29,7 +30,7 @@ from rlhf_tasks.promotion.command import (
     verdict_file,
 )
 
-NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Refused", DEFERRED: "Deferred"}
+NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Not promoted", DEFERRED: "Deferred"}
 
 
 def verdict(folder: Path, values: Config, environment: dict[str, str]) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def verdict(folder: Path, values: Config, environment: dict[str, str]) -> dict[s
         return {}
     bound: Any = promote.with_options(timeout_seconds=values.service.timeout_seconds)
     state: State[Any] = bound(folder, environment, values, return_state=True)
-    if not outcome.has_results(state):
+    if not state.is_completed():
         error = state.result(raise_on_failure=False)
         return {"verdict": "Deferred", "reason": f"the gate did not run ({error})"}
     rows = criteria(folder) if state.name != "Deferred" else []
@@ -53,7 +54,7 @@ def verdict(folder: Path, values: Config, environment: dict[str, str]) -> dict[s
 def promote(
     folder: Path, environment: dict[str, str], values: Config, logger: programs.Logger | None = None
 ) -> State[Any]:
-    """Promoted, Refused or Deferred, which it is also if the gate cannot run.
+    """Promoted, Not promoted or Deferred, which it is also if the gate cannot run.
 
     The message names no command that decides later: the notes of the run do, since they know the experiment.
     The task waits for a slot only if it has to judge.
@@ -71,7 +72,7 @@ def promote(
     name = NAMES.get(status, NAMES[DEFERRED])
     if status not in NAMES:
         message = f"the gate did not run ({message.removeprefix('rlhf: ')})"
-    return outcome.ended(name, message.removeprefix(f"{name}: ").removesuffix(RETRY_HINT))
+    return Completed(name=name, message=message.removeprefix(f"{name}: ").removesuffix(RETRY_HINT))
 
 
 def criteria(folder: Path) -> list[dict[str, str]]:

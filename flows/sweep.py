@@ -27,7 +27,6 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows import request, results, settings, watch
-from flows.outcome import has_results
 from flows.slots import Slots, find_limit
 from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
@@ -113,7 +112,7 @@ def sweep(
             futures = [pool.submit(run_cell, parameters) for parameters in inputs]
             for cell, future in zip(todo, futures, strict=True):
                 future.wait()
-                if not has_results(future.state):
+                if not future.state.is_completed():
                     lost[cell] = f"{future.state.name}: {future.state.message}"
 
         # 3. One table.

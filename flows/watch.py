@@ -22,7 +22,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from prefect.variables import Variable
 
-from flows import outcome, request, settings
+from flows import request, settings
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -127,7 +127,7 @@ def start_run(
         )
         state, name = run.state, str(run.name)
         is_over = state is not None and (state.is_final() or state.is_cancelling())
-        if not is_over or outcome.has_results(state):
+        if not is_over or state.is_completed():
             after = f", after {', '.join(failed)} failed" if failed else ""
             return Completed(message=f"the data changed: its run is {name}{after}")
         if (state.is_cancelling() or state.is_cancelled()) and state.name != settings.STOPPED:

@@ -44,7 +44,7 @@ class Request:
         parts = [f"{key.rpartition('.')[2]}={value}" for key, value in changes.items()]
         if len(parts) > NAMED:
             parts = [*parts[:NAMED], f"{len(parts) - NAMED}-more"]
-        slug = re.sub(r"[^A-Za-z0-9_=.-]+|\.{2,}", "_", "-".join([self.preset or "default", *parts]))
+        slug = re.sub(r"(?:[^A-Za-z0-9_=.-]|\.{2,})+", "_", "-".join([self.preset or "default", *parts]))
         return f"{slug[:LONGEST_NAME].rstrip('.-_')}-{identity[-4:]}"
 
     def resolve(self, text: str) -> tuple[str, config.Config, list[str]]:

@@ -107,7 +107,7 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     _record(registry, version, verdict, candidate.label, against)
     gate.show(verdict)
     if not verdict.passed:
-        console.say(f"Refused: {_name(candidate, version)}: {verdict.summary}")
+        console.say(f"Not promoted: {_name(candidate, version)}: {verdict.summary}")
         return REFUSED
     registry.promote(version, champion)
     console.say(f"Promoted: {_name(candidate, version)} is {CHAMPION} now; before: {against}")

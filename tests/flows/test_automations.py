@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import State
 from prefect.states import Completed, Crashed, Failed, Running
 
-from flows import automations, deployments, outcome, settings
+from flows import automations, deployments, settings
 from rlhf_tasks.cli import main as cli
 from tests.flows import toy
 
@@ -89,10 +89,10 @@ def test_runs_that_fail_crash_are_promoted_or_refused_are_notified_of(
     ends = {
         "Failed": end(pipeline, Failed(message=message)),
         "Crashed": end(pipeline, Crashed(message="its worker is gone")),
-        "Refused": end(pipeline, State(type=StateType.FAILED, name="Refused", message="KL is too high")),
-        "Promoted": end(f"{settings.SWEEP}/sweep", outcome.ended("Promoted", "it is champion now")),
+        "Not promoted": end(pipeline, Completed(name="Not promoted", message="KL is too high")),
+        "Promoted": end(f"{settings.SWEEP}/sweep", Completed(name="Promoted", message="it is champion now")),
     }
-    silent = [end(pipeline, Completed()), end(pipeline, outcome.ended("Deferred", "no MLflow"))]
+    silent = [end(pipeline, Completed()), end(pipeline, Completed(name="Deferred", message="no MLflow"))]
     toy.until(lambda: len(receiver.received) >= len(ends), "the notifications")
     toy.until(lambda: len(logged()) >= len(ends), "the log")
     told = {one["text"].partition("\n")[0]: one for one in receiver.received}

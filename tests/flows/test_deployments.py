@@ -186,7 +186,7 @@ def test_the_automation_covers_runs_of_these_flows_and_no_others(root: Path) -> 
         "Completed",
         "Unpushed",
         "Promoted",
-        "Refused",
+        "Not promoted",
         "Deferred",
         "Failed",
         "Cancelled",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 
-from flows import outcome, promotion, results
 from flows import pipeline as flows_pipeline
+from flows import promotion, results
 from flows.outcome import Outcome
 from flows.slots import Slots
 from rlhf_tasks import config
@@ -78,20 +78,18 @@ def promote(root: Path) -> Any:
     ("text", "status", "state", "message"),
     [
         ("Promoted: version 3 is champion now", 0, "Promoted", "version 3 is champion now"),
-        (f"Refused: {REFUSED}", 3, "Refused", REFUSED),
+        (f"Not promoted: {REFUSED}", 3, "Not promoted", REFUSED),
         (f"Deferred: MLflow does not answer{RETRY_HINT}", 4, "Deferred", "MLflow does not answer"),
         ("rlhf: no weights", 2, "Deferred", "the gate did not run (no weights)"),
         ("ValueError: a fault", 1, "Deferred", "the gate did not run (ValueError: a fault)"),
     ],
 )
-def test_every_end_is_a_state_with_a_name_and_a_reason_and_only_a_promotion_is_green(
+def test_every_end_is_a_state_with_a_name_and_a_reason_and_the_run_has_its_results(
     root: Path, text: str, status: int, state: str, message: str
 ) -> None:
     end_with(root, text, status)
     result = promote(root)
-    kind = {"Promoted": "COMPLETED", "Refused": "FAILED", "Deferred": "CANCELLED"}[state]
-    assert (result.type.value, result.name) == (kind, state)
-    assert outcome.has_results(result)
+    assert (result.is_completed(), result.name) == (True, state), "the run has its results"
     assert result.message == message, "a command in it would promote another policy"
 
 
@@ -100,8 +98,8 @@ def test_only_a_promotion_that_must_judge_takes_a_slot(root: Path, monkeypatch: 
     toy.write_params(root, service={"gpu_slots": 1})
     taken = list[int]()
     monkeypatch.setattr(Slots, "hold", lambda slots, number, show: taken.append(number))
-    end_with(root, f"Refused: {REFUSED}", 3)
-    assert (promote(root).name, taken) == ("Refused", [])
+    end_with(root, f"Not promoted: {REFUSED}", 3)
+    assert (promote(root).name, taken) == ("Not promoted", [])
     code = "quick = '--unless-judging' in sys.argv\n"
     code += "print('Undecided: wait' if quick else 'Promoted: it is champion now')\n"
     replace_promote(root, f"{code}sys.exit({UNDECIDED} if quick else 0)")
@@ -124,22 +122,24 @@ def test_the_page_of_results_shows_the_verdict_and_its_criteria(root: Path) -> N
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"criteria": [CRITERION]}), encoding="utf-8")
     criteria = promotion.criteria(root)
-    refused = Outcome(name="n", how={}, revision="c", verdict="Refused", reason=REFUSED, criteria=criteria)
+    refused = Outcome(
+        name="n", how={}, revision="c", verdict="Not promoted", reason=REFUSED, criteria=criteria
+    )
     page = results.page(refused, root, {}, {}, {})
-    assert f"## Promotion\n\nRefused: {REFUSED}" in page
+    assert f"## Promotion\n\nNot promoted: {REFUSED}" in page
     assert "| KL | 11.2 | <= 10 | -1.2 | FAILED |" in page
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_run_with_a_refused_policy_ends_as_refused_with_the_reason(root: Path, server: None) -> None:
-    end_with(root, f"Refused: {REFUSED}", 3)
+def test_a_run_with_a_refused_policy_ends_as_not_promoted_with_the_reason(root: Path, server: None) -> None:
+    end_with(root, f"Not promoted: {REFUSED}", 3)
     not_asked: Any = flows_pipeline.pipeline(where="checkout", promote=False, return_state=True)
     assert (not_asked.is_completed(), not_asked.name) == (True, "Completed")
     assert cli.main(["run", "--flow"]) == 0, "the run has its results"
     state: Any = flows_pipeline.pipeline(where="checkout", return_state=True)
-    assert (state.is_failed(), state.name) == (True, "Refused")
-    assert state.message == f"Refused: {REFUSED}; nothing had to run"
+    assert (state.is_completed(), state.name) == (True, "Not promoted")
+    assert state.message == f"Not promoted: {REFUSED}; nothing had to run"
     with get_client(sync_client=True) as client:
         tasks = {run.name: run.state.name for run in client.read_task_runs() if run.state is not None}
-    assert tasks["promote"] == "Refused"
+    assert tasks["promote"] == "Not promoted"

@@ -10,7 +10,6 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from flows import deployments, sweep
-from flows.outcome import ended, has_results
 from flows.sweep import Cell
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
@@ -50,7 +49,7 @@ def test_a_run_has_the_name_and_the_parameters_of_its_cell(
         FakeRun(monkeypatch, Completed()),
         {"preset": "smoke", "revision": "c0ffee", "promote": False},
     )
-    assert has_results(sweep.run_cell.fn(make_cell(root), "f/d", given))
+    assert sweep.run_cell.fn(make_cell(root), "f/d", given).is_completed()
     (values,) = run.given
     assert values["flow_run_name"] == "any seed=2"
     own = {"seed": 2, "overrides": {"ppo.kl_coef": 0.01}, "name": "s-1"}
@@ -61,8 +60,8 @@ def test_a_run_has_the_name_and_the_parameters_of_its_cell(
     ("end", "name", "message"),
     [
         (Failed(message="no disk\nat all"), "Failed", "no disk"),
-        (Failed(name="Refused", message="KL 12 > 10"), "Refused", "KL 12 > 10"),
-        (ended("Promoted", "version 3"), "Promoted", "version 3"),
+        (Completed(name="Not promoted", message="KL 12 > 10"), "Not promoted", "KL 12 > 10"),
+        (Completed(name="Promoted", message="version 3"), "Promoted", "version 3"),
     ],
 )
 def test_a_cell_ends_as_its_run_does_and_a_refused_policy_is_a_result(
@@ -71,7 +70,7 @@ def test_a_cell_ends_as_its_run_does_and_a_refused_policy_is_a_result(
     FakeRun(monkeypatch, end)
     state = sweep.run_cell.fn(make_cell(root), "f/d", {})
     assert (state.type, state.name, state.message) == (end.type, name, message)
-    assert has_results(state) == (name != "Failed")
+    assert state.is_completed() == (name != "Failed")
 
 
 def test_changed_data_fails_the_runs_and_names_what_may_have_seen_it(

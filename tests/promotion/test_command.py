@@ -157,7 +157,7 @@ def test_a_worse_policy_is_refused_with_the_reason(
     assert promote(project, "worse") == 3
     assert aliases(project) == {"champion": "one", "challenger": "worse"}
     reason = "version 2 (models/policy): win rate over the champion by gold (95% low) 0.44 ≤ 0.5"
-    assert f"Refused: {NAME} {reason}" in capsys.readouterr().out
+    assert f"Not promoted: {NAME} {reason}" in capsys.readouterr().out
     version = client(project).get_model_version(NAME, "2")
     assert (version.tags["verdict"], version.tags["verdict.against"]) == ("refused", "version 1")
     criterion = "| win rate over the champion by gold (95% low) | 0.44 | > 0.5 | -0.06 | FAILED |"
