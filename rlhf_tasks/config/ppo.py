@@ -189,9 +189,6 @@ class VllmSampler(Section):
     weights and its options; null: there is a `url`."""
     weights_folder: str | None = None
     """Folder, on a disk that the server reads too, for each version of the weights; null: .rlhf/vllm."""
-    ahead: Literal[0, 1] = 0
-    """Rollouts sampled ahead: 1 samples the next one while the policy learns from this one, by weights that
-    are one update older (arXiv 2410.18252)."""
     importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
     """Cap of the importance weights π_old/π_sampler on each token's policy loss; null: no weights."""
     max_logprob_diff: t.PositiveFloat = 0.1
@@ -530,5 +527,3 @@ class Ppo(Section):
             yield f"sampler: vLLM samples at a temperature of at least {LOWEST_TEMPERATURE}; raise it"
         if self.ratio_from == "reference":
             yield "sampler: its importance weights are for ratios to the rollout; set ratio_from to rollout"
-        if self.sampler.ahead and self.total_episodes // self.rollout_batch_size < 2:
-            yield "sampler.ahead=1 needs a next rollout, and there is one update only; set sampler.ahead to 0"

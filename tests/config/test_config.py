@@ -405,12 +405,10 @@ def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: 
         ({}, {"url": "http://127.0.0.1"}, "is not the address of a server on this machine"),
         ({}, {"url": "http://127.0.0.1:8000/v1"}, "is not the address of a server on this machine"),
         ({}, {"url": "http://127.0.0.1:99999"}, "ppo.sampler.url: Port out of range 0-65535"),
-        ({}, {"ahead": 2}, "ppo.sampler.ahead"),
         ({}, {"importance_cap": 0.5}, "ppo.sampler.importance_cap"),
         ({}, {"batch_size": 8}, "ppo.sampler.batch_size: unknown key"),
         ({"ppo.temperature": 0.001}, {}, "samples at a temperature of at least 0.01"),
         ({"ppo.ratio_from": "reference"}, {}, "set ratio_from to rollout"),
-        ({"ppo.total_episodes": 512, "ppo.rollout_batch_size": 512}, {"ahead": 1}, "one update only"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused_before_training(
