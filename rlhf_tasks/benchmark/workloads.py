@@ -102,7 +102,6 @@ def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -
         "ptx": None,
         "lora": None,
         "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
-        "combine_reward_models": "sum",
         "guards": None,
     }
     settings = settings.model_copy(update=changes)

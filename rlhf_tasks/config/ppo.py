@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config import types as t
 from rlhf_tasks.config.judge import Selection, optimised_by
-from rlhf_tasks.config.scorers import Combination, RewardModelScorer, Scorer, conflicts
+from rlhf_tasks.config.scorers import RewardModelScorer, Scorer, conflicts
 from rlhf_tasks.config.types import Between, Section
 
 BENDING = ("top_k", "top_p", "min_p", "min_length", "min_new_tokens", "repetition_penalty", "num_beams")
@@ -348,9 +348,6 @@ class Ppo(Section):
         default=(RewardModelScorer(kind="reward_model"),), strict=False
     )
     """List of scorers by kind; their scores are added up by weight."""
-    combine_reward_models: Combination = "sum"
-    """How weighted scores of reward models become one, to which other scorers are added: `sum`, `min`, or the
-    mean minus a multiple of the standard deviation (`{mean_minus_deviations: 1.0}`)."""
     score_scaling: ScoreScaling | None = None
     """Division of the scores by their running standard deviation; null: raw scores."""
 
@@ -480,7 +477,7 @@ class Ppo(Section):
         yield from self._size_problems()
         yield from self._kl_problems()
         yield from self._sampler_problems()
-        yield from conflicts(self.scorers, self.combine_reward_models, self.response_length)
+        yield from conflicts(self.scorers, self.response_length)
         if self.truncation.kind.startswith("bootstrap") and self.critic is None:
             yield (
                 f"truncation.kind={self.truncation.kind} needs the value of a critic, and advantages.kind="

@@ -453,9 +453,6 @@ class Launch(Section):
     precision: Precision = "auto"
     """Number format of forward and backward passes: float32 or bfloat16; `auto`: bf16 on a GPU that has it,
     else fp32. On a CPU, with `ddp`, bf16 only rounds the factors and results of matmuls."""
-    compile: bool = False
-    """Whether torch compiles the layers of models in training: some seconds at the start of a stage. Only
-    with `ddp`; it needs a C++ compiler."""
 
 
 class Resume(Section):
@@ -568,8 +565,6 @@ class Config(Section):
                 f"ppo.guards.action: roll_back keeps a checkpoint in memory, and with {how} no process holds "
                 "all of it; set ppo.guards.action to stop, or launch.parallelism to ddp"
             )
-        if launch.parallelism != "ddp" and launch.compile:
-            yield f"launch.compile: true compiles whole layers, which {how} splits; set it to false"
         if launch.parallelism == "ddp" and launch.offload:
             yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
         rollout = self.ppo.rollout_batch_size

@@ -131,10 +131,6 @@ def test_a_key_without_a_default_that_is_missing_is_named() -> None:
         ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
         ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
         ({"launch.offload": True}, "has nothing to move with launch.parallelism: ddp"),
-        (
-            {"launch.compile": True, "launch.parallelism": "fsdp2"},
-            "whole layers, which launch.parallelism: fsdp2 splits",
-        ),
         ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
         ({"data.source": "hub"}, "names the data sets of `source: hub`"),
         ({"model.scratch": None}, "the shape of `base: scratch`"),
@@ -277,13 +273,6 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
         ({"ppo.scorers": [{**OWN, "name": "Bad name"}]}, "ppo.scorers.0.name: "),
         ({"ppo.scorers": [{**OWN, "name": "score"}]}, "'score': a column of samples.parquet has this name"),
         ({"ppo.scorers": [{**OWN, "name": "a"}, {**A, "name": "a"}]}, "'a': several scorers have this name"),
-        ({"ppo.combine_reward_models": "min"}, "needs at least two reward models, and scorers has 1"),
-        (
-            {"ppo.combine_reward_models": "min", "ppo.scorers": [OWN, DUMMY]},
-            "needs at least two reward models",
-        ),
-        ({"ppo.combine_reward_models": "max"}, "must be sum, min or {mean_minus_deviations: 1.0}"),
-        ({"ppo.combine_reward_models": {"mean_minus_deviations": 0.0}}, "mean_minus_deviations: "),
         ({"ppo.scorers": [{**LONG, "buffer": 17}]}, "buffer=17 exceeds max_tokens=16"),
         ({"ppo.scorers": [{**LONG, "max_tokens": 40}]}, "which no response exceeds with response_length=32"),
         (

@@ -72,7 +72,7 @@ def test_a_change_of_a_value_reruns_the_stages_that_read_it(chain: Project) -> N
     assert chain.repro() == set(), "the second run"
     default = [{"kind": "reward_model", "weight": 1.0, "path": None, "name": None}]
     assert chain.change({"ppo.scorers": default}) == set(), "defaults that are written out"
-    assert chain.change({"launch.compile": True, "service.retries": 1, "resume.keep": 1}) == set()
+    assert chain.change({"service.retries": 1, "resume.keep": 1}) == set()
     assert chain.change({"ppo.kl_coef": 0.04}) == {"ppo", "report"}
     assert chain.change({"launch.precision": "fp32"}) == set(), "what `auto` stands for without a GPU"
     assert chain.change({"launch.precision": "bf16"}) == {*MODEL_STAGES, "report"}
