@@ -27,8 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_tasks.benchmark import shapes
-from rlhf_tasks.benchmark.shapes import EOS, PAD, SHAPES, Shape
+from benchmarks import shapes
+from benchmarks.shapes import EOS, PAD, SHAPES, Shape
 
 EPOCHS = 4
 UNITS: Mapping[str, str] = {"ppo": "episodes/s", "sft": "tokens/s", "reward": "tokens/s"}
@@ -154,7 +154,7 @@ def num_tokens(part: str, shape: Shape, updates: int) -> float:
 
 
 def _ppo_ours(shape: Shape, updates: int) -> list[float]:
-    from rlhf_tasks.benchmark import workloads
+    from benchmarks import workloads
     from tests import small
 
     dist = small.distributed(shape.precision)

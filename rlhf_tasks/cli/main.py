@@ -39,7 +39,6 @@ COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
         pipeline.params,
         pipeline.flow,
         pipeline.check_model,
-        pipeline.plan,
     ),
     "Review results": (
         review.mlflow,

@@ -1,30 +1,17 @@
-"""Commands that run the pipeline: `rlhf preset`, `flow`, `check-model`, `plan`."""
+"""Commands that run the pipeline: `rlhf preset`, `flow`, `check-model`."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from pathlib import Path
-from typing import Any, Literal
 
-import typer
 from typer import Argument, Option
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 
-GPUS = {"l4": 24.0, "l40s": 48.0, "a100": 80.0, "h100": 80.0, "h200": 141.0}
-"""GB of memory, as published."""
 FILE = Path("params.yaml")
-
-
-def above_zero(value: float | None) -> float | None:
-    """Check an option that is a finite number above 0, or is not given."""
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise typer.BadParameter(f"must be above 0 (given: {value})")
-    return value
 
 
 def preset(
@@ -115,45 +102,3 @@ def check_model(
         )
     console.say(f"{source} is {'not fit' if failed else 'fit'} for PPO")
     return 2 if failed else 0
-
-
-def plan(
-    gpus: str = Option("1,8,16", metavar="N,…", help="numbers of GPUs, such as 1,8,16"),
-    gpu: Literal["l4", "l40s", "a100", "h100", "h200"] = Option("h100", help="kind of GPU"),
-    memory: float | None = Option(
-        None, metavar="GB", callback=above_zero, help="memory of a GPU of another kind"
-    ),
-    machine_memory: float = Option(
-        2000.0, metavar="GB", callback=above_zero, help="memory of a machine, for launch.offload"
-    ),
-    model: str | None = Option(
-        None, help="plan for the model of this folder or hub id, in place of params.yaml's"
-    ),
-    as_json: bool = Option(False, "--json", help="print JSON instead of a table"),
-) -> int:
-    """Calculate the memory of PPO as params.yaml has it, and the first settings that fit; run nothing."""
-    from rlhf_tasks.benchmark import fit
-
-    settings = config.load()
-    if not all(number.isdigit() and int(number) for number in gpus.split(",")):
-        raise UserError(f"--gpus {gpus} is not a list of numbers above 0; give one such as 1,8,16")
-    size = memory or GPUS[gpu]
-    policy = fit.sizes_of_params(settings, Path(), model)
-    plans: dict[int, dict[str, Any]] = {}
-    for number in map(int, gpus.split(",")):
-        run = fit.Run.of_params(settings, policy, number, size * fit.GB)
-        plans[number] = fit.describe(run, size * fit.GB, machine_memory * fit.GB)
-    if as_json:
-        counts = {"parameters": policy.parameters, "trained, with the critic": run.trained}
-        print(json.dumps({**counts, "memory_gb": size, "plans": plans}, indent=2))
-        return 0
-
-    def cell(value: Any) -> str:
-        return (
-            f"{value:,}" if isinstance(value, float) else {True: "yes", False: "no"}.get(value, value or "-")
-        )
-
-    rows = [[name, *(cell(one[name]) for one in plans.values())] for name in plans[number]]
-    title = f"PPO of {policy.parameters:,} parameters, {run.trained:,} trained, on GPUs of {size:g} GB"
-    console.table(title, ["GPUs", *map(str, plans)], rows)
-    return 0

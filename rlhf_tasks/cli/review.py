@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
 
+import typer
 from typer import Argument, Option
 
 from rlhf_tasks import config, console
-from rlhf_tasks.cli.pipeline import above_zero
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -24,6 +25,13 @@ def project() -> Paths:
     paths = Paths()
     dvc_files.graph(paths.root)
     return paths
+
+
+def above_zero(value: float) -> float:
+    """Check an option that is a finite number above 0."""
+    if not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"must be above 0 (given: {value})")
+    return value
 
 
 def check_output_file(out: Path) -> None:

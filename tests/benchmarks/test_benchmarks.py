@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks import estimators, layouts, speed, verifier
+from benchmarks.shapes import Shape
 from benchmarks.speed import Figures
 from rlhf_tasks import config
-from rlhf_tasks.benchmark.shapes import Shape
 
 TINY = Shape(vocab=40, query_min=4, query=4, response=8, batch=8, micro=4, layers=1, hidden=16, heads=2)
 

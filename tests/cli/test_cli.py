@@ -424,7 +424,6 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
         "promote models/other --rollback",
         "judge models/reward --rows x.jsonl --against models/sft",
         "judge --rows x.jsonl",
-        "plan --gpus 8,",
     ],
 )
 def test_options_that_would_be_ignored_are_refused(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.benchmark import shapes
-from rlhf_tasks.benchmark.shapes import Shape
+from benchmarks import shapes
+from benchmarks.shapes import Shape
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
