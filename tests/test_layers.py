@@ -52,7 +52,6 @@ TORCH_FREE = (
     "judging.judges.comparisons",
     "judging.results",
     "report.comparison",
-    "benchmark.shapes",
     "cli.main",
     "stages.prepare",
     "stages.runner",

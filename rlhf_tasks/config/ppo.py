@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from rlhf_tasks.config import types as t
 from rlhf_tasks.config.judge import Selection, optimised_by
 from rlhf_tasks.config.scorers import RewardModelScorer, Scorer, conflicts
-from rlhf_tasks.config.types import Between, Section
+from rlhf_tasks.config.types import Section
 
 BENDING = ("top_k", "top_p", "min_p", "min_length", "min_new_tokens", "repetition_penalty", "num_beams")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples at this temperature where a lower one is given
@@ -107,7 +107,7 @@ class Group(Section):
     kind: Literal["rloo", "group"]
     """`rloo`: minus the mean of the others (arXiv 2402.14740); `group`: minus the mean of all, in standard
     deviations, as GRPO does (arXiv 2402.03300)."""
-    samples_per_prompt: Annotated[int, Between(2, 2**20)] = 4
+    samples_per_prompt: Annotated[int, Field(ge=2, le=2**20)] = 4
     """Responses to each prompt of a rollout."""
 
 
@@ -338,7 +338,7 @@ class Ppo(Section):
     """Episodes per update, over all processes."""
     num_mini_batches: t.BatchSize = 4
     """Optimizer steps per epoch."""
-    num_ppo_epochs: Annotated[int, Between(1, 10_000)] = 2
+    num_ppo_epochs: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Passes over the rollout in each update."""
     micro_batch_tokens: t.MicroBatchTokens = t.AUTO
     """Maximum padded tokens per micro-batch and rank; `auto`: by the model (a hub id counts as one of eight

@@ -76,20 +76,25 @@ def test_a_value_of_the_wrong_type_is_refused_and_never_converted(key: str, valu
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"seed": 2**64}, "seed: must be a whole number from 0 to 4,294,967,295 (given: 1844674407370955"),
-        ({"seed": -1}, "seed: must be a whole number from 0 to 4,294,967,295 (given: -1)"),
-        ({"model.scratch.hidden_size": 2**31}, "hidden_size: must be a whole number from 1 to"),
-        (
-            {"model.scratch.hidden_size": 2**16, "model.scratch.num_layers": 96},
-            "hidden_size=65536 and num_layers=96 make about 4,948 billion parameters, 19,791 GB in float32",
-        ),
-        ({"model.scratch.num_layers": 10**9}, "num_layers: must be a whole number from 1 to 1,024"),
+        ({"seed": 2**64}, "seed: Input should be less than or equal to 4294967295 (given: 1844674407370955"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0 (given: -1)"),
+        ({"model.scratch.hidden_size": 2**31}, "hidden_size: Input should be less than or equal to 65536"),
+        ({"model.scratch.num_layers": 10**9}, "num_layers: Input should be less than or equal to 1024"),
         ({"sft.num_epochs": 1e300}, "sft.num_epochs: Input should be less than or equal to 10000"),
-        ({"data.num_test": 10**9}, "data.num_test: must be a whole number from 1 to 10,000,000"),
-        ({"data.max_prompt_tokens": 10**9}, "max_prompt_tokens: must be a whole number from 1 to 1,048,576"),
-        ({"ppo.rollout_batch_size": 2**40}, "rollout_batch_size: must be a whole number from 1 to 1,048,576"),
-        ({"ppo.total_episodes": 2**63}, "total_episodes: must be a whole number from 1 to 2,147,483,647"),
-        ({"launch.num_processes": 10**6}, "launch.num_processes: must be a whole number from 1 to 65,536"),
+        ({"data.num_test": 10**9}, "data.num_test: Input should be less than or equal to 10000000"),
+        (
+            {"data.max_prompt_tokens": 10**9},
+            "_tokens: Input should be less than or equal to 1048576",
+        ),
+        (
+            {"ppo.rollout_batch_size": 2**40},
+            "batch_size: Input should be less than or equal to 1048576",
+        ),
+        ({"ppo.total_episodes": 2**63}, "total_episodes: Input should be less than or equal to 2147483647"),
+        (
+            {"launch.num_processes": 10**6},
+            "num_processes: Input should be less than or equal to 65536",
+        ),
         ({"seed": 16**9999}, "(given: 0x1000"),
     ],
 )
@@ -318,7 +323,10 @@ def test_rolling_back_needs_a_positive_kl_coef_and_whole_models() -> None:
     [
         ({"kind": "rloo", "gamma": 0.99}, "ppo.advantages.gamma: unknown key"),
         ({"kind": "group", "critic": {"kind": "shared"}}, "ppo.advantages.critic: unknown key"),
-        ({"kind": "rloo", "samples_per_prompt": 1}, "samples_per_prompt: must be a whole number from 2"),
+        (
+            {"kind": "rloo", "samples_per_prompt": 1},
+            "should be greater than or equal to 2",
+        ),
         ({"kind": "ppo"}, "does not match any of the expected tags: 'gae', 'rloo', 'group', 'function'"),
         ({"kind": "function"}, "ppo.advantages.function: is missing"),
         (
