@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,14 +16,12 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.ppo.vllm import VllmError
 from tests import small
 from tests.ppo import standin
 from tests.ppo.test_vllm import alive, of_servers, until
-from tests.ppo.toy import ENGINE, started
+from tests.ppo.toy import started
 from tests.stages.test_ppo import POLICY, SETTINGS, run
-from tests.stages.test_ppo_guards import killed_after
 
 
 def section(*options: str, **changes: Any) -> dict[str, Any]:
@@ -62,28 +59,8 @@ def test_an_engine_that_ends_ends_the_stage_with_one_message_that_names_its_log(
     assert capsys.readouterr().err == "rlhf: vLLM has gone\n"
 
 
-def test_a_killed_stage_resumes_to_the_same_weights_if_the_engine_repeats_itself(
-    models_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(small.ROOT / name, Path())
-    with standin.serving() as server:
-        changes = {"ppo.sampler": ENGINE | {"url": server.url}, "resume.every_seconds": 1e-6}
-        monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
-        run(**changes)
-        weights = load_causal(POLICY).state_dict()
-        monkeypatch.setenv("RLHF_STATE_DIR", "killed")
-        with killed_after(2):
-            run(**changes)
-        run(**changes)
-    resumed = load_causal(POLICY).state_dict()
-    # a server rounds by what it samples together, so that the bytes may differ
-    assert max(float((resumed[name] - weights[name]).abs().max()) for name in weights) < 1e-5
-
-
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_cancelled_or_killed_stage_leaves_no_server(number: signal.Signals, models_here: Path) -> None:
+def test_a_cancelled_stage_leaves_no_server(models_here: Path) -> None:
     """The engine hangs in the first rollout. The first SIGTERM waits for the update, the second does not."""
     shutil.copy(small.ROOT / "dvc.yaml", Path())
     marker = models_here / "marker"
@@ -99,7 +76,7 @@ def test_a_cancelled_or_killed_stage_leaves_no_server(number: signal.Signals, mo
     running = of_servers(models_here)
     assert len(running) == 2
     while stage.poll() is None:
-        stage.send_signal(number)
+        stage.terminate()
         time.sleep(0.1)
-    assert stage.returncode in (143, -number)
+    assert stage.returncode == 143
     until(lambda: not alive(running))
