@@ -5,8 +5,8 @@ versions of torch and transformers should equal ours. Both train random GPT-NeoX
 same rows and with the same number of epochs and optimiser steps. They alternate, in a process each. Our
 micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
 episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
-CPU, without gradient checkpointing, in float32. On our side, `--precision bf16` is `launch.precision`
-and `--compile` is `launch.compile`. A figure is the median over updates without the first, and over the
+CPU, without gradient checkpointing, in float32. On our side, `--precision bf16` is `launch.precision`.
+A figure is the median over updates without the first, and over the
 turns; the ratio is of figures of one run. Without --peer only ours is measured.
 """
 
@@ -27,8 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_tasks.benchmark import shapes
-from rlhf_tasks.benchmark.shapes import EOS, PAD, SHAPES, Shape
+from benchmarks import shapes
+from benchmarks.shapes import EOS, PAD, SHAPES, Shape
 
 EPOCHS = 4
 UNITS: Mapping[str, str] = {"ppo": "episodes/s", "sft": "tokens/s", "reward": "tokens/s"}
@@ -59,13 +59,11 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of our side")
-    parser.add_argument("--compile", action="store_true", help="of our side")
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         train, shape = SIDES[options.side, options.parts[0]], SHAPES[options.shapes[0]]
-        own = {"compiles": options.compile} if options.side == "ours" else {}
-        marks = train(replace(shape, precision=options.precision), options.updates + 1, **own)
+        marks = train(replace(shape, precision=options.precision), options.updates + 1)
         print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
         print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
         return
@@ -73,7 +71,7 @@ def main() -> None:
         print(f"\n| {part}, {UNITS[part]} | ours | peak GB | TRL 1.12.0 | peak GB | ratio |")
         print("|---|---|---|---|---|---|")
         for shape in options.shapes:
-            how = ["--precision", options.precision, *(["--compile"] if options.compile else [])]
+            how = ["--precision", options.precision]
             found = measure(part, shape, options.peer, options.updates, options.turns, how)
             print(line(shape, found), flush=True)
 
@@ -155,11 +153,11 @@ def num_tokens(part: str, shape: Shape, updates: int) -> float:
 # ------------------------------------------------------------------------------------- our side
 
 
-def _ppo_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
-    from rlhf_tasks.benchmark import workloads
+def _ppo_ours(shape: Shape, updates: int) -> list[float]:
+    from benchmarks import workloads
     from tests import small
 
-    dist = small.distributed(shape.precision, compiles=compiles)
+    dist = small.distributed(shape.precision)
     work = workloads.of_shape(dist, small.ppo(), shape, updates)
     marks = [time.perf_counter()]
     for _ in work.updates():
@@ -167,25 +165,25 @@ def _ppo_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[flo
     return marks
 
 
-def _sft_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
+def _sft_ours(shape: Shape, updates: int) -> list[float]:
     from rlhf_tasks.training.supervised import LanguageModeling
 
     data = rows(shape, updates)
     task = LanguageModeling(data.queries, data.chosen, PAD)
-    return _train(shapes.models(shape).policy, task, shape, compiles)
+    return _train(shapes.models(shape).policy, task, shape)
 
 
-def _reward_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
+def _reward_ours(shape: Shape, updates: int) -> list[float]:
     from rlhf_tasks.models.load import TokenScores, supports_shared_prefix
     from rlhf_tasks.stages.reward import Learner, Pairs
 
     data, model = rows(shape, updates), shapes.models(shape).reward
     shares_prefix = supports_shared_prefix(model)  # as the stage does
     pairs = Pairs(data.queries, data.chosen, data.rejected, PAD, shares_prefix=shares_prefix)
-    return _train(Learner(TokenScores(model), None), pairs, shape, compiles)
+    return _train(Learner(TokenScores(model), None), pairs, shape)
 
 
-def _train(model: Any, task: Any, shape: Shape, compiles: bool) -> list[float]:
+def _train(model: Any, task: Any, shape: Shape) -> list[float]:
     from rlhf_tasks.tracking import NullTracker
     from rlhf_tasks.training.checkpoint import Nowhere
     from rlhf_tasks.training.supervised import train
@@ -199,7 +197,7 @@ def _train(model: Any, task: Any, shape: Shape, compiles: bool) -> list[float]:
             return False
 
     train(
-        small.distributed(shape.precision, compiles=compiles),
+        small.distributed(shape.precision),
         model,
         task,
         small.optimization(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096),

@@ -160,12 +160,12 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def distributed(precision: Literal["fp32", "bf16"] = "fp32", *, compiles: bool = False) -> Distributed:
+def distributed(precision: Literal["fp32", "bf16"] = "fp32") -> Distributed:
     """One process. Those of another precision end: accelerate allows one at a time."""
     wanted = "no" if precision == "fp32" else "bf16"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != wanted:
         AcceleratorState._reset_state()
-    return Distributed(Launch(precision=precision, compile=compiles), seed=1)
+    return Distributed(Launch(precision=precision), seed=1)
 
 
 def optimization(**changes: Any) -> Optimization:

@@ -32,7 +32,6 @@ FLOORS: Mapping[str, int] = {
     "promotion": 8,
     "report": 8,
     "stages": 9,
-    "benchmark": 10,
     "cli": 11,
 }
 """A module imports only from lower floors and from its own package."""
@@ -53,7 +52,6 @@ TORCH_FREE = (
     "judging.judges.comparisons",
     "judging.results",
     "report.comparison",
-    "benchmark.shapes",
     "cli.main",
     "stages.prepare",
     "stages.runner",

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from docs.generator.text import Lines, prose, sentence
 from rlhf_tasks.config import Config, Section
-from rlhf_tasks.config.types import Between, kinds, sections
+from rlhf_tasks.config.types import kinds, sections
 
 BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", "≥"), (Lt, "lt", "<"), (Le, "le", "≤"))
 
@@ -128,14 +128,15 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 def _bounds(metadata: Sequence[Any]) -> list[str]:
     """The bounds of a number, as `≥ 0 and < 1` or `from 1 to 10`."""
     parts = [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]
-    ranges = [f"from {part.low:,} to {part.high:,}" for part in parts if isinstance(part, Between)]
-    bounds = [
-        f"{sign} {getattr(part, name):g}"
+    bounds = {
+        sign: f"{getattr(part, name):,}"
         for part in parts
         for kind, name, sign in BOUNDS
         if isinstance(part, kind)
-    ]
-    return ranges or ([" and ".join(bounds)] if bounds else [])
+    }
+    if bounds.keys() == {"≥", "≤"}:
+        return [f"from {bounds['≥']} to {bounds['≤']}"]
+    return [" and ".join(f"{sign} {bound}" for sign, bound in bounds.items())] if bounds else []
 
 
 def _either(parts: Sequence[str]) -> str:

@@ -125,7 +125,7 @@ def plan(
     as_json: bool = Option(False, "--json", help="print JSON instead of a table"),
 ) -> int:
     """Calculate the memory of PPO as params.yaml has it, and the first settings that fit; run nothing."""
-    from rlhf_tasks.benchmark import fit
+    from rlhf_tasks.training import fit
 
     settings = config.load()
     if not all(number.isdigit() and int(number) for number in gpus.split(",")):

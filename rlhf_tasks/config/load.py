@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from rlhf_tasks.config.older import new_place
+from rlhf_tasks.config.older import REMOVED, new_place
 from rlhf_tasks.config.schema import Config
 from rlhf_tasks.config.types import Section, field_of, flatten, kinds, section_of, sections
 from rlhf_tasks.errors import ConfigError
@@ -83,6 +83,8 @@ def validate(tree: Mapping[str, Any], origin: str) -> Config:
             message = problem["msg"].removeprefix("Value error, ")
             if place := new_place(path, problem["input"]):
                 message, is_older = f"has moved to {place}", True
+            elif ".".join(path) in REMOVED:
+                message, is_older = "was removed; delete it", True
             elif problem["type"] == "extra_forbidden":
                 message = _did_you_mean(problem["loc"])
             elif problem["type"] == "missing":

@@ -43,6 +43,13 @@ CONVERTED: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     ),
 }
 """The present value of those whose value changes too, from the old one and the section `ppo`."""
+REMOVED: Mapping[str, Any] = {
+    "launch.compile": False,
+    "ppo.combine_reward_models": "sum",
+    "ppo.engine.ahead": 0,
+    "ppo.sampler.ahead": 0,
+}
+"""Keys that are gone, with the value that has no effect, which `upgrade` leaves out."""
 NO_LABELS = "rlhf_tasks/evaluation/no_labels.jsonl"
 """An empty file that stood for no human labels."""
 TRACES = "judge.num_traces"
@@ -62,9 +69,15 @@ def upgrade(tree: CommentedMap) -> list[str]:
     Returns a line per key. A value is left out if the file gives its present key too, or if it had no effect:
     it is the default null, or the kind of its section does not have it.
     """
+    lines = []
+    for gone, without_effect in REMOVED.items():
+        if _inside(tree, gone) == without_effect:
+            section, _, last = gone.rpartition(".")
+            del _inside(tree, section)[last]
+            lines.append(f"{gone} is left out: it has no effect")
     given = {old: _inside(tree, old) for old in MOVED}
     found = [old for old, value in given.items() if value is not MISSING and new_place(old.split("."), value)]
-    lines = [_move(tree, old) for old in found]
+    lines += [_move(tree, old) for old in found]
     if str(_inside(tree, "judge.labels")) == NO_LABELS:
         tree["judge"]["labels"] = None
         lines.append(f"judge.labels: {NO_LABELS} → null")

@@ -15,8 +15,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config import types as t
 from rlhf_tasks.config.judge import Selection, optimised_by
-from rlhf_tasks.config.scorers import Combination, RewardModelScorer, Scorer, conflicts
-from rlhf_tasks.config.types import Between, Section
+from rlhf_tasks.config.scorers import RewardModelScorer, Scorer, conflicts
+from rlhf_tasks.config.types import Section
 
 BENDING = ("top_k", "top_p", "min_p", "min_length", "min_new_tokens", "repetition_penalty", "num_beams")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples at this temperature where a lower one is given
@@ -107,7 +107,7 @@ class Group(Section):
     kind: Literal["rloo", "group"]
     """`rloo`: minus the mean of the others (arXiv 2402.14740); `group`: minus the mean of all, in standard
     deviations, as GRPO does (arXiv 2402.03300)."""
-    samples_per_prompt: Annotated[int, Between(2, 2**20)] = 4
+    samples_per_prompt: Annotated[int, Field(ge=2, le=2**20)] = 4
     """Responses to each prompt of a rollout."""
 
 
@@ -189,9 +189,6 @@ class VllmSampler(Section):
     weights and its options; null: there is a `url`."""
     weights_folder: str | None = None
     """Folder, on a disk that the server reads too, for each version of the weights; null: .rlhf/vllm."""
-    ahead: Literal[0, 1] = 0
-    """Rollouts sampled ahead: 1 samples the next one while the policy learns from this one, by weights that
-    are one update older (arXiv 2410.18252)."""
     importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
     """Cap of the importance weights π_old/π_sampler on each token's policy loss; null: no weights."""
     max_logprob_diff: t.PositiveFloat = 0.1
@@ -341,7 +338,7 @@ class Ppo(Section):
     """Episodes per update, over all processes."""
     num_mini_batches: t.BatchSize = 4
     """Optimizer steps per epoch."""
-    num_ppo_epochs: Annotated[int, Between(1, 10_000)] = 2
+    num_ppo_epochs: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Passes over the rollout in each update."""
     micro_batch_tokens: t.MicroBatchTokens = t.AUTO
     """Maximum padded tokens per micro-batch and rank; `auto`: by the model (a hub id counts as one of eight
@@ -351,9 +348,6 @@ class Ppo(Section):
         default=(RewardModelScorer(kind="reward_model"),), strict=False
     )
     """List of scorers by kind; their scores are added up by weight."""
-    combine_reward_models: Combination = "sum"
-    """How weighted scores of reward models become one, to which other scorers are added: `sum`, `min`, or the
-    mean minus a multiple of the standard deviation (`{mean_minus_deviations: 1.0}`)."""
     score_scaling: ScoreScaling | None = None
     """Division of the scores by their running standard deviation; null: raw scores."""
 
@@ -483,7 +477,7 @@ class Ppo(Section):
         yield from self._size_problems()
         yield from self._kl_problems()
         yield from self._sampler_problems()
-        yield from conflicts(self.scorers, self.combine_reward_models, self.response_length)
+        yield from conflicts(self.scorers, self.response_length)
         if self.truncation.kind.startswith("bootstrap") and self.critic is None:
             yield (
                 f"truncation.kind={self.truncation.kind} needs the value of a critic, and advantages.kind="
@@ -530,5 +524,3 @@ class Ppo(Section):
             yield f"sampler: vLLM samples at a temperature of at least {LOWEST_TEMPERATURE}; raise it"
         if self.ratio_from == "reference":
             yield "sampler: its importance weights are for ratios to the rollout; set ratio_from to rollout"
-        if self.sampler.ahead and self.total_episodes // self.rollout_batch_size < 2:
-            yield "sampler.ahead=1 needs a next rollout, and there is one update only; set sampler.ahead to 0"

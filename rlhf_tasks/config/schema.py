@@ -16,12 +16,12 @@ from rlhf_tasks.config import types as t
 from rlhf_tasks.config.judge import CombinedJudge, Judge, Judging, RewardModelJudge, optimised_by
 from rlhf_tasks.config.ppo import Lora, Ppo
 from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
-from rlhf_tasks.config.types import Between, Section, check_source
+from rlhf_tasks.config.types import Section, check_source
 
 Schedule = Literal["constant", "linear", "cosine"]
 NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
 Source = Literal["synthetic", "arithmetic", "docstrings", "files", "hub"]
-NumProcesses = Annotated[int, Between(1, 2**16)]
+NumProcesses = Annotated[int, Field(ge=1, le=2**16)]
 
 # ------------------------------------------------------------------------------------- data and model
 
@@ -149,9 +149,6 @@ class Data(Section):
             yield "`data.hub` names the data sets of `source: hub`: set both, or `hub: null`"
 
 
-MOST_PARAMETERS = 10**11  # every process holds the whole model: 400 GB in float32
-
-
 class Scratch(Section):
     """The shape of a base model that starts from random weights."""
 
@@ -159,7 +156,7 @@ class Scratch(Section):
     """Architecture of the model."""
     hidden_size: t.Width = 96
     """Width of the hidden states."""
-    num_layers: Annotated[int, Between(1, 1024)] = 4
+    num_layers: Annotated[int, Field(ge=1, le=1024)] = 4
     """Number of transformer layers."""
     num_heads: t.Width = 4
     """Number of attention heads; it divides hidden_size."""
@@ -173,13 +170,6 @@ class Scratch(Section):
             yield (
                 f"hidden_size={self.hidden_size} / num_heads={self.num_heads} must be an even whole number "
                 "(rotary embeddings)"
-            )
-        in_layers = 12 * self.num_layers * self.hidden_size**2  # four matrices of attention, eight of the MLP
-        if in_layers > MOST_PARAMETERS:
-            yield (
-                f"hidden_size={self.hidden_size} and num_layers={self.num_layers} make about "
-                f"{in_layers / 1e9:,.0f} billion parameters, {4 * in_layers / 1e9:,.0f} GB in float32; at "
-                f"most {MOST_PARAMETERS // 10**9} billion are allowed: lower one of them"
             )
 
 
@@ -466,9 +456,6 @@ class Launch(Section):
     precision: Precision = "auto"
     """Number format of forward and backward passes: float32 or bfloat16; `auto`: bf16 on a GPU that has it,
     else fp32. On a CPU, with `ddp`, bf16 only rounds the factors and results of matmuls."""
-    compile: bool = False
-    """Whether torch compiles the layers of models in training: some seconds at the start of a stage. Only
-    with `ddp`; it needs a C++ compiler."""
 
 
 class Resume(Section):
@@ -535,7 +522,7 @@ class Service(TaskPolicy):
 class Config(Section):
     """All of `params.yaml`."""
 
-    seed: Annotated[int, Between(0, t.LAST_SEED)] = 1
+    seed: Annotated[int, Field(ge=0, le=t.LAST_SEED)] = 1
     """Seed of every random number of the pipeline."""
     data: Data = Data()
     """Source, limits and sizes of the data."""
@@ -581,8 +568,6 @@ class Config(Section):
                 f"ppo.guards.action: roll_back keeps a checkpoint in memory, and with {how} no process holds "
                 "all of it; set ppo.guards.action to stop, or launch.parallelism to ddp"
             )
-        if launch.parallelism != "ddp" and launch.compile:
-            yield f"launch.compile: true compiles whole layers, which {how} splits; set it to false"
         if launch.parallelism == "ddp" and launch.offload:
             yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
         rollout = self.ppo.rollout_batch_size

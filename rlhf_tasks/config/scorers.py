@@ -70,7 +70,7 @@ class Weighted(Section):
     """What every scorer but `dummy` has."""
 
     weight: t.FiniteFloat = 1.0
-    """Factor of this score in the sum; reward models are combined after it."""
+    """Factor of this score in the sum."""
 
 
 class RewardModelScorer(Weighted):
@@ -143,19 +143,6 @@ Scorer = Annotated[
 ]
 
 
-class MeanMinusDeviations(Section):
-    """The mean of the reward models' scores minus a multiple of their standard deviation."""
-
-    mean_minus_deviations: t.PositiveFloat
-    """Multiple of the standard deviation."""
-
-
-Combination = Annotated[
-    Literal["sum", "min"] | MeanMinusDeviations,
-    t.one_of("sum", "min", example="{mean_minus_deviations: 1.0}"),
-]
-
-
 def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
     """The name of each scorer: its own, else its kind; further ones of the kind are `kind_2`, `kind_3`, …."""
     names, unnamed = [], Counter[str]()
@@ -172,8 +159,8 @@ def reward_folders(scorers: Sequence[Scorer]) -> list[str]:
     return [OPTIMISED if one.path is None else Path(one.path).as_posix() for one in models]
 
 
-def conflicts(scorers: Sequence[Scorer], combine: Combination, response_length: int) -> Iterator[str]:
-    """The problems of `ppo.scorers` with each other and with how they are combined."""
+def conflicts(scorers: Sequence[Scorer], response_length: int) -> Iterator[str]:
+    """The problems of `ppo.scorers` with each other."""
     if (dummies := sum(one.kind == "dummy" for one in scorers)) > 1:
         yield f"scorers: dummy is named {dummies} times; keep one"
     for name, count in Counter(scorer_names(scorers)).items():
@@ -194,8 +181,3 @@ def conflicts(scorers: Sequence[Scorer], combine: Combination, response_length: 
             yield f"scorers: the reward model {folder} is named {count} times; name each one once"
     if HELDOUT in folders:
         yield f"scorers: PPO must not optimize {HELDOUT}, which selects and judges; give another reward model"
-    if combine != "sum" and len(folders) < 2:
-        yield (
-            f"combine_reward_models needs at least two reward models, and scorers has {len(folders)}; add "
-            "another one, or set it to sum"
-        )

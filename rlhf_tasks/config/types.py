@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
@@ -16,41 +15,23 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     PlainSerializer,
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, core_schema
 
 Stage = Literal["prepare", "base", "sft", "preferences", "reward", "ppo", "judge", "verdict", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Split = Literal["train", "validation", "test"]
 
 
-@dataclass(frozen=True)
-class Between:
-    """The range of a whole number, both ends included; its message names both."""
-
-    low: int
-    high: int
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def _check(self, value: int) -> int:
-        if not self.low <= value <= self.high:
-            raise ValueError(f"must be a whole number from {self.low:,} to {self.high:,}")
-        return value
-
-
 LARGEST = 2**31 - 1  # of any whole number: 32 bits hold it everywhere
 LAST_SEED = 2**32 - 1  # of NumPy, whose range is the smallest of all generators'
-PositiveInt = Annotated[int, Between(1, LARGEST)]
-Count = Annotated[int, Between(0, LARGEST)]
-NumRows = Annotated[int, Between(1, 10_000_000)]  # held in memory: about a kilobyte each
-Tokens = Annotated[int, Between(1, 2**20)]  # the length of one text
-BatchSize = Annotated[int, Between(1, 2**20)]
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+NumRows = Annotated[int, Field(ge=1, le=10_000_000)]  # held in memory: about a kilobyte each
+Tokens = Annotated[int, Field(ge=1, le=2**20)]  # the length of one text
+BatchSize = Annotated[int, Field(ge=1, le=2**20)]
 AUTO = 0
 
 
@@ -64,12 +45,12 @@ def _tokens_or_auto(value: Any) -> Any:
 
 MicroBatchTokens = Annotated[
     int,
-    Between(AUTO, LARGEST),
+    Field(ge=AUTO, le=LARGEST),
     BeforeValidator(_tokens_or_auto),
     PlainSerializer(lambda value: value or "auto", return_type=int | str),
 ]
 """Tokens, or `auto`, which is AUTO until the stage begins: project/precision.py says what it stands for."""
-Width = Annotated[int, Between(1, 2**16)]  # a side of a weight matrix
+Width = Annotated[int, Field(ge=1, le=2**16)]  # a side of a weight matrix
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

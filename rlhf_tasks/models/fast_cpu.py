@@ -73,7 +73,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and x.numel() * len(weight) >= SMALLEST
-        and not torch.compiler.is_compiling()  # torch then chooses the library
         and not torch.is_autocast_enabled("cpu")
     )
     if not fits:

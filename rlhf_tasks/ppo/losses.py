@@ -101,8 +101,8 @@ def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -
     """min(π_old / π_sampler, cap) of each token: corrects for the mismatch of sampler and trainer.
 
     Truncated importance sampling (Ionides 2008): the cap bounds the variance, and gives a bias only to tokens
-    above it. The ratio of `clipped_surrogate` is to π_old, so that the clip range keeps its meaning when the
-    sampler had older weights (the decoupled objective of arXiv 2110.00641).
+    above it. The ratio of `clipped_surrogate` is to π_old, so that the clip range keeps its meaning (the
+    decoupled objective of arXiv 2110.00641).
     """
     return (logprobs - sampler_logprobs).exp().clamp_max(cap)
 

@@ -1,19 +1,13 @@
 """Where responses come from: the policy in training, on every rank, or a server of vLLM for all ranks.
 
-The loop gives a sampler the prompts (`submit`) and takes its responses (`collect`). A server may sample the
-next rollout while the policy learns from this one.
-
 B responses of all ranks · k responses to each prompt.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from threading import Thread
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -43,47 +37,37 @@ def response_ends(config: Ppo, policy: PreTrainedModel, tokenizer: PreTrainedTok
 
 
 class Sampler(Protocol):
-    """Samples the responses of all ranks. Every method is collective."""
+    """Samples the responses of all ranks. Every method is collective.
+
+    `update` is the number of updates that the policy has seen.
+    """
 
     name: str | None
     """The program that samples, with its version; None: the policy itself."""
-    ahead: bool
-    """Whether the next rollout is to be submitted before the policy learns from this one."""
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a rollout was submitted and not collected."""
-
-    def submit(self, queries: Sequence[Ids], update: int) -> None:
-        """Begin to sample k responses to each of these prompts, with the policy after `update` updates."""
-
-    def collect(self, update: int) -> Samples:
+    def sample(self, queries: Sequence[Ids], update: int) -> Samples:
         """This rank's share of the responses p_1 … p_n, again p_1 … p_n, and so on, k times.
 
         Raises:
             NonFiniteError: if the policy gives no distribution; the queries are its `batch`.
-            VllmError: if the server gives no usable responses, or they come from weights that are too old.
+            VllmError: if the server gives no usable responses.
         """
 
     def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """The scored rollout of all ranks with its importance weights, and metrics of the sampler.
 
         Raises:
-            VllmError: if the log-probs of a server that has the very weights in training differ too much.
+            VllmError: if the log-probs of a server differ too much from the policy's own.
         """
 
     def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
-        """A response to each prompt, all of them on all ranks, for an evaluation; errors as in `collect`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+        """A response to each prompt, all of them on all ranks, for an evaluation; errors as in `sample`."""
 
 
 class PolicySampler:
-    """Samples of the policy in training: exact, and never older than the policy."""
+    """Samples of the policy in training: exact."""
 
     name: str | None = None
-    ahead = False
 
     def __init__(
         self,
@@ -96,19 +80,10 @@ class PolicySampler:
         """`generator` is on this rank's device, and has the same state on all ranks."""
         self._dist, self._config, self._policy, self._generator = dist, config, policy, generator
         self._tokenizer, self._ends = tokenizer, response_ends(config, policy, tokenizer)
-        self._queries: Sequence[Ids] = ()
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._queries)
-
-    def submit(self, queries: Sequence[Ids], update: int) -> None:
-        self._queries = queries
 
     @torch.no_grad()
-    def collect(self, update: int) -> Samples:
-        dist, config = self._dist, self._config
-        own, self._queries = dist.shard_rows(self._queries), ()
+    def sample(self, queries: Sequence[Ids], update: int) -> Samples:
+        dist, config, own = self._dist, self._config, self._dist.shard_rows(queries)
 
         def sample_own() -> Samples:
             with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
@@ -152,15 +127,9 @@ class PolicySampler:
         )
         return responses
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
 
 class VllmSampler:
-    """Samples of a server, with the policy's weights of this update or, one ahead, of the one before.
+    """Samples of a server that has the policy's weights.
 
     The first rank alone has the server. It gives the others what the server returns, or its failure.
     """
@@ -181,32 +150,13 @@ class VllmSampler:
         self._policy, self._tokenizer, self._server = policy, tokenizer, server
         self._generator = generator
         self._loaded: int | None = None  # the updates that the server's weights have seen
-        self._load_seconds, self._lag = 0.0, 0
-        self._wait: Callable[[], Samples] | None = None  # for what was submitted; it may be called again
-        self._submitted_at = 0  # the update after which it was
-        self._logprobs: list[Tensor] = []  # of the rollout that was collected last, by the server
+        self._load_seconds = 0.0
+        self._logprobs: list[Tensor] = []  # of the last rollout, by the server
         self.name: str | None = "vLLM"
-        self.ahead = bool(self._settings.ahead)
 
-    @property
-    def is_busy(self) -> bool:
-        return self._wait is not None
-
-    def submit(self, queries: Sequence[Ids], update: int) -> None:
+    def sample(self, queries: Sequence[Ids], update: int) -> Samples:
         self._load(update)
-        self._wait = self._begin(queries, self._config.samples_per_prompt, self._generator)
-        self._submitted_at = update
-
-    def collect(self, update: int) -> Samples:
-        assert self._wait is not None
-        wait, self._wait = self._wait, None
-        samples = wait()
-        self._lag = update - self._submitted_at
-        if not 0 <= self._lag <= self._settings.ahead:
-            raise VllmError(
-                f"a rollout for update {update} was sampled after update {self._submitted_at}: it is stale; "
-                f"sampler.ahead={self._settings.ahead} is allowed"
-            )
+        samples = self._sample(queries, self._config.samples_per_prompt, self._generator)
         self._logprobs = samples.logprobs
         return Samples(self._dist.shard_rows(samples.responses), self._dist.shard_rows(samples.logprobs))
 
@@ -216,25 +166,22 @@ class VllmSampler:
         sampler_logprobs = pad_rows(self._logprobs, rollout.mask.shape[1])  # (B, R)
         metrics = sampler_metrics(rollout, sampler_logprobs, cap)
         difference, most = metrics["sampler/logprob_diff"], self._settings.max_logprob_diff
-        if self._lag == 0 and not difference <= most:
+        if not difference <= most:
             raise VllmError(
                 f"vLLM's log-probs differ from the policy's by {difference:.3g} nats per token, and "
                 f"sampler.max_logprob_diff={most:g}: it has other weights, or samples at other settings; a "
                 "server of your own needs --logprobs-mode processed_logprobs and --generation-config vllm"
             )
-        metrics |= {"sampler/lag": float(self._lag), "sampler/load_seconds": self._load_seconds}
+        metrics["sampler/load_seconds"] = self._load_seconds
         if cap is None:
             return rollout, metrics
         weights = importance_weights(rollout.logprobs, sampler_logprobs, cap)
         return replace(rollout, importance=torch.where(rollout.mask, weights, 0)), metrics
 
     def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
-        if self._wait is not None:  # the weights have one version
-            self._wait()
         self._load(update)
-        return self._begin(
-            encode(self._tokenizer, prompts), 1, torch.Generator().manual_seed(seed)
-        )().responses
+        queries, generator = encode(self._tokenizer, prompts), torch.Generator().manual_seed(seed)
+        return self._sample(queries, 1, generator).responses
 
     def _load(self, update: int) -> None:
         """Give the server the policy's weights after `update` updates, unless it has them.
@@ -254,43 +201,16 @@ class VllmSampler:
             self.name = on_rank0(self._dist, load)
         self._loaded, self._load_seconds = update, time.perf_counter() - start
 
-    def _begin(self, queries: Sequence[Ids], n: int, generator: torch.Generator) -> Callable[[], Samples]:
-        """Let the server begin to sample; the returned function waits for its responses."""
+    def _sample(self, queries: Sequence[Ids], n: int, generator: torch.Generator) -> Samples:
+        """The responses of all ranks."""
         drawn = torch.randint(MAX_SEED, (len(queries),), generator=generator, device=generator.device)
         seeds: list[int] = drawn.tolist()
-        future = Future[Samples]()
 
-        def run() -> None:
-            try:
-                assert self._server is not None
-                future.set_result(self._server.sample(queries, n, seeds))
-            except BaseException as error:  # it is raised again where the result is waited for
-                future.set_exception(error)
+        def sample() -> Samples:
+            assert self._server is not None
+            return self._server.sample(queries, n, seeds)
 
-        if self._dist.is_main:  # as a daemon: a server that hangs must not keep the process alive
-            Thread(target=run, daemon=True).start()
-        return lambda: on_rank0(self._dist, future.result)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The responses of a rollout that is being sampled, which is waited for.
-
-        If that fails, so will `collect`; what was learned so far is saved without it, and a resumed run
-        submits the same prompts again.
-        """
-        state: dict[str, Any] = {"name": self.name, "samples": None}
-        if self._wait is not None:
-            with suppress(VllmError):
-                state |= {"samples": dict(vars(self._wait())), "submitted_at": self._submitted_at}
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._wait is not None:
-            with suppress(VllmError):  # its responses are not wanted any more
-                self._wait()  # the server cannot take weights while it samples
-        self._loaded, self._wait, self.name = None, None, state["name"]
-        if state["samples"] is not None:
-            samples = Samples(**state["samples"])
-            self._wait, self._submitted_at = lambda: samples, state["submitted_at"]
+        return on_rank0(self._dist, sample)
 
 
 def on_rank0(dist: Distributed, compute: Callable[[], T]) -> T:

@@ -79,8 +79,6 @@ class TrainState:
     """Finished updates."""
     warmup_losses: list[float] = field(default_factory=list)
     """The critic's loss, one for each update of its warm-up."""
-    submitted: list[int] = field(default_factory=list)
-    """Rows of the prompts whose responses are sampled ahead."""
     has_begun: bool = False
     """Whether the policy was evaluated before training."""
     metrics: Metrics = field(default_factory=dict)
@@ -102,7 +100,7 @@ class TrainState:
         moving = self.reference if isinstance(self.reference, FrozenCopy) and self.reference.moves else None
         shared = {
             "reference": sharding.weights_of(moving.model) if moving else {},
-            "sampler": self.sampler.state_dict(),
+            "sampler": self.sampler.name,
             "prompts": list(self.prompts.waiting),
             "ptx": list(self.ptx.waiting) if self.ptx else [],
             "order_rng": self.order_rng.get_state(),
@@ -122,7 +120,7 @@ class TrainState:
         dist.load_training_state(self.wrapped, self.optimizer, state["training"])
         if isinstance(self.reference, FrozenCopy) and self.reference.moves:
             sharding.load_weights(self.reference.model, shared["reference"])
-        self.sampler.load_state_dict(shared["sampler"])
+        self.sampler.name = shared["sampler"]
         self.prompts.waiting = list(shared["prompts"])
         if self.ptx:
             self.ptx.waiting = list(shared["ptx"])
@@ -152,7 +150,7 @@ class TrainState:
             setattr(self, name, state[name])
 
 
-PLAIN = ("kl_coef", "penalty_beta", "update", "warmup_losses", "submitted", "has_begun")
+PLAIN = ("kl_coef", "penalty_beta", "update", "warmup_losses", "has_begun")
 """Fields that a roll back returns to, and that are numbers or lists of numbers."""
 COUNTED = ("num_rollouts", "roll_backs", "undone_episodes", "trips")
 """Fields that a roll back leaves as they are."""

@@ -145,15 +145,8 @@ def train(
                 set_learning_rate(state.optimizer, rate)
 
                 # 2. Responses: k to each of n prompts, in the order p_1 … p_n, again p_1 … p_n, and so on.
-                # A server may sample the next ones while the policy learns from these.
-                rows = state.submitted or state.prompts.take(num_prompts)
-                if not state.sampler.is_busy:
-                    state.sampler.submit([prompts[i] for i in rows], state.update)
-                samples = state.sampler.collect(state.update)  # of this rank
-                state.submitted = []
-                if state.sampler.ahead and (is_warmup or state.update + 1 < num_updates):
-                    state.submitted = state.prompts.take(num_prompts)
-                    state.sampler.submit([prompts[i] for i in state.submitted], state.update)
+                rows = state.prompts.take(num_prompts)
+                samples = state.sampler.sample([prompts[i] for i in rows], state.update)  # of this rank
                 generated = clock()
 
                 # 3. Scores, log-probs of policy and reference, and the critic's values, of this rank's rows.

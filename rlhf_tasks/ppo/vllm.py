@@ -15,11 +15,11 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import psutil
@@ -39,15 +39,9 @@ from rlhf_tasks.project.processes import HOST, Daemon
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.distributed import Distributed
 
-T = TypeVar("T")
-
 
 class VllmError(OutsideFault):
     """vLLM gave no responses, or responses that cannot be right."""
-
-
-class VllmGone(VllmError):
-    """vLLM does not answer, or answers with an error of its own: a new start may help."""
 
 
 # ------------------------------------------------------------------------------------ requests and replies
@@ -157,12 +151,13 @@ class Client:
     """Requests to one server on this machine, many at once; each call is complete within `seconds`, or fails.
 
     Raises:
-        VllmGone: if the server does not answer in time, or reports an error of its own (status 5xx).
-        VllmError: if it refuses the request, or its reply is no JSON.
+        VllmError: if the server does not answer in time, reports an error, or its reply is no JSON.
     """
 
-    def __init__(self, url: str, seconds: float) -> None:
+    def __init__(self, url: str, seconds: float, log: Path | None = None) -> None:
+        """`log` is that of a server which was started here."""
         self._url, self._seconds = url, seconds
+        self._advice = "" if log is None else f"; its log is {log}"
 
     def get(self, path: str) -> Any:
         """The JSON of the reply, or None for an empty one."""
@@ -182,7 +177,7 @@ class Client:
             problem = f"did not answer {path} within {self._seconds:g} s"
         except httpx.RequestError as error:
             problem = f"does not answer {path} ({type(error).__name__}: {error})"
-        raise VllmGone(f"vLLM at {self._url} {problem}")
+        raise VllmError(f"vLLM at {self._url} {problem}{self._advice}")
 
     async def _send_all(
         self, method: str, path: str, bodies: Sequence[Mapping[str, Any] | None]
@@ -205,7 +200,7 @@ class Client:
         reply = await request
         text = reply.content[:SHOWN_CHARACTERS].decode("utf-8", errors="replace")
         if reply.status_code >= 500:
-            raise VllmGone(f"vLLM answered {path} with status {reply.status_code}: {text}")
+            raise VllmError(f"vLLM answered {path} with status {reply.status_code}: {text}{self._advice}")
         if reply.status_code == 404:
             raise VllmError(
                 f"the server at {self._url} has no {path}; it must be vLLM 0.32 or newer, with "
@@ -265,8 +260,7 @@ def open_server(
 class VllmServer:
     """A server that samples from the weights that it was given last.
 
-    Weights reach it through a folder of safetensors for each version. A server that was started here and
-    stops answering is started again, once.
+    Weights reach it through a folder of safetensors for each version.
     """
 
     def __init__(
@@ -283,7 +277,6 @@ class VllmServer:
         self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
         self._client: Client | None = None
         self._version, self._vocab = 0, 0
-        self._has_restarted = self._is_closed = False
 
     def load(self, weights: PreTrainedModel) -> None:
         """Sample from these weights from now on. No `sample` runs meanwhile.
@@ -303,7 +296,7 @@ class VllmServer:
         if self._client is None:
             self._begin()
         else:
-            self._with_restart(self._reload)
+            self._reload()
         shutil.rmtree(before, ignore_errors=True)
 
     def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
@@ -312,18 +305,6 @@ class VllmServer:
         Raises:
             VllmError: after a bounded time, if there are no usable responses.
         """
-        return self._with_restart(lambda: self._sample(queries, n, seeds))
-
-    def close(self) -> None:
-        """End the server if it was started here, and remove the weights; its log stays."""
-        self._is_closed = True
-        if self._daemon is not None:
-            _stop(self._daemon)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    # ------------------------------------------------------------------------- requests
-
-    def _sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
         bodies = [completion(q, n, seed, self._sampling) for q, seed in zip(queries, seeds, strict=True)]
         self._check_version()
         replies = self._connected.post_all("/v1/completions", bodies)
@@ -333,6 +314,14 @@ class VllmServer:
         for ids, logprobs in rows:
             check_response(ids, logprobs, self._sampling, self._vocab)
         return Samples([ids for ids, _ in rows], [torch.tensor(logprobs) for _, logprobs in rows])
+
+    def close(self) -> None:
+        """End the server if it was started here, and remove the weights; its log stays."""
+        if self._daemon is not None:
+            _stop(self._daemon)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------------- requests
 
     def _check_version(self) -> None:
         found = self._connected.get("/weight_info")
@@ -415,28 +404,8 @@ class VllmServer:
             return False
 
         daemon.wait_until_ready(is_ready, self._settings.start_seconds)
-        self._client = Client(url, self._settings.timeout_seconds)
+        self._client = Client(url, self._settings.timeout_seconds, daemon.log)
         self._client.post("/update_weight_version", {"new_version": str(self._version)})
-
-    def _with_restart(self, call: Callable[[], T]) -> T:
-        """The result of `call`; if the server has gone, it is started again, once, and called again."""
-        try:
-            return call()
-        except VllmGone as error:
-            if self._daemon is None or self._is_closed:
-                raise
-            if self._has_restarted:
-                raise VllmGone(
-                    f"{error}; it was started again once before, and its log is {self._daemon.log}"
-                ) from None
-            self._has_restarted = True
-            console.say(f"ppo: {error}; it is started again, once")
-            _stop(self._daemon)
-            try:
-                self._start(self._daemon)
-            except UserError as problem:
-                raise VllmError(f"{error}, and it did not start again: {problem}") from error
-        return self._with_restart(call)
 
 
 def _stop(daemon: Daemon) -> None:

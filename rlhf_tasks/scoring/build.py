@@ -1,6 +1,6 @@
 """The scorers of `ppo.scorers`: built, and added up by weight.
 
-M reward models · B responses.
+B responses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def build(
     max_tokens: int,
     root: Path,
     placement: Placement,
-    combine: config.Combination = "sum",
     columns: Collection[str] = (),
 ) -> WeightedSum:
     """The weighted sum of `ppo.scorers`; the kind `reward_model` with a null path needs `reward_model`.
@@ -64,7 +63,7 @@ def build(
         Part(name, 0.0 if isinstance(one, config.DummyScorer) else one.weight, make(one))
         for name, one in zip(config.scorer_names(settings), settings, strict=True)
     ]
-    return WeightedSum(parts, combine)
+    return WeightedSum(parts)
 
 
 class Part(NamedTuple):
@@ -76,17 +75,12 @@ class Part(NamedTuple):
 
 
 class WeightedSum:
-    """Σ weight · score over the parts, of which the reward models are first combined by `combine`."""
+    """Σ weight · score over the parts."""
 
-    def __init__(self, parts: Sequence[Part], combine: config.Combination = "sum") -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
         self._rewards = [part for part in parts if isinstance(part.scorer, RewardModel)]
         self._others = [part for part in parts if not isinstance(part.scorer, RewardModel)]
-        self._names, self._combine = [part.name for part in parts], combine
-
-    @property
-    def reward_models(self) -> list[TokenScores]:
-        """The models of the parts that are reward models."""
-        return [part.scorer.model for part in self._rewards if isinstance(part.scorer, RewardModel)]
+        self._names = [part.name for part in parts]
 
     def parts(self, rows: Responses) -> dict[str, Tensor]:
         """Each part's scores, unweighted: (B,) float32 on the CPU.
@@ -107,25 +101,12 @@ class WeightedSum:
         return {name: found[name] for name in self._names}
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """(B,): the combined scores of the reward models, plus Σ weight · score over the other parts."""
+        """(B,): Σ weight · score."""
         weighted = [part.weight * parts[part.name] for part in self._others]
         if self._rewards:
             rewards = torch.stack([part.weight * parts[part.name] for part in self._rewards])
-            weighted.insert(0, combine_rewards(rewards, self._combine))
+            weighted.insert(0, rewards.sum(dim=0))
         return torch.stack(weighted).sum(dim=0)
-
-
-def combine_rewards(scores: Tensor, rule: config.Combination) -> Tensor:
-    """(M, B) weighted scores of reward models → (B,).
-
-    `sum`, `min` (worst-case optimization of arXiv 2310.02743), or the mean minus a multiple of the standard
-    deviation over the models, which divides by M.
-    """
-    if rule == "sum":
-        return scores.sum(dim=0)
-    if rule == "min":
-        return scores.amin(dim=0)
-    return scores.mean(dim=0) - rule.mean_minus_deviations * scores.std(dim=0, correction=0)
 
 
 class LengthPenalty:

@@ -16,8 +16,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.saving import save
-from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, train
+from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, save, train
 
 
 def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:

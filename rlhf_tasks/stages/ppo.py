@@ -93,7 +93,6 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         reward_model=reward,
         max_tokens=settings.micro_batch_tokens,
         root=paths.root,
-        combine=settings.combine_reward_models,
         placement=dist,
         columns=kept,
     )

@@ -47,8 +47,7 @@ from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.saving import save
-from rlhf_tasks.training.supervised import Sums, train
+from rlhf_tasks.training.supervised import Sums, save, train
 
 NONE_MADE = """\
 # No reward model

@@ -13,8 +13,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.saving import save
-from rlhf_tasks.training.supervised import demonstrations, evaluate, train
+from rlhf_tasks.training.supervised import demonstrations, evaluate, save, train
 
 
 def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Launch
@@ -68,8 +67,7 @@ class Distributed:
             if launch.parallelism in ("ddp", "fsdp2"):  # by gloo; DeepSpeed finds this out itself
                 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         keep_freed_memory()
-        self.is_float32, self._compiles = resolve(launch.precision) == "fp32", launch.compile
-        self._accelerates = launch.parallelism == "ddp" and not launch.compile  # which chooses matmuls itself
+        self.is_float32, self._is_ddp = resolve(launch.precision) == "fp32", launch.parallelism == "ddp"
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         self.accelerator = Accelerator(
             mixed_precision="no" if self.is_float32 else "bf16",
@@ -151,9 +149,7 @@ class Distributed:
         differ from 1 before the first step.
         """
         model.eval()
-        if self._compiles:
-            compile_layers(model)
-        if self._accelerates:
+        if self._is_ddp:
             accelerate(model)
         if self._is_fsdp2:  # the optimizer gets the sharded weights in place of the whole ones
             whole = list(model.parameters())
@@ -192,7 +188,7 @@ class Distributed:
             return
         if self._mesh is None:
             model.to(self.device)
-            if self._accelerates:
+            if self._is_ddp:
                 accelerate(model)
         else:
             sharding.shard(model, self._mesh, offload=self._offload, computes_in=self._computes_in)
@@ -280,7 +276,7 @@ class Distributed:
                 model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
             elif not (is_last or self._is_fsdp2):
                 exchange = self.accelerator.no_sync(model)
-            with exchange, torch.compiler.set_stance("default") if self._compiles else nullcontext():
+            with exchange:
                 yield piece
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:
@@ -411,30 +407,6 @@ def free_memory(device: torch.device) -> float:
         return math.inf
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Let torch compile a model's layers, for `Distributed.passes` alone; outside of it they run as written.
-
-    They have the same code, so that it is compiled once for all of them, for every number of rows and tokens.
-    In sampling, a cache that grows by every token would be compiled again and again.
-
-    Raises:
-        UserError: if torch cannot compile on this machine.
-    """
-    try:
-        with torch.compiler.set_stance("default"):
-            torch.compile(lambda x: x + x)(torch.ones(8, device=next(model.parameters()).device))
-    except RuntimeError as error:  # what torch._dynamo raises
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"launch.compile: true, but torch cannot compile on this machine ({reason}); install a C++ "
-            "compiler (g++), or set launch.compile to false"
-        ) from error
-    torch.compiler.set_stance("force_eager")
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(dynamic=True)
 
 
 def keep_freed_memory() -> None:

@@ -7,19 +7,22 @@ the sums of one forward pass. A run that was stopped between two steps is resume
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Optimization, Split
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate, epoch_batches, read_table, sizes
 from rlhf_tasks.data.tokenizer import Ids, encode_rows
+from rlhf_tasks.models.load import merge_adapter, save_checkpoint
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
@@ -258,3 +261,19 @@ def add_up(dist: Distributed, parts: Sequence[Sums]) -> Metrics:
 def budget_metrics(budget: TokenBudget) -> Metrics:
     """The metric of a budget that out-of-memory has lowered."""
     return {"train/micro_batch_tokens": budget.max_tokens} if budget.is_lowered else {}
+
+
+def save(
+    dist: Distributed,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    identity: Mapping[str, Any],
+    card: str,
+) -> None:
+    """Gather the weights and write them from the first process, adapters merged. Collective."""
+    with sharding.to_save(model) as plain:
+        if dist.is_main:
+            with whole(out) as folder:
+                save_checkpoint(merge_adapter(plain), tokenizer, folder, identity=identity, card=card)
+    dist.barrier()

@@ -76,20 +76,25 @@ def test_a_value_of_the_wrong_type_is_refused_and_never_converted(key: str, valu
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"seed": 2**64}, "seed: must be a whole number from 0 to 4,294,967,295 (given: 1844674407370955"),
-        ({"seed": -1}, "seed: must be a whole number from 0 to 4,294,967,295 (given: -1)"),
-        ({"model.scratch.hidden_size": 2**31}, "hidden_size: must be a whole number from 1 to"),
-        (
-            {"model.scratch.hidden_size": 2**16, "model.scratch.num_layers": 96},
-            "hidden_size=65536 and num_layers=96 make about 4,948 billion parameters, 19,791 GB in float32",
-        ),
-        ({"model.scratch.num_layers": 10**9}, "num_layers: must be a whole number from 1 to 1,024"),
+        ({"seed": 2**64}, "seed: Input should be less than or equal to 4294967295 (given: 1844674407370955"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0 (given: -1)"),
+        ({"model.scratch.hidden_size": 2**31}, "hidden_size: Input should be less than or equal to 65536"),
+        ({"model.scratch.num_layers": 10**9}, "num_layers: Input should be less than or equal to 1024"),
         ({"sft.num_epochs": 1e300}, "sft.num_epochs: Input should be less than or equal to 10000"),
-        ({"data.num_test": 10**9}, "data.num_test: must be a whole number from 1 to 10,000,000"),
-        ({"data.max_prompt_tokens": 10**9}, "max_prompt_tokens: must be a whole number from 1 to 1,048,576"),
-        ({"ppo.rollout_batch_size": 2**40}, "rollout_batch_size: must be a whole number from 1 to 1,048,576"),
-        ({"ppo.total_episodes": 2**63}, "total_episodes: must be a whole number from 1 to 2,147,483,647"),
-        ({"launch.num_processes": 10**6}, "launch.num_processes: must be a whole number from 1 to 65,536"),
+        ({"data.num_test": 10**9}, "data.num_test: Input should be less than or equal to 10000000"),
+        (
+            {"data.max_prompt_tokens": 10**9},
+            "_tokens: Input should be less than or equal to 1048576",
+        ),
+        (
+            {"ppo.rollout_batch_size": 2**40},
+            "batch_size: Input should be less than or equal to 1048576",
+        ),
+        ({"ppo.total_episodes": 2**63}, "total_episodes: Input should be less than or equal to 2147483647"),
+        (
+            {"launch.num_processes": 10**6},
+            "num_processes: Input should be less than or equal to 65536",
+        ),
         ({"seed": 16**9999}, "(given: 0x1000"),
     ],
 )
@@ -131,10 +136,6 @@ def test_a_key_without_a_default_that_is_missing_is_named() -> None:
         ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
         ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
         ({"launch.offload": True}, "has nothing to move with launch.parallelism: ddp"),
-        (
-            {"launch.compile": True, "launch.parallelism": "fsdp2"},
-            "whole layers, which launch.parallelism: fsdp2 splits",
-        ),
         ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
         ({"data.source": "hub"}, "names the data sets of `source: hub`"),
         ({"model.scratch": None}, "the shape of `base: scratch`"),
@@ -277,13 +278,6 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
         ({"ppo.scorers": [{**OWN, "name": "Bad name"}]}, "ppo.scorers.0.name: "),
         ({"ppo.scorers": [{**OWN, "name": "score"}]}, "'score': a column of samples.parquet has this name"),
         ({"ppo.scorers": [{**OWN, "name": "a"}, {**A, "name": "a"}]}, "'a': several scorers have this name"),
-        ({"ppo.combine_reward_models": "min"}, "needs at least two reward models, and scorers has 1"),
-        (
-            {"ppo.combine_reward_models": "min", "ppo.scorers": [OWN, DUMMY]},
-            "needs at least two reward models",
-        ),
-        ({"ppo.combine_reward_models": "max"}, "must be sum, min or {mean_minus_deviations: 1.0}"),
-        ({"ppo.combine_reward_models": {"mean_minus_deviations": 0.0}}, "mean_minus_deviations: "),
         ({"ppo.scorers": [{**LONG, "buffer": 17}]}, "buffer=17 exceeds max_tokens=16"),
         ({"ppo.scorers": [{**LONG, "max_tokens": 40}]}, "which no response exceeds with response_length=32"),
         (
@@ -329,7 +323,10 @@ def test_rolling_back_needs_a_positive_kl_coef_and_whole_models() -> None:
     [
         ({"kind": "rloo", "gamma": 0.99}, "ppo.advantages.gamma: unknown key"),
         ({"kind": "group", "critic": {"kind": "shared"}}, "ppo.advantages.critic: unknown key"),
-        ({"kind": "rloo", "samples_per_prompt": 1}, "samples_per_prompt: must be a whole number from 2"),
+        (
+            {"kind": "rloo", "samples_per_prompt": 1},
+            "should be greater than or equal to 2",
+        ),
         ({"kind": "ppo"}, "does not match any of the expected tags: 'gae', 'rloo', 'group', 'function'"),
         ({"kind": "function"}, "ppo.advantages.function: is missing"),
         (
@@ -405,12 +402,10 @@ def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: 
         ({}, {"url": "http://127.0.0.1"}, "is not the address of a server on this machine"),
         ({}, {"url": "http://127.0.0.1:8000/v1"}, "is not the address of a server on this machine"),
         ({}, {"url": "http://127.0.0.1:99999"}, "ppo.sampler.url: Port out of range 0-65535"),
-        ({}, {"ahead": 2}, "ppo.sampler.ahead"),
         ({}, {"importance_cap": 0.5}, "ppo.sampler.importance_cap"),
         ({}, {"batch_size": 8}, "ppo.sampler.batch_size: unknown key"),
         ({"ppo.temperature": 0.001}, {}, "samples at a temperature of at least 0.01"),
         ({"ppo.ratio_from": "reference"}, {}, "set ratio_from to rollout"),
-        ({"ppo.total_episodes": 512, "ppo.rollout_batch_size": 512}, {"ahead": 1}, "one update only"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused_before_training(

@@ -32,7 +32,8 @@ TOKENS = {"micro_batch_tokens": 4096}
 def test_every_key_of_an_older_file_is_where_it_was_or_has_a_new_place() -> None:
     present = config.in_force(config.Config())
     moved = {key for key in config.flatten(config.parse(OLDER, "older")) if key not in present}
-    assert moved == {*MOVED, TRACES} - {"ppo.lora.value"}, "its section is null there"
+    gone = {TRACES, "launch.compile", "ppo.combine_reward_models"}
+    assert moved == {*MOVED} - {"ppo.lora.value"} | gone, "its section is null there"
     sections = {"ppo.advantages.critic.warmup", "ppo.advantages.critic.lora", "ppo.sampler"}
     assert set(MOVED.values()) - sections <= present.keys()
 
@@ -41,9 +42,10 @@ def test_an_older_file_is_refused_in_one_message_with_each_new_place() -> None:
     with pytest.raises(ConfigError) as raised:
         config.validate(config.parse(OLDER, "params.yaml"), "params.yaml")
     message = str(raised.value)
-    assert message.startswith("params.yaml has 20 problem(s):")
+    assert message.startswith("params.yaml has 22 problem(s):")
     for old in MOVED.keys() - {"ppo.lora.value"}:
         assert f"  {old}: has moved to {MOVED[old]}\n" in message
+    assert "  launch.compile: was removed; delete it\n" in message
     assert message.endswith(
         "`rlhf params --upgrade` writes the file in the present shape, with the same values in force"
     )
@@ -141,6 +143,11 @@ def test_an_upgrade_moves_what_a_kind_has_and_leaves_the_rest(
             "ppo.gamma is left out: ppo.advantages.gamma is given",
         ),
         ({"engine": None}, {}, "ppo.engine is left out: it has no effect"),
+        (
+            {"sampler": VLLM | {"ahead": 0}},
+            {"sampler": VLLM},
+            "ppo.sampler.ahead is left out: it has no effect",
+        ),
     ],
 )
 def test_an_upgrade_of_a_part_of_a_file_says_what_becomes_of_each_value(

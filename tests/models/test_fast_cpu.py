@@ -75,13 +75,6 @@ def test_tensors_that_are_not_contiguous_are_multiplied_right() -> None:
     torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
 
 
-def test_compiled_layers_have_the_matmuls_of_the_compiler() -> None:
-    x, layer = numbers(4, 8), torch.nn.Linear(8, 3)
-    right = layer(x)
-    compiled = torch.compile(accelerate(layer), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), right, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_formats_autocast_and_no_rows_have_torchs_own_matmuls(dtype: torch.dtype) -> None:
     x, weight = numbers(4, 8).to(dtype), numbers(3, 8).to(dtype)

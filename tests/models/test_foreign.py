@@ -48,8 +48,10 @@ def expected(family: Any = "llama") -> Tensor:
         return torch.stack([trunk(row).last_hidden_state[0, -1] @ WEIGHT[0] for row in rows])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("writer", ["trl", "llama_factory", "openrlhf", "openrlhf_score"])
+@pytest.mark.parametrize(
+    ("writer", "family"),
+    [("trl", "gpt2"), ("llama_factory", "llama"), ("openrlhf", "gpt_neox"), ("openrlhf_score", "llama")],
+)
 def test_a_reward_head_is_found_under_its_writers_name(tmp_path: Path, writer: str, family: str) -> None:
     normal = {"normalize_reward": True, "mean": 2.0, "std": 4.0}
     shifted = (expected(family) - 2.0) / 4.0

@@ -268,11 +268,3 @@ def test_merging_a_model_without_adapters_returns_it() -> None:
     assert merge_adapter(model) is model
     with disable_adapters(model):
         assert torch.equal(logits_of(model), logits_of(small.causal()))
-
-
-def test_an_adapter_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    file = tmp_path / "adapter_config.json"
-    file.write_text('{"base_model_name_or_path": "some/base"}', encoding="utf-8")
-    for load in (load_causal, load_reward):
-        with pytest.raises(ContractError, match=r"an adapter alone, for the model some/base; merge them"):
-            load(tmp_path)

@@ -29,12 +29,11 @@ ADJUSTING = ("gemma2", "cohere", "granite")
 Stats = tuple[Tensor, Tensor, Tensor]  # log-prob, entropy, and whether it is the likeliest, (N,) each
 
 
-@pytest.fixture(autouse=True, params=["one chunk", "many chunks"])
-def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All laws hold whether the tokens are one chunk or several, the last one shorter."""
-    if request.param == "many chunks":
-        monkeypatch.setattr(logprobs, "CPU_LOGITS", 4 * VOCAB)
-        assert NUM_TOKENS > 8
+@pytest.fixture(autouse=True)
+def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are several chunks, the last one shorter."""
+    monkeypatch.setattr(logprobs, "CPU_LOGITS", 4 * VOCAB)
+    assert NUM_TOKENS > 8
 
 
 def model_of(family: str) -> PreTrainedModel:
@@ -59,9 +58,13 @@ def weighted(stats: Stats, entropy_coef: float = 0.3) -> Tensor:
     return (weights * stats[0] + entropy_coef * stats[1]).sum()
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 10**6])
 @pytest.mark.parametrize("family", [*FAMILIES, *ADJUSTING])
-def test_statistics_in_a_model_are_those_of_its_logits(family: str) -> None:
-    """Also where the model changes its logits after the head."""
+def test_statistics_in_a_model_are_those_of_its_logits(
+    family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the model changes its logits after the head, and in chunks of any number of tokens."""
+    monkeypatch.setattr(logprobs, "CPU_LOGITS", chunk * VOCAB)
     model = model_of(family)
     with torch.no_grad():
         expected = plain(model, 0.7)
@@ -143,10 +146,9 @@ def test_no_tensor_has_more_logits_than_a_chunk(monkeypatch: pytest.MonkeyPatch)
         stats = token_stats(model, BATCH, entropy_grad=True)
     num_forward = len(sizes)
     weighted(packed(stats)).backward()
-    if num_forward > 1:
-        assert max(sizes) <= logprobs.CPU_LOGITS
-        assert not kept, "no chunk's logits outlive it"
-        assert len(sizes) == 2 * num_forward
+    assert max(sizes) <= logprobs.CPU_LOGITS
+    assert not kept, "no chunk's logits outlive it"
+    assert len(sizes) == 2 * num_forward > 2
     assert sum(sizes[:num_forward]) == NUM_TOKENS * VOCAB, "padding has no logits"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from rlhf_tasks.config import Scratch
 from rlhf_tasks.models.load import from_scratch
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy
-from rlhf_tasks.ppo.vllm import VllmGone, VllmServer
+from rlhf_tasks.ppo.vllm import VllmError, VllmServer
 from tests import small, toy
 from tests.ppo.test_vllm import QUERIES, SEEDS, alive, make_server, of_servers, until
 from tests.ppo.toy import ENGINE
@@ -54,13 +54,11 @@ def server(tmp_path: Path) -> Iterator[VllmServer]:
     until(lambda: not alive(running))
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_token_is_learned_through_vllm(ahead: int, server: VllmServer) -> None:
+def test_a_token_is_learned_through_vllm(server: VllmServer) -> None:
     policy = causal()
     reference = copy.deepcopy(policy).requires_grad_(False)
     learner = training(
         server=server,
-        sampler=ENGINE | {"ahead": ahead},
         truncation__kind="none",
         actor_critic=ActorCritic(policy, small.scores(seed=3)),
         reference=FrozenCopy(reference, moves=False),
@@ -76,36 +74,26 @@ def test_a_token_is_learned_through_vllm(ahead: int, server: VllmServer) -> None
     assert server.name.startswith("vLLM 0.")
     assert scores[0] < 0.1
     assert sum(scores[-3:]) / 3 > 0.5
-    if ahead == 0:
-        assert max(m["sampler/logprob_diff_max"] for m in history) < 1e-4
-    assert [m["sampler/lag"] for m in history] == [0.0] + [float(ahead)] * 19
+    assert max(m["sampler/logprob_diff_max"] for m in history) < 1e-4
 
 
-def test_a_server_that_is_killed_while_it_samples_is_started_again_once(
+def test_a_server_that_is_killed_while_it_samples_is_an_error_and_not_a_wait(
     server: VllmServer, tmp_path: Path
 ) -> None:
-    """The second end is an error, not a wait."""
     server.load(causal())
-    expected = server.sample(QUERIES, 1, SEEDS)
-    first = of_servers(tmp_path)
-    assert len(first) >= 3, "what ends it, the server, and its engine"
-    with killed_soon(tmp_path) as is_killed:
-        while not is_killed():
-            server.sample(QUERIES * 100, 1, SEEDS * 100)
-    assert server.sample(QUERIES, 1, SEEDS).responses == expected.responses
-    assert not alive(first)
+    assert len(of_servers(tmp_path)) >= 3, "what ends it, the server, and its engine"
 
     def sample_without_end() -> None:
         while True:
             server.sample(QUERIES * 100, 1, SEEDS * 100)
 
-    with killed_soon(tmp_path), pytest.raises(VllmGone, match="started again once before, and its log"):
+    with killed_soon(tmp_path), pytest.raises(VllmError, match="its log is"):
         sample_without_end()
 
 
 @contextmanager
-def killed_soon(home: Path) -> Iterator[Callable[[], bool]]:
-    """Within the block the server alone is killed, whose engine must not outlive it; yields if it was."""
+def killed_soon(home: Path) -> Iterator[None]:
+    """Within the block the server alone is killed, whose engine must not outlive it."""
 
     def kill() -> None:
         for process in of_servers(home):
@@ -115,7 +103,7 @@ def killed_soon(home: Path) -> Iterator[Callable[[], bool]]:
 
     killer = threading.Timer(0.3, kill)
     killer.start()
-    yield lambda: not killer.is_alive()
+    yield
     killer.join()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,39 +13,20 @@ import torch
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo.vllm import VllmError
-from tests.ppo.test_vllm import connected
 from tests.ppo.toy import ENGINE, QUERIES, InMemory, Memory, toy, untimed, without_critic
 from tests.small import WORDS
 
-AHEAD = ENGINE | {"ahead": 1}
 
-
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_token_is_learned_through_the_server(ahead: int, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"num_ppo_epochs": 4, "kl_coef": 0.0, "truncation__kind": "none"}
-    settings |= {"schedule": "linear", "total_episodes": 640, "rollout_batch_size": 32, "learning_rate": 1e-2}
-    with connected(tmp_path) as (server, _):
-        history = list(toy(server=server, sampler=ENGINE | {"ahead": ahead}, **settings).updates)
-    assert history[0]["objective/raw_scores"] < 0.1
-    assert sum(m["objective/raw_scores"] for m in history[-3:]) / 3 > 0.5
-    assert [m["sampler/lag"] for m in history] == [0.0] + [float(ahead)] * 19
-    assert max(m["val/first_ratio_error"] for m in history) < 1e-4, "it is to the policy's own log-probs"
-    if ahead == 0:
-        assert max(m["sampler/logprob_diff_max"] for m in history) < 1e-4
-
-
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_the_server_has_the_weights_of_this_update_or_of_the_one_before(ahead: int) -> None:
+def test_the_server_has_the_weights_of_each_update() -> None:
     server = InMemory()
-    one = toy(server=server, sampler=ENGINE | {"ahead": ahead})
+    one = toy(server=server)
     states = [copy.deepcopy(one.actor_critic.policy.state_dict())]
     for _ in one.updates:
         states.append(copy.deepcopy(one.actor_critic.policy.state_dict()))
     assert len(states) == 5
     for loaded, state in zip(server.loads, states, strict=False):
         assert all(torch.equal(loaded[name], state[name]) for name in state)
-    # ahead, the last update begins no rollout: those of updates 2, 3 and 4 had the weights of 1, 2 and 3
-    assert len(server.loads) == (3 if ahead else 4)
+    assert len(server.loads) == 4
 
 
 def test_several_samples_of_a_prompt_are_compared_with_each_other() -> None:
@@ -77,10 +57,9 @@ def test_importance_weights_are_those_of_the_servers_log_probs(cap: float | None
     torch.testing.assert_close(seen[0], expected, atol=2e-5, rtol=0)
 
 
-def test_an_evaluation_has_the_weights_of_its_update_while_a_rollout_is_ahead() -> None:
-    """The rollout that was begun keeps its responses; the next one needs no other weights."""
+def test_an_evaluation_has_the_weights_of_its_update_which_the_next_rollout_has_too() -> None:
     server = InMemory()
-    one = toy(server=server, sampler=AHEAD, learning_rate=1e-2)
+    one = toy(server=server, learning_rate=1e-2)
     updates = one.updates
     first = next(updates)
     assert len(server.loads) == 1
@@ -90,15 +69,14 @@ def test_an_evaluation_has_the_weights_of_its_update_while_a_rollout_is_ahead() 
     assert all(torch.equal(server.loads[-1][name], now[name]) for name in now)
     second = next(updates)
     assert len(server.loads) == 2
-    undisturbed = toy(server=InMemory(), sampler=AHEAD, learning_rate=1e-2).updates
+    undisturbed = toy(server=InMemory(), learning_rate=1e-2).updates
     assert untimed([first, second]) == untimed([next(undisturbed), next(undisturbed)])
 
 
 def test_warm_up_of_the_critic_loads_the_frozen_policy_once() -> None:
     server, warmup = InMemory(), {"max_updates": 3, "settled": 0.01}
-    one = toy(server=server, sampler=AHEAD, advantages__critic__warmup=warmup, total_episodes=32)
-    assert [metrics.get("sampler/lag") for metrics in one.updates] == [None, None, None, 0.0, 1.0]
-    assert len(server.loads) == 1, "the second update's rollout is sampled while the first is learned from"
+    assert len(list(toy(server=server, advantages__critic__warmup=warmup, total_episodes=16).updates)) == 4
+    assert len(server.loads) == 1
 
 
 # --------------------------------------------------------------------------------------------- refusal
@@ -116,24 +94,14 @@ def test_a_server_that_keeps_its_first_weights_is_found_by_its_log_probs() -> No
     assert one.state.update == 1
 
 
-def test_a_rollout_that_is_two_updates_old_is_refused() -> None:
-    sampler = toy(server=InMemory(), sampler=AHEAD).state.sampler
-    sampler.submit(QUERIES, 0)
-    with pytest.raises(VllmError, match="sampled after update 0: it is stale"):
-        sampler.collect(2)
-
-
 # --------------------------------------------------------------------------------------------- resuming
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_resumed_training_has_the_rollout_that_was_being_sampled(ahead: int) -> None:
-    """With a server that repeats its responses, the resumed training is the uninterrupted one."""
-    section = ENGINE | {"ahead": ahead}
-    whole = toy(server=InMemory(), sampler=section, snapshots=(memory := Memory()))
+def test_a_resumed_training_with_a_server_that_repeats_its_responses_is_the_uninterrupted_one() -> None:
+    whole = toy(server=InMemory(), snapshots=(memory := Memory()))
     history = untimed(list(whole.updates))
     for step, state in memory.saved.items():
-        resumed = toy(server=InMemory(), sampler=section, snapshots=Memory({step: state}))
+        resumed = toy(server=InMemory(), snapshots=Memory({step: state}))
         assert untimed(list(resumed.updates)) == history[step:]
         assert torch.equal(resumed.weights, whole.weights)
 
@@ -150,18 +118,3 @@ class Counted(InMemory):
         if len(self.asked) == self._fails_in:
             raise VllmError("vLLM has failed")
         return super().sample(queries, n, seeds)
-
-
-def test_a_snapshot_beside_a_failed_rollout_is_saved_and_its_prompts_are_sampled_again() -> None:
-    """What two updates have learned is saved; a resumed run begins with the rows whose rollout failed."""
-    one = toy(server=Counted(fails_in=3), sampler=AHEAD, snapshots=(memory := Memory()))
-    updates = one.updates
-    next(updates)
-    next(updates)
-    failed = one.state.submitted
-    assert len(failed) == one.config.rollout_batch_size
-    with pytest.raises(VllmError, match="vLLM has failed"):
-        next(updates)
-    server = Counted()
-    assert len(list(toy(server=server, sampler=AHEAD, snapshots=memory).updates)) == 2
-    assert server.asked[0] == [QUERIES[i] for i in failed]

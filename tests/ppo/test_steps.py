@@ -74,17 +74,10 @@ def test_the_error_of_the_first_ratio_is_the_root_of_the_mean_square() -> None:
 
 
 RANDOM_PARTS: dict[str, dict[str, Any]] = {
-    "gpt_bigcode": {},
     "seed_oss": {},
-    "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1},
     "falcon": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
-    "bloom": {"hidden_dropout": 0.1},
     "opt": {"layerdrop": 0.5, "dropout": 0.1},
     "biogpt": {"activation_dropout": 0.1, "layerdrop": 0.5},
-    "xglm": {"activation_dropout": 0.1},
-    "persimmon": {"hidden_dropout": 0.1},
-    "gpt_neox_japanese": {"hidden_dropout": 0.1},
-    "mixtral": {"router_jitter_noise": 0.5},
     "phimoe": {"router_jitter_noise": 0.5, "input_jitter_noise": 0.5, "hidden_dropout": 0.1},
 }
 

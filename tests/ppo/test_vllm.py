@@ -19,7 +19,7 @@ from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo import vllm
-from rlhf_tasks.ppo.vllm import Sampling, VllmError, VllmGone, VllmServer
+from rlhf_tasks.ppo.vllm import Sampling, VllmError, VllmServer
 from rlhf_tasks.project import processes
 from tests import small
 from tests.ppo import standin
@@ -192,7 +192,7 @@ def test_a_cache_that_keeps_states_of_older_weights_is_an_error(tmp_path: Path) 
 
 def test_an_address_without_a_server_is_an_error(tmp_path: Path) -> None:
     one = make_server(tmp_path, url="http://127.0.0.1:1")
-    with closing(one), pytest.raises(VllmGone, match="does not answer /pause"):
+    with closing(one), pytest.raises(VllmError, match="does not answer /pause"):
         one.load(small.causal())
 
 
@@ -231,25 +231,6 @@ def test_the_server_is_ended_with_all_its_processes_even_if_some_were_killed(
     until(lambda: not alive(running))
     assert [path.suffix for path in tmp_path.iterdir()] == [".log"]
     one.close()
-
-
-@pytest.mark.parametrize("fault", ["die", "500", "hang"])
-def test_a_server_that_has_gone_is_started_again_with_the_same_weights(fault: str, tmp_path: Path) -> None:
-    seconds = 2.0 if fault == "hang" else SECONDS
-    words = command("--fault", fault, "--marker", str(tmp_path / "marker"))
-    with closing(make_server(tmp_path, command=words, timeout_seconds=seconds)) as one:
-        one.load(small.causal())
-        assert one.sample(QUERIES, 1, SEEDS).responses == [[EOS]] * 3
-
-
-def test_a_server_that_ends_twice_is_an_error_that_names_its_log(tmp_path: Path) -> None:
-    with closing(make_server(tmp_path, command=command("--fault", "die"))) as one:
-        one.load(small.causal())
-        for _ in range(2):
-            with pytest.raises(VllmGone, match=r"does not answer.*again once before, and its log is .*\.log"):
-                one.sample(QUERIES, 1, SEEDS)
-        running = of_servers(tmp_path)
-    until(lambda: not alive(running))
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,6 @@ class Toy:
         """The scored responses to QUERIES, without advantages."""
         sampler, num_samples = self.state.sampler, self.config.samples_per_prompt
         queries = QUERIES[: len(QUERIES) // num_samples]
-        sampler.submit(queries, 0)
         return score_rollout(
             self.dist,
             self.config,
@@ -184,7 +183,7 @@ class Toy:
             self.inputs["scorers"],
             PROMPTS["prompt_texts"][: len(queries)] * num_samples,
             queries * num_samples,
-            sampler.collect(0),
+            sampler.sample(queries, 0),
             NONE,
             tokenizer=self.inputs["tokenizer"],
             ends=self.inputs["ends"],

@@ -54,7 +54,7 @@ def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: P
 
     assert repro() == {*times(1)}
     default = [{"kind": "reward_model", "weight": 1.0, "path": None, "name": None}]
-    how = {"launch.compile": True, "service.retries": 1, "resume.keep": 1, "launch.precision": "fp32"}
+    how = {"service.retries": 1, "resume.keep": 1, "launch.precision": "fp32"}
     set_values(chain.root, {"ppo.scorers": default, **how})
     assert repro() == set(), "defaults that are written out, and what changes no result"
     set_values(chain.root, {"launch.precision": "bf16"})

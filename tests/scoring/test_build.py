@@ -1,8 +1,7 @@
-"""The weighted sum of scorers, several reward models as one score, and the length penalty, by hand."""
+"""The weighted sum of scorers, and the length penalty, by hand."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pydantic import TypeAdapter
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.scoring.build import Part, WeightedSum, build, combine_rewards
+from rlhf_tasks.scoring.build import Part, WeightedSum, build
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, ScorerError
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
 from tests import small
@@ -25,10 +24,6 @@ SIX, SEVEN, EIGHT = (ids[0] for ids in encode(small.tokenizer(), ["w6", "w7", "w
 QUERIES, RESPONSES = encode(small.tokenizer(), PROMPTS), [[SIX, SEVEN, EOS], [EIGHT], [EOS]]
 ROWS = Responses.of_ids(PROMPTS, QUERIES, RESPONSES, small.tokenizer())
 NAMES = ("a", "b", "c")
-
-
-def rule(value: Any) -> Any:
-    return TypeAdapter(config.Combination).validate_python(value)
 
 
 def built(*given: Mapping[str, Any], root: Path | None = None, reward: Any = None) -> WeightedSum:
@@ -72,7 +67,6 @@ def test_the_sum_is_weighted_and_its_parts_are_not(tmp_path: Path) -> None:
     assert tuple(parts) == ("function", "reward_model", "length_penalty", "function_2", "dummy")
     learnt = small.last_scores_alone(model, *ROWS.given)
     torch.testing.assert_close(parts["reward_model"], learnt, atol=1e-5, rtol=0)
-    assert found.reward_models == [model]
     assert parts["function"].tolist() == parts["function_2"].tolist() == [2.0, 1.0, 0.0]
     assert parts["length_penalty"].tolist() == [-0.5, 0.0, 0.0]
     assert parts["dummy"].tolist() == [0.0, 0.0, 0.0]
@@ -107,7 +101,7 @@ def test_the_reward_models_of_named_folders_are_loaded_and_their_names_kept(mode
     model = small.scores()
     found = built(plain, plain | named, reward=model)
     parts = found.parts(ROWS)
-    assert (list(parts), found.reward_models[0]) == (["reward_model", "helpful"], model)
+    assert list(parts) == ["reward_model", "helpful"]
     alone = load_foreign(Path("models/reward"), small.tokenizer(), 1000, small.distributed())
     torch.testing.assert_close(parts["helpful"], alone(ROWS), atol=1e-5, rtol=0)
 
@@ -129,33 +123,6 @@ def test_reward_models_pass_before_a_part_that_raises() -> None:
     with pytest.raises(NonFiniteScore):
         WeightedSum([Part("service", 1.0, fail), Part("model", 1.0, model)]).parts(ROWS)
     assert calls == [1]
-
-
-@pytest.mark.parametrize("combine", ["sum", "min", {"mean_minus_deviations": 0.5}], ids=str)
-def test_reward_models_are_weighted_then_combined_and_other_scorers_are_added(combine: Any) -> None:
-    """Row by row in float64, by the standard library."""
-    draws = torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
-    scores = dict(zip((*NAMES, "penalty"), draws, strict=True))
-    weights = {"a": 1.0, "b": 0.5, "c": 2.0, "penalty": 3.0}
-    model = RewardModel(small.scores(), small.tokenizer())
-    parts = [Part(name, weights[name], model) for name in NAMES]
-    parts.append(Part("penalty", weights["penalty"], lambda rows: torch.zeros(0)))
-    expected = []
-    for row in range(7):
-        rewards = [weights[name] * float(scores[name][row]) for name in NAMES]
-        pessimistic = statistics.fmean(rewards) - 0.5 * statistics.pstdev(rewards)
-        one = {"sum": sum(rewards), "min": min(rewards)}.get(str(combine), pessimistic)
-        expected.append(one + weights["penalty"] * float(scores["penalty"][row]))
-    torch.testing.assert_close(WeightedSum(parts, rule(combine)).total(scores), torch.tensor(expected))
-
-
-def test_models_that_agree_lose_nothing_and_disagreement_costs_its_deviation() -> None:
-    """(1, 3): mean 2, deviation 1; twice that leaves 0."""
-    agreed = torch.tensor([[0.25, -1.5]] * 3)
-    assert combine_rewards(agreed, "min").tolist() == [0.25, -1.5]
-    assert combine_rewards(agreed, rule({"mean_minus_deviations": 2.0})).tolist() == [0.25, -1.5]
-    scores = torch.tensor([[1.0], [3.0]])
-    assert combine_rewards(scores, rule({"mean_minus_deviations": 2.0})).tolist() == [0.0]
 
 
 def test_the_length_penalty_by_numbers_worked_out_on_paper() -> None:

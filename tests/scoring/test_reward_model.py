@@ -261,11 +261,6 @@ def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alon
         assert float(found[row]) == pytest.approx(score_alone(foreign, ids), abs=1e-5)
 
 
-def test_a_reward_model_without_a_trained_head_is_refused(foreign: Path) -> None:
-    with pytest.raises(UserError, match="base lacks its trained head"):
-        load(foreign.parent / "base")
-
-
 def test_a_response_that_the_model_cannot_read_is_one_message(foreign: Path) -> None:
     with pytest.raises(UserError, match=r"foreign can read 128 tokens, and a response has 140 in"):
         load(foreign)(given([[3] * 3], [[4] * 70]))

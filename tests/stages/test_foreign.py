@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_tasks.errors import UserError
@@ -63,14 +63,6 @@ def test_a_foreign_base_goes_through_every_stage(family: str) -> None:
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
     assert identity("models/sft")["parents"] == {"base": contracts.fingerprint(Path("models/base"))}
     assert load_causal("models/policy").config.model_type == family
-
-
-@pytest.mark.parametrize("family", ["gpt_neox", "qwen2"])
-def test_other_families_take_a_step_of_sft_reward_and_ppo(family: str) -> None:
-    settings = prepared(family)
-    for stage in ("sft", "preferences", "reward", "ppo"):
-        toy.run(stage, settings)
-    assert load_reward("models/reward").model.config.model_type == family
 
 
 def test_a_family_without_a_classifier_goes_through_every_stage_that_scores() -> None:
@@ -220,34 +212,12 @@ def test_an_sft_model_that_names_another_base_is_refused() -> None:
     refused("sft", with_sft("kept"), "kept was made from another base model")
 
 
-@pytest.mark.parametrize("family", toy.FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_reward_model_is_refused_as_sft_model(family: str) -> None:
     """GPT-2's LM head is its embedding: nothing would be missing, only the score head be left over."""
     toy.foreign("foreign/sft", family, labels=1)
     with pytest.raises(ContractError, match="give a language model"):
         load_causal("foreign/sft")
-
-
-@pytest.mark.parametrize("family", toy.FAMILIES)
-def test_a_reward_model_without_its_trained_head_is_refused(family: str) -> None:
-    toy.foreign("foreign/reward", family)
-    with pytest.raises(ContractError, match=r"lacks its trained head: score\.weight would be newly init"):
-        load_reward("foreign/reward")
-
-
-def test_a_classifier_of_several_labels_is_refused_as_reward_model() -> None:
-    toy.foreign("foreign/reward", "llama", labels=3)
-    with pytest.raises(ContractError, match="has 3 labels, and a reward model has one score"):
-        load_reward("foreign/reward")
-
-
-def test_a_missing_weight_is_an_error() -> None:
-    file = toy.foreign("foreign/base", "llama") / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ContractError, match=r"lacks weights: model.layers.1.mlp.up_proj.weight would be"):
-        load_causal("foreign/base")
 
 
 def test_the_reward_model_is_checked_before_anything_is_trained() -> None:
@@ -261,14 +231,6 @@ def test_the_reward_model_is_checked_before_anything_is_trained() -> None:
     refused("reward", with_reward("foreign/headless"), "foreign/headless lacks its trained head")
     assert not Path("models/reward").exists()
     assert not Path("models/reward_heldout").exists()
-
-
-def test_a_reward_model_of_another_sft_model_is_refused_by_ppo() -> None:
-    settings = prepared("gpt2")
-    for stage in ("sft", "preferences", "reward"):
-        toy.run(stage, settings)
-    toy.run("sft", toy.write_params(sft={"learning_rate": 1e-2}))
-    refused("ppo", settings, "models/reward was made from another sft model")
 
 
 def test_a_hub_that_cannot_be_reached_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:

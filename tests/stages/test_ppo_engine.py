@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,14 +16,12 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import load_causal
-from rlhf_tasks.ppo.vllm import VllmGone
+from rlhf_tasks.ppo.vllm import VllmError
 from tests import small
 from tests.ppo import standin
 from tests.ppo.test_vllm import alive, of_servers, until
-from tests.ppo.toy import ENGINE, started
+from tests.ppo.toy import started
 from tests.stages.test_ppo import POLICY, SETTINGS, run
-from tests.stages.test_ppo_guards import killed_after
 
 
 def section(*options: str, **changes: Any) -> dict[str, Any]:
@@ -33,12 +30,11 @@ def section(*options: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Path) -> None:
-    metrics, history = run(**section())
+    _, history = run(**section())
     rows = [row for row in history if "sampler/logprob_diff" in row]
     assert [row["episode"] for row in rows] == [16, 32, 48]
     assert all(0 < row["sampler/logprob_diff"] <= row["sampler/logprob_diff_max"] < 1e-4 for row in rows)
     assert all(row["sampler/kl"] < 1e-6 and row["sampler/load_seconds"] > 0 for row in rows)
-    assert metrics["sampler/lag"] == 0
     identity = json.loads((POLICY / contracts.IDENTITY).read_text(encoding="utf-8"))
     assert identity["sampler"] == f"vLLM {standin.VERSION}"
     assert f"its rollouts were sampled by vLLM {standin.VERSION}" in (POLICY / "README.md").read_text("utf-8")
@@ -46,58 +42,25 @@ def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Pa
     assert len(list((models_here / ".rlhf/vllm").iterdir())) == 1, "the log alone is kept"
 
 
-def test_an_engine_that_is_killed_in_a_rollout_is_started_again_and_changes_nothing(
-    models_here: Path,
-) -> None:
-    _, undisturbed = run(**section())
-    _, history = run(**section("--fault", "die", "--marker", str(models_here / "marker")))
-    assert (models_here / "marker").exists()
-    # a server rounds by what it samples together
-    for name in ("objective/scores", "policy/approxkl_avg", "eval/heldout_scores"):
-        curve = [row[name] for row in history if name in row]
-        assert curve == pytest.approx([row[name] for row in undisturbed if name in row], rel=1e-3, abs=1e-6)
-
-
-def test_an_engine_that_ends_again_ends_the_stage_with_one_message(
+def test_an_engine_that_ends_ends_the_stage_with_one_message_that_names_its_log(
     models_here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contracts.fingerprint(POLICY)
-    with pytest.raises(VllmGone, match="started again once before, and its log is"):
+    with pytest.raises(VllmError, match=r"vLLM at .* does not answer .*; its log is .*\.log"):
         run(**section("--fault", "die"))
     assert contracts.fingerprint(POLICY) == before
     assert not of_servers(models_here)
 
     def fail(*_: object) -> int:
-        raise VllmGone("vLLM has gone")
+        raise VllmError("vLLM has gone")
 
     monkeypatch.setattr("rlhf_tasks.stages.runner.run", fail)
     assert cli.main(["ppo"]) == 1
     assert capsys.readouterr().err == "rlhf: vLLM has gone\n"
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_killed_stage_resumes_to_the_same_weights_if_the_engine_repeats_itself(
-    ahead: int, models_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(small.ROOT / name, Path())
-    with standin.serving() as server:
-        changes = {"ppo.sampler": ENGINE | {"url": server.url, "ahead": ahead}, "resume.every_seconds": 1e-6}
-        monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
-        run(**changes)
-        weights = load_causal(POLICY).state_dict()
-        monkeypatch.setenv("RLHF_STATE_DIR", "killed")
-        with killed_after(2):
-            run(**changes)
-        run(**changes)
-    resumed = load_causal(POLICY).state_dict()
-    # a server rounds by what it samples together, so that the bytes may differ
-    assert max(float((resumed[name] - weights[name]).abs().max()) for name in weights) < 1e-5
-
-
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_cancelled_or_killed_stage_leaves_no_server(number: signal.Signals, models_here: Path) -> None:
+def test_a_cancelled_stage_leaves_no_server(models_here: Path) -> None:
     """The engine hangs in the first rollout. The first SIGTERM waits for the update, the second does not."""
     shutil.copy(small.ROOT / "dvc.yaml", Path())
     marker = models_here / "marker"
@@ -113,7 +76,7 @@ def test_a_cancelled_or_killed_stage_leaves_no_server(number: signal.Signals, mo
     running = of_servers(models_here)
     assert len(running) == 2
     while stage.poll() is None:
-        stage.send_signal(number)
+        stage.terminate()
         time.sleep(0.1)
-    assert stage.returncode in (143, -number)
+    assert stage.returncode == 143
     until(lambda: not alive(running))

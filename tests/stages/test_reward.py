@@ -232,11 +232,6 @@ def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
     assert trained() == trained()
 
 
-def test_an_existing_reward_model_without_its_head_is_an_error(models_here: Path) -> None:
-    with pytest.raises(contracts.ContractError, match="models/base lacks its trained head"):
-        reward.run(small.view("reward", {"reward.from": "models/base"}), Paths(), NullTracker())
-
-
 def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here: Path) -> None:
     lora = {"reward.lora": {"r": 2, "alpha": 4.0}}
     reward.run(small.view("reward", SMALL | lora), Paths(), NullTracker())

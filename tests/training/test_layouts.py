@@ -84,9 +84,7 @@ def assert_same_as_one_process(toy_project: Path, stage: Stage, layout: str, cha
     assert difference.metrics < layouts.METRICS_TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("stage", "layout"), cases(("sft", "reward"), LAYOUTS, quick={("sft", "ddp"), ("sft", "zero2")})
-)
+@pytest.mark.parametrize(("stage", "layout"), cases(("sft", "reward"), LAYOUTS, quick={("sft", "zero2")}))
 def test_supervised_stages_learn_in_every_layout_what_they_learn_in_one_process(
     toy_project: Path, stage: Stage, layout: str
 ) -> None:
@@ -103,7 +101,7 @@ SHORTER = {"kind": "function", "name": "shorter", "function": "shorter:scores"}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "engine": engine(),
-    "engine-ahead-lora": engine(ahead=1) | LORA,
+    "engine-lora": engine() | LORA,
     "warm-up-penalty-ptx-sync-checkpointing": {
         "advantages.critic.warmup": {"max_updates": 2, "settled": 0.1},
         "kl_penalty": {"beta": 1.0, "target": 1e-3},
@@ -122,7 +120,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     cases(
         FEATURES,
         LAYOUTS,
-        quick={("plain", "zero3"), ("plain", "fsdp2"), ("engine", "ddp"), ("engine", "fsdp2")},
+        quick={("plain", "zero3"), ("plain", "fsdp2"), ("engine", "ddp")},
     ),
 )
 def test_ppo_learns_in_every_layout_what_it_learns_in_one_process(
@@ -153,23 +151,24 @@ def test_ppo_on_two_processes_is_written_once(toy_project: Path) -> None:
     assert not list(Path().rglob("*.partial-*"))
 
 
-@pytest.mark.parametrize("layout", ["zero2", "fsdp2"])
+IN_BF16: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warm-up-penalty-ptx": {
+        "advantages.critic.warmup": {"max_updates": 1, "settled": 0.1},
+        "kl_penalty": {"beta": 1.0, "target": 1e-3},
+        "ptx": {"coef": 0.1, "text": None},
+    },
+    "without-critic": without_critic("rloo"),
+}
+
+
 @pytest.mark.parametrize(
-    "features",
-    [
-        {},
-        {
-            "advantages.critic.warmup": {"max_updates": 1, "settled": 0.1},
-            "kl_penalty": {"beta": 1.0, "target": 1e-3},
-            "ptx": {"coef": 0.1, "text": None},
-        },
-        without_critic("rloo"),
-    ],
-    ids=["", "warm-up-penalty-ptx", "without-critic"],
+    ("features", "layout"),
+    cases(IN_BF16, ("zero2", "fsdp2"), quick={("plain", "zero2"), ("warm-up-penalty-ptx", "fsdp2")}),
 )
-def test_ppo_takes_steps_in_bf16(toy_project: Path, features: dict[str, Any], layout: str) -> None:
+def test_ppo_takes_steps_in_bf16(toy_project: Path, features: str, layout: str) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
-    settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
+    settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | IN_BF16[features]
     toy.write_params(launch=launched(layout, precision="bf16"), ppo=settings)
     rlhf("ppo")
     assert abs(float(curve("ppo")[1]["objective/kl"])) < 0.01
@@ -181,21 +180,10 @@ def test_ppo_takes_steps_in_bf16(toy_project: Path, features: dict[str, Any], la
     assert all(torch.isfinite(value).all() for value in after.values())
 
 
-def test_ppo_in_bf16_samples_and_trains_in_one_precision(toy_project: Path) -> None:
-    """One process on a CPU: the first ratio is 1, the first KL is 0, and the weights stay float32."""
-    settings = {"schedule": "constant", "learning_rate": 1e-3, "num_mini_batches": 1, "num_ppo_epochs": 1}
-    toy.write_params(launch={"precision": "bf16"}, ppo=settings)
-    rlhf("ppo")
-    first = curve("ppo")[1]
-    assert abs(float(first["objective/kl"])) < 0.01
-    assert abs(float(first["val/ratio"]) - 1) < 1e-3
-    after, before = weights("models/policy"), weights("models/sft")
-    moved = [after[key] for key in before if not torch.equal(after[key], before[key])]
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in moved)
-
-
-@pytest.mark.parametrize("layout", ["ddp", "zero3", "fsdp2"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    cases(("ddp", "zero3", "fsdp2"), ("fp32", "bf16"), quick={("zero3", "fp32"), ("fsdp2", "bf16")}),
+)
 def test_logits_in_chunks_take_the_steps_of_whole_logits(
     toy_project: Path, layout: str, precision: str
 ) -> None:
@@ -219,24 +207,15 @@ def test_logits_in_chunks_take_the_steps_of_whole_logits(
             torch.testing.assert_close(other["weights"][name], value, rtol=1e-4, atol=weight_error)
 
 
-def test_an_engine_that_is_killed_is_started_again_for_both_processes(toy_project: Path) -> None:
-    marker = toy_project.parent / "marker"
-    marker.touch()
-    toy.write_params(launch=launched("ddp"), ppo=STEPS | engine("--fault", "die", "--marker", str(marker)))
-    undisturbed, _ = ran("ppo")
-    marker.unlink()
-    again, _ = ran("ppo")
-    assert marker.exists()
-    assert layouts.compared(undisturbed, again).is_rounding
-
-
-def test_an_engine_that_ends_again_ends_both_processes_with_one_message(toy_project: Path) -> None:
+@pytest.mark.slow
+def test_an_engine_that_ends_ends_both_processes_with_one_message(toy_project: Path) -> None:
     toy.write_params(launch=launched("fsdp2"), ppo=STEPS | engine("--fault", "die"))
     done = failed(toy_project)
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("rlhf: ")]
     assert len(said) == 1, done.stderr
-    assert "started again once before, and its log is" in said[0]
+    assert "does not answer" in said[0]
+    assert "its log is" in said[0]
     assert "Traceback" not in done.stderr
 
 
@@ -295,14 +274,14 @@ def failed(toy_project: Path) -> subprocess.CompletedProcess[str]:
         ("policy", "engine"),
         LAYOUTS,
         FAULTS,
-        quick={("policy", "fsdp2", "killed"), ("engine", "ddp", "killed")},
+        quick={("policy", "fsdp2", "killed")},
     ),
 )
 def test_all_processes_end_when_one_fails(toy_project: Path, sampler: str, layout: str, fault: str) -> None:
-    """The engine too. With a rollout ahead the first process has a thread that waits for it."""
+    """The engine too."""
     action, said = FAULTS[fault]
     layouts.partition_small_weights(toy_project)
-    changes = engine(ahead=1) if sampler == "engine" else {}
+    changes = engine() if sampler == "engine" else {}
     toy.write_params(launch=launched(layout), ppo=STEPS | faulty(1, action) | changes)
     done = failed(toy_project)
     assert Path("reached").exists(), done.stderr

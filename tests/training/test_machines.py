@@ -21,7 +21,7 @@ from rlhf_tasks.project.processes import free_port
 from tests import toy
 from tests.training.stages import faulty
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 START_SECONDS = 300.0  # until both train, on a busy machine
 SECONDS = 60.0
@@ -59,14 +59,11 @@ def kill_worker(launch: subprocess.Popen[str]) -> None:
     worker.kill()
 
 
-SLOW = [("ddp", 0, kill)]
-SLOW += [(layout, victim, kill_worker) for layout in ("ddp", "zero2", "zero3", "fsdp2") for victim in (0, 1)]
+CASES = [("ddp", 0, kill), ("ddp", 1, kill)]
+CASES += [(layout, victim, kill_worker) for layout in ("ddp", "zero2", "zero3", "fsdp2") for victim in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "victim", "end"),
-    [("ddp", 1, kill), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-)
+@pytest.mark.parametrize(("layout", "victim", "end"), CASES)
 def test_when_a_machine_or_its_process_is_gone_the_other_machine_ends(
     layout: str, victim: int, end: Callable[..., None], toy_project: Path
 ) -> None:

@@ -33,11 +33,10 @@ CPU = torch.device("cpu")
 BATCH = collate(*small.rows(6), PAD)
 
 
-@pytest.fixture(autouse=True, params=["one chunk", "many chunks"])
-def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All laws hold too where the logits are made in several chunks, and again in the backward pass."""
-    if request.param == "many chunks":
-        monkeypatch.setattr(logprobs, "CPU_LOGITS", 4 * small.VOCAB)
+@pytest.fixture(autouse=True)
+def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are made in several chunks, and again in the backward pass."""
+    monkeypatch.setattr(logprobs, "CPU_LOGITS", 4 * small.VOCAB)
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,15 @@ from ruamel.yaml import YAML
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 
-from rlhf_tasks.benchmark import fit, workloads
-from rlhf_tasks.benchmark.fit import BUCKET, LIVE, Layout, Run, Sizes, memory
-from rlhf_tasks.benchmark.shapes import Shape
+from benchmarks import workloads
+from benchmarks.shapes import Shape
 from rlhf_tasks.cli import main
 from rlhf_tasks.models import logprobs
 from rlhf_tasks.models.load import TokenScores, load_causal, recompute_activations
 from rlhf_tasks.ppo.rollout import FrozenCopy
+from rlhf_tasks.scoring.reward_model import RewardModel
+from rlhf_tasks.training import fit
+from rlhf_tasks.training.fit import BUCKET, LIVE, Layout, Run, Sizes, memory
 from tests import small
 from tests.ppo.toy import ENGINE, without_critic
 
@@ -159,14 +161,15 @@ def test_the_peak_is_that_of_a_measured_update_within_15_percent(
         small.distributed(), small.ppo(micro_batch_tokens=1024, **changes), shape, num_updates=1
     )
     work = replace(work, settings=work.settings.model_copy(update={"num_ppo_epochs": 2}))
-    actor_critic, (reward,) = work.actor_critic, work.scorers.reward_models
+    actor_critic, scorer = work.actor_critic, work.scorers._rewards[0].scorer
+    assert isinstance(scorer, RewardModel)
     reference, critic = work.reference, actor_critic.critic
     assert isinstance(reference, FrozenCopy)
     assert isinstance(critic, TokenScores)
     if work.settings.gradient_checkpointing:
         for model in (actor_critic.policy, critic.model):
             recompute_activations(model)
-    whole = [actor_critic, reference.model, reward]
+    whole = [actor_critic, reference.model, scorer.model]
     before = sum(p.nbytes for module in whole for p in module.parameters())
     measured = before + measured_peak(lambda: list(work.updates()))
     policy = fit.sizes_of(actor_critic.policy)

@@ -5,13 +5,9 @@ A peer's environment imports this module too, so it needs only torch, transforme
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from rlhf_tasks.config import Config
+from typing import Any, Literal, NamedTuple
 
 PAD, EOS, UNK = 0, 1, 2
 
@@ -114,9 +110,3 @@ def random_rows(count: int, shortest: int, longest: int, vocab: int, seed: int =
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
-
-
-def positions(config: Config) -> int:
-    """The positions of a model from scratch while there is no data: a power of two above four texts."""
-    response = max(config.data.max_completion_tokens, config.ppo.response_length)
-    return 1 << math.ceil(math.log2(4 * (config.data.max_prompt_tokens + response)))

@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_tasks.benchmark import shapes
 from rlhf_tasks.config import Config, Lora, Ppo, is_hub_id
 from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
 from rlhf_tasks.config.types import AUTO
@@ -82,6 +81,18 @@ def sizes_of(model: PreTrainedModel) -> Sizes:
     )
 
 
+class _Words:
+    """A tokenizer that there is not yet: `from_scratch` reads how many words it has."""
+
+    bos_token_id = eos_token_id = pad_token_id = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+
 def sizes_of_config(config: PretrainedConfig) -> Sizes:
     with torch.device("meta"):
         return sizes_of(AutoModelForCausalLM.from_config(config))
@@ -100,9 +111,8 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     source, revision = model or own or config.sft.source, None
     if source is None and scratch is not None:
         with torch.device("meta"):
-            return sizes_of(
-                from_scratch(scratch, shapes.tokenizer(scratch.vocab_size), shapes.positions(config))
-            )
+            positions = 4 * (config.data.max_prompt_tokens + config.data.max_completion_tokens)
+            return sizes_of(from_scratch(scratch, cast(Any, _Words(scratch.vocab_size)), positions))
     if source is None:
         source, revision = config.model.base, config.model.revision
     elif source == config.sft.source:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.benchmark import shapes
-from rlhf_tasks.benchmark.shapes import Shape
+from benchmarks import shapes
+from benchmarks.shapes import Shape
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
@@ -102,7 +102,6 @@ def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -
         "ptx": None,
         "lora": None,
         "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
-        "combine_reward_models": "sum",
         "guards": None,
     }
     settings = settings.model_copy(update=changes)
