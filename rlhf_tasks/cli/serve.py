@@ -81,7 +81,7 @@ def up(
     work: bool = Option(
         False,
         "--work",
-        help=f"with --pool (default: {POOL}): make the pool if needed, and run its flow runs in the foreground",
+        help=f"with --pool (default: {POOL}): make the pool if needed, and run its flow runs here",
     ),
 ) -> int:
     """Start the service: Prefect, MLflow, a worker and the deployments. Or join a server that others run."""
