@@ -14,7 +14,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 
 POOL = "rlhf"
-PORT_HELP = "first port of the {} server to try (default: that of its last start, or {})"
+PORT_HELP = "port of the {} server (default: that of its last start, else {}, or the next free one)"
 
 
 def promote(
