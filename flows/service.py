@@ -148,9 +148,9 @@ class Service:
         Raises:
             UserError: for a requested port that the server cannot have.
         """
-        ports = {name: self.daemon(name).record().get("port") for name in PORTS}
-        running = {name: port for name, port in ports.items() if self.daemon(name).is_running()}
-        chosen = dict(running)
+        ports: dict[str, int | None] = {name: self.daemon(name).record().get("port") for name in PORTS}
+        running = [name for name in PORTS if self.daemon(name).is_running()]
+        chosen = {name: ports[name] or PORTS[name] for name in running}
         stopped = [name for name in PORTS if name not in running]
         for name in sorted(stopped, key=lambda name: requested[name] is None):  # the requested ones first
             self.daemon(name).stop(END_SECONDS[name])

@@ -10,7 +10,6 @@ limits: another `deployment` puts them on other machines.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,11 +53,14 @@ class Cell:
     seed: int
     overrides: Mapping[str, Any] = field(hash=False)
     experiment: str
-    name: str
-    """Such as `kl_coef=0.01 seed=2`."""
     data: str
     """The fingerprint of its data at the start of the sweep."""
     values: Config = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        """Such as `ppo.kl_coef=0.01 seed=2`."""
+        return f"{self.setting} seed={self.seed}"
 
 
 @flow(
@@ -180,10 +182,6 @@ def cells(
         UserError: with the problems of every invalid setting.
     """
     valid, problems, data = list[Cell](), list[str](), dict[str, str]()
-    # A key is shown as its last word, or whole where another one ends in the same word.
-    last = {key: key.rpartition(".")[2] for overrides in listed for key in overrides}
-    times = Counter(last.values())
-    words = {key: word if times[word] == 1 else key for key, word in last.items()}
     for overrides, seed in itertools.product(listed, seeds):
         setting = ", ".join(f"{key}={value}" for key, value in overrides.items()) or "unchanged"
         try:
@@ -198,8 +196,7 @@ def cells(
         experiment = f"{name}-{hashing.json_sha256(tree)[:12]}"
         if experiment in [cell.experiment for cell in valid]:
             problems.append(f"{setting}, seed {seed}: the sweep has this run twice; give each once")
-        shown = " ".join([*(f"{words[key]}={value}" for key, value in overrides.items()), f"seed={seed}"])
-        valid.append(Cell(setting, seed, overrides, experiment, shown, data[read], values))
+        valid.append(Cell(setting, seed, overrides, experiment, data[read], values))
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return valid

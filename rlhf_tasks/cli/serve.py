@@ -14,7 +14,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 
 POOL = "rlhf"
-PORT_HELP = "first port of the {} server to try (default: that of its last start, or {})"
+PORT_HELP = "port of the {} server (default: that of its last start, else {}, or the next free one)"
 
 
 def promote(
@@ -76,14 +76,12 @@ def up(
     ),
     pool: str | None = Option(
         None,
-        help="start nothing here: register the deployments at the server of PREFECT_API_URL for this work "
-        "pool, of any type",
+        help="start no server: register the deployments at that of PREFECT_API_URL, for this work pool",
     ),
     work: bool = Option(
         False,
         "--work",
-        help=f"as --pool (default: {POOL}), which is made if it does not exist; then run its flow runs here, "
-        "in the foreground",
+        help=f"with --pool (default: {POOL}): make the pool if needed, and run its flow runs here",
     ),
 ) -> int:
     """Start the service: Prefect, MLflow, a worker and the deployments. Or join a server that others run."""

@@ -58,13 +58,9 @@ def cached_folder(cache: Path, md5: str) -> dict[str, Path] | None:
     return {entry["relpath"]: cached_file(cache, entry["md5"]) for entry in entries}
 
 
-def cached_text(root: Path, md5: str | None, name: str | None = None) -> str | None:
-    """The text of a file in the project's cache, or of the file `name` of a folder; None if it has none."""
-    if md5 is None:
-        return None
-    place = cache(root)
-    file = (cached_folder(place, md5) or {}).get(name) if name else cached_file(place, md5)
+def cached_text(root: Path, md5: str | None) -> str | None:
+    """The text of a file in the project's cache; None if the cache does not have it."""
     try:
-        return None if file is None else file.read_text(encoding="utf-8")
+        return None if md5 is None else cached_file(cache(root), md5).read_text(encoding="utf-8")
     except OSError:
         return None

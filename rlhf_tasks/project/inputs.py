@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import importlib.util
 import json
-import platform
 import re
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -233,12 +230,11 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
         try:
             own = _project_code(paths.root, function, (*deps, *NO_RESULT))
             if own is None:
-                installed_files, versions = _installed_code(paths.root, function)
-                packages |= versions
+                packages |= _installed_code(paths.root, function)
         except UserError as error:
             problems.append(f"{key}: {error}")
         else:
-            files |= installed_files if own is None else own
+            files |= own or {}
     return Inputs(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
 
 
@@ -324,28 +320,19 @@ def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
             yield from (".".join([*base, name.name]) for name in node.names)
 
 
-def _installed_code(root: Path, function: str) -> tuple[dict[str, str], dict[str, str]]:
-    """({}, version of the installed package of a function), or (the file of a module in no package, {}).
+def _installed_code(root: Path, function: str) -> dict[str, str]:
+    """The versions of the installed packages that have the module of a function.
 
     Raises:
-        UserError: if its module is not installed.
+        UserError: if it is in none.
     """
-    top = re.split("[.:]", function)[0]
-    try:
-        spec = importlib.util.find_spec(top)
-    except ValueError:  # __main__ and the like
-        spec = None
-    if spec is None:
+    packages = _distributions(function)
+    if not packages:
         raise UserError(
-            f"the module of {function} is neither a file below {root.resolve()} nor installed; write "
-            f"{top}.py, or install its package"
+            f"the module of {function} is neither a file below {root.resolve()} nor in an installed package; "
+            f"write {re.split('[.:]', function)[0]}.py, or install its package"
         )
-    if packages := _distributions(function):
-        return {}, {name: _version(name) for name in packages}
-    if top in sys.stdlib_module_names:
-        return {}, {"python": platform.python_version()}
-    place = next(iter(spec.submodule_search_locations or []), spec.origin or "")
-    return {place: hashing.dvc_md5(Path(place))}, {}
+    return {name: _version(name) for name in packages}
 
 
 def _distributions(function: str) -> list[str]:

@@ -18,7 +18,6 @@ from typing import Any
 
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models import contracts
 from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing
 from rlhf_tasks.project.dvc_files import INPUTS, KEPT_BY_GIT
 from rlhf_tasks.project.paths import Paths
@@ -39,8 +38,6 @@ class Link:
     outs: Mapping[str, str | None]
     lineage: Mapping[str, Any]
     """models/lineage/STAGE.json: the run's key and its commit; empty if the cache does not have it."""
-    sampler: str | None
-    """The program that sampled the rollouts, with its version; None: the stage itself, or not cached."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +150,9 @@ def _locked(root: Path, revision: str | None) -> dict[str, str]:
     return dvc_files.locked_in(_text(root, revision, "dvc.lock") or "{}")
 
 
-def _cached(root: Path, md5: str | None, name: str | None = None) -> dict[str, Any]:
-    """A JSON file of the cache, or the one of this name in a folder; empty if the cache lacks it."""
-    text = dvc_cli.cached_text(root, md5, name)
+def _cached(root: Path, md5: str | None) -> dict[str, Any]:
+    """A JSON file of the cache; empty if the cache lacks it."""
+    text = dvc_cli.cached_text(root, md5)
     tree: dict[str, Any] = json.loads(text) if text else {}
     return tree
 
@@ -176,7 +173,6 @@ def _of_revision(
         ):
             continue
         outs = {out: written[out] for out in node.outs if out in written}
-        samplers = [_cached(root, md5, contracts.IDENTITY) for md5 in outs.values() if md5.endswith(".dir")]
         links.append(
             Link(
                 stage,
@@ -184,7 +180,6 @@ def _of_revision(
                 | records[stage].get("files", {}),
                 outs,
                 _cached(root, locked.get(f"models/lineage/{stage}.json")),
-                next((identity.get("sampler") for identity in samplers if identity), None),
             )
         )
 
@@ -239,7 +234,6 @@ def lines(chain: Chain) -> Iterator[str]:
     for link in chain.links:
         run = link.lineage.get("rlhf.run")
         text = f"run {run}, code of {link.lineage.get('git.rev')}" if run else ""
-        text += f", rollouts sampled by {link.sampler}" if link.sampler else ""
         yield f"{link.stage:12} {text}"
         yield from (f"{'':12} {path}  {md5}" for path, md5 in link.outs.items())
     for key, rate in chain.metrics.items():

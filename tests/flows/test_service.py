@@ -293,7 +293,7 @@ def test_a_sweep_repeats_no_run_and_ends_with_one_comparison(fresh: Service) -> 
         ("ppo.kl_coef=0.3", 2),
         ("ppo.kl_coef=0.4", 2),
     ]
-    names = {f"kl_coef={kl_coef} seed={seed}" for kl_coef in (0.3, 0.4) for seed in (1, 2)}
+    names = {f"ppo.kl_coef={kl_coef} seed={seed}" for kl_coef in (0.3, 0.4) for seed in (1, 2)}
     assert names <= set(fresh.tasks(identity))
     found = fresh.call("POST", "/flow_runs/filter", {"flow_runs": {"name": {"any_": sorted(names)}}})
     assert {run["name"] for run in found} == names

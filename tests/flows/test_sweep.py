@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect
 def make_cell(root: Path, setting: str = "any", seed: int = 2) -> Cell:
     values = config.load(root / "params.yaml")
     (made,) = sweep.cells(root, "s", None, [{"ppo.kl_coef": 0.01}], [seed], "HEAD")
-    return Cell(setting, seed, made.overrides, "s-1", f"{setting} seed={seed}", made.data, values)
+    return Cell(setting, seed, made.overrides, "s-1", made.data, values)
 
 
 class FakeRun:
@@ -89,19 +89,6 @@ def test_changed_data_fails_the_runs_and_names_what_may_have_seen_it(
     assert len(run.given) == 1, "no run starts on other data"
 
 
-def test_a_setting_is_named_by_the_last_words_of_its_keys_as_far_as_they_differ(root: Path) -> None:
-    settings = [
-        {"ppo.kl_coef": 0.1},
-        {"sft.learning_rate": 1e-4},
-        {"ppo.learning_rate": 1e-4},
-    ]
-    assert [cell.name for cell in sweep.cells(root, "s", None, settings, [1], "HEAD")] == [
-        "kl_coef=0.1 seed=1",
-        "sft.learning_rate=0.0001 seed=1",
-        "ppo.learning_rate=0.0001 seed=1",
-    ]
-
-
 def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) -> None:
     settings = [{"ppo.kl_coef": a, "ppo.advantages.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)]
     cells = sweep.cells(root, "s", None, settings, [1, 2], "HEAD")
@@ -146,7 +133,7 @@ def test_a_failed_sweep_says_how_only_the_lost_runs_are_repeated(
         return f"{state.type.value}: {state.message}"
 
     FakeRun(monkeypatch, Failed(message="no disk"))
-    lost = "; ".join(f"kl_coef=0.9 seed={seed}: Failed: no disk" for seed in (1, 2))
+    lost = "; ".join(f"ppo.kl_coef=0.9 seed={seed}: Failed: no disk" for seed in (1, 2))
     again = f"Start the sweep again with `revision: {commit}` to run only these"
     assert run([1, 2]) == f"FAILED: 2 of 2 runs failed ({lost}). {again}"
     done = FakeRun(monkeypatch, Completed())

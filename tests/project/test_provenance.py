@@ -21,30 +21,27 @@ from tests.report import workspace
 pytestmark = [pytest.mark.e2e]
 
 KEY = "second-20260102T030405-abcdef"
-SAMPLER = "vLLM 0.32.0"
 FLOW = "0f0f0f0f-1111-2222-3333-444444444444"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with two finished stages; only an experiment has the second one, with lineage and policy."""
+    """A project with two finished stages; only an experiment has the second one, with lineage."""
     made = toy.make(tmp_path_factory.mktemp("finished") / "project")
     (made / "given/lineage.json").write_text(
         json.dumps({"rlhf.run": KEY, "git.rev": "c0de"}), encoding="utf-8"
     )
-    (made / "given/policy.json").write_text(json.dumps({"sampler": SAMPLER}), encoding="utf-8")
     rate = EvaluationResults(
         comparisons=(workspace.comparison("gold", "policy", "sft", workspace.interval(0.75, 0.7, 0.8)),)
     )
     (made / "given/judge.json").write_text(json.dumps(rate.metrics()), encoding="utf-8")
     script = [
         "mkdir -p models/lineage && cp given/lineage.json models/lineage/second.json",
-        "mkdir -p policy && cp given/policy.json policy/rlhf.json && touch policy/weights",
         "cp given/judge.json metrics/judge.json",
         toy.SECOND.strip(),
     ]
     (made / "second.sh").write_text("\n".join(script) + "\n", encoding="utf-8")
-    cached = "second.txt, policy, models/lineage/second.json"
+    cached = "second.txt, models/lineage/second.json"
     outs = f"    outs: [{cached}, {{metrics/judge.json: {{cache: false}}}}]"
     text = toy.STAGES.replace("    outs: [second.txt]", outs)
     (made / "dvc.yaml").write_text(text, encoding="utf-8")
@@ -127,21 +124,6 @@ def test_the_text_goes_from_data_to_win_rates_and_its_commands_work(
     target = tmp_path / "back.txt"
     dvc_cli.run(root, *get.split()[1:-1], str(target))
     assert target.read_bytes() == (root / "second.txt").read_bytes()
-
-
-def test_the_engine_that_sampled_a_policy_is_named_with_its_version(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Even where the working tree has not the policy; without the policy in the cache it is not known."""
-    assert [link.sampler for link in provenance.find(root, "mine").links] == [None, SAMPLER]
-    shutil.rmtree(root / "policy")
-    assert main.main(["lineage", "mine"]) == 0
-    shown = capsys.readouterr().out
-    assert f"second       run {KEY}, code of c0de, rollouts sampled by {SAMPLER}\n" in shown
-    policy = provenance.find(root, "mine").links[1].outs["policy"]
-    assert policy is not None
-    dvc_cli.cached_file(dvc_cli.cache(root), policy).unlink()
-    assert provenance.find(root, "mine").links[1].sampler is None
 
 
 @pytest.mark.parametrize("name", ["second.txt", KEY])
