@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import TokenScores, place
-from rlhf_tasks.ppo.evaluate import NoEvaluator
+from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
 from rlhf_tasks.ppo.sampler import response_ends
@@ -29,6 +30,19 @@ from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Nowhere
 from rlhf_tasks.training.distributed import Distributed
+
+
+class NoEvaluator(Evaluator):
+    """Evaluates nothing, and keeps no weights."""
+
+    def __init__(self) -> None:
+        pass
+
+    def evaluate(self, *_: object, **__: object) -> Metrics:
+        return {}
+
+    def show(self, *_: object, **__: object) -> list[dict[str, Any]]:
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

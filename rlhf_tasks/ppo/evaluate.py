@@ -297,16 +297,3 @@ class Evaluator:
         if not bool(scores.isfinite().all()):
             raise NonFiniteError("models/reward_heldout gave NaN or infinity")
         return scores
-
-
-class NoEvaluator(Evaluator):
-    """Evaluates nothing, and keeps no weights."""
-
-    def __init__(self) -> None:
-        pass
-
-    def evaluate(self, *_: object, **__: object) -> Metrics:
-        return {}
-
-    def show(self, *_: object, **__: object) -> list[dict[str, Any]]:
-        return []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.workloads import NoEvaluator
 from rlhf_tasks.config import Lora, Ppo
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.data.columns import NONE
@@ -23,7 +24,6 @@ from rlhf_tasks.models.load import add_lora
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.advantages import ESTIMATORS
-from rlhf_tasks.ppo.evaluate import NoEvaluator
 from rlhf_tasks.ppo.losses import ppo_clip
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import (

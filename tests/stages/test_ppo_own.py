@@ -54,9 +54,9 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(("name", "processes"), [("gspo", 2), ("estimator", 1)])
 def test_an_example_takes_the_same_steps_however_its_batch_is_cut(
-    name: str, models_here: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, processes: int, models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(small.ROOT / "dvc.yaml", Path())
     monkeypatch.setenv("RLHF_STATE_DIR", "state")
@@ -65,6 +65,5 @@ def test_an_example_takes_the_same_steps_however_its_batch_is_cut(
     start = stages.weights("models/sft")
     expected = trained_by(EXAMPLES[name], 1, 16384)
     assert max(float((expected[key] - start[key]).abs().max()) for key in start) > 1e-3
-    for processes, max_tokens in ((1, 64), (2, 64)):
-        for key, value in trained_by(EXAMPLES[name], processes, max_tokens).items():
-            torch.testing.assert_close(value, expected[key], atol=5e-5, rtol=0)
+    for key, value in trained_by(EXAMPLES[name], processes, 64).items():
+        torch.testing.assert_close(value, expected[key], atol=5e-5, rtol=0)

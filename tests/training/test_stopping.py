@@ -176,29 +176,19 @@ def begin(project: Path) -> Iterator[Callable[..., Stage]]:
         stage.process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_outside_a_loop_a_signal_ends_the_stage_at_once(
-    begin: Callable[..., Stage], number: signal.Signals
-) -> None:
-    stage, name = begin("load"), stopping.NAMES[number]
-    stage.process.send_signal(number)
+def test_outside_a_loop_a_signal_ends_the_stage_at_once(begin: Callable[..., Stage]) -> None:
+    stage = begin("load")
+    stage.process.terminate()
     said = stage.wait_for("ending", HEARD_SECONDS)
-    assert said == f"rlhf: {name}: ending stage sft now; the next run starts it from the beginning"
-    assert stage.end(AT_ONCE_SECONDS) == 128 + number
+    assert said == "rlhf: SIGTERM: ending stage sft now; the next run starts it from the beginning"
+    assert stage.end(AT_ONCE_SECONDS) == 143
 
 
-@pytest.mark.parametrize("is_repeated", [False, True])
-def test_a_signal_is_heard_in_a_long_call_of_c_and_ends_it(
-    begin: Callable[..., Stage], is_repeated: bool
-) -> None:
-    stage, seconds = begin("load-in-c"), stopping.CLOSING_SECONDS
+def test_a_signal_is_heard_in_a_long_call_of_c_and_ends_it(begin: Callable[..., Stage]) -> None:
+    stage = begin("load-in-c")
     stage.process.send_signal(signal.SIGINT)
     stage.wait_for("Ctrl-C: ending stage sft now", HEARD_SECONDS)
-    if is_repeated:
-        stage.process.send_signal(signal.SIGINT)
-        stage.wait_for("ending stage sft at once", HEARD_SECONDS)
-        seconds = 0.0
-    assert stage.end(seconds + AT_ONCE_SECONDS) == 130
+    assert stage.end(stopping.CLOSING_SECONDS + AT_ONCE_SECONDS) == 130
 
 
 def test_in_a_loop_a_signal_waits_for_the_step_and_the_next_run_resumes(begin: Callable[..., Stage]) -> None:
