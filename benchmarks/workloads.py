@@ -20,9 +20,9 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import TokenScores, place
 from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
+from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Reference, ReferenceCopy
 from rlhf_tasks.ppo.sampler import response_ends
-from rlhf_tasks.ppo.state import begin
+from rlhf_tasks.ppo.state import initial_state
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.scoring.build import WeightedSum
 from rlhf_tasks.scoring.build import build as build_scorers
@@ -60,7 +60,7 @@ class Workload:
     def updates(self) -> Iterator[Metrics]:
         """Train; the metrics of each update."""
         dist, settings = self.dist, self.settings
-        state = begin(
+        state = initial_state(
             dist,
             settings,
             self.actor_critic,
@@ -74,8 +74,8 @@ class Workload:
             dist,
             settings,
             state,
-            prompts=self.prompts,
-            prompt_texts=[str(self.tokenizer.decode(ids)) for ids in self.prompts],
+            queries=self.prompts,
+            prompts=[str(self.tokenizer.decode(ids)) for ids in self.prompts],
             columns=NONE,
             scorers=self.scorers,
             loss=policy_loss_of(settings, Path()),
@@ -138,7 +138,7 @@ def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -
         dist=dist,
         settings=settings,
         actor_critic=ActorCritic(made.policy, critic),
-        reference=FrozenCopy(made.reference, moves=settings.reference_sync is not None),
+        reference=ReferenceCopy(made.reference, moves=settings.reference_sync is not None),
         scorers=scorer,
         tokenizer=tokenizer,
         prompts=shapes.random_rows(shape.batch * num_updates, shape.query_min, shape.query, shape.vocab),

@@ -360,7 +360,8 @@ class Ppo(Section):
     adam_betas: tuple[Decay, Decay] = Field(default=(0.9, 0.98), strict=False)
     """Decays of AdamW's two moments; its eps is 1e-5."""
     max_grad_norm: t.PositiveFloat | None = 1.0
-    """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
+    """Largest L2 norm of the gradient of policy and critic together; a larger one is scaled down, so that a
+    large value loss shortens the policy's step too; null: no clipping."""
     lora: Lora | None = None
     """Low-rank adapters for the policy, for about ten times the learning rate; null: full training."""
     gradient_checkpointing: bool = False
@@ -426,7 +427,8 @@ class Ppo(Section):
     """Times that responses to validation prompts are shown and stored, evenly from start to end; 1: at the
     end."""
     num_selections: t.PositiveInt = 4
-    """Number of evaluations of the policy on the selection prompts; the best weights are kept."""
+    """Number of evaluations of the policy on the selection prompts, besides the one before training; the best
+    weights are kept."""
     audit_prompts: t.Count = 32
     """Number of validation prompts at which trivial responses are scored before training, to see what they
     would earn; 0: none."""

@@ -27,7 +27,7 @@ from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.judging.results import ResponseStatistics
 from rlhf_tasks.models import contracts, load, sampling
-from rlhf_tasks.models.ends import Ends, closed, ends_of, has_ended
+from rlhf_tasks.models.ends import StopTokens, closed, ends_of, has_ended
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_config, place
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.tensors import distinct
@@ -48,7 +48,7 @@ class Responses:
     ended: list[bool]
 
 
-def shared_ends(sources: Sequence[tuple[str | Path, str | None]]) -> list[Ends]:
+def shared_ends(sources: Sequence[tuple[str | Path, str | None]]) -> list[StopTokens]:
     """For each of these checkpoints, given with their revisions, the ends of all of them in its own ids.
 
     An end that a tokenizer does not have as one token cannot end its responses.

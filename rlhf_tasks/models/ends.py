@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from rlhf_tasks.data.chat import end_of_turn
 from rlhf_tasks.data.tokenizer import Ids
 
-Ends = tuple[int, ...]
+StopTokens = tuple[int, ...]
 """Ids, each once; EOS is the first."""
 
 
@@ -23,7 +23,7 @@ def ends_of(
     checkpoint: PreTrainedModel | GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     others: Iterable[int | Literal["eos"]] = (),
-) -> Ends:
+) -> StopTokens:
     """The tokens that end a checkpoint's responses, and `others`, such as `ppo.stop_token`."""
     config = checkpoint if isinstance(checkpoint, GenerationConfig | None) else checkpoint.generation_config
     named = None if config is None else config.eos_token_id

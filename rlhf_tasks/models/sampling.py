@@ -24,7 +24,7 @@ from rlhf_tasks import console
 from rlhf_tasks.console import Meter
 from rlhf_tasks.data.batches import Batch, collate, load_tokenizer
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
-from rlhf_tasks.models.ends import Ends, closed, ends_of
+from rlhf_tasks.models.ends import StopTokens, closed, ends_of
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.tensors import NonFiniteError
 
@@ -57,7 +57,7 @@ def sample(
     *,
     max_new_tokens: int,
     temperature: float,
-    ends: Ends,
+    ends: StopTokens,
     pad: int,
     generator: torch.Generator,
     batch_size: int | None = None,
@@ -103,7 +103,7 @@ def _decode(
     query_of: Tensor,
     uniform: Tensor,
     temperature: float,
-    ends: Ends,
+    ends: StopTokens,
     meter: Meter = SILENT,
 ) -> tuple[Tensor, Tensor]:
     """(B, R) tokens and log-probs; what follows a row's first end means nothing.
@@ -218,7 +218,7 @@ def sample_responses(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    ends: Ends | None = None,
+    ends: StopTokens | None = None,
     batch_size: int = 256,
     share: Share | None = None,
     meter: Meter = SILENT,

@@ -11,9 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_tasks.errors import UserError
 
-class NonFiniteError(ArithmeticError):
-    """NaN or infinity in training; the optimiser took no step on it. `batch` is the batch it comes from."""
+
+class NonFiniteError(UserError, ArithmeticError):
+    """NaN or infinity, which another try would meet again. `batch` is what it comes from.
+
+    The optimizer took no step on it, except where `Distributed.step` says so.
+    """
 
     def __init__(self, message: str, batch: Any = None) -> None:
         super().__init__(message)

@@ -18,7 +18,7 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate, collate_rows, sizes
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.ends import Ends, closed, has_ended
+from rlhf_tasks.models.ends import StopTokens, closed, has_ended
 from rlhf_tasks.models.load import TokenScores, disable_adapters
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
 from rlhf_tasks.models.sampling import Samples
@@ -136,7 +136,7 @@ class Reference(Protocol):
         """(B, R) log-probs of the response tokens."""
 
 
-class FrozenCopy:
+class ReferenceCopy:
     """A copy of the SFT model, fixed unless it `moves` (`ppo.reference_sync`)."""
 
     def __init__(self, model: PreTrainedModel, *, moves: bool) -> None:
@@ -182,7 +182,7 @@ def score_rollout(
     columns: Columns,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    ends: Ends,
+    ends: StopTokens,
     budget: TokenBudget,
     is_on_policy: bool,
 ) -> Rollout:

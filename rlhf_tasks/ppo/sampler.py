@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.models.ends import Ends, ends_of
+from rlhf_tasks.models.ends import StopTokens, ends_of
 from rlhf_tasks.models.load import merge_adapter
 from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses
 from rlhf_tasks.ppo.losses import importance_weights
@@ -31,7 +31,7 @@ T = TypeVar("T")
 MAX_SEED = 2**62  # vLLM adds the number of the sample to a seed, and takes 64 bits
 
 
-def response_ends(config: Ppo, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Ends:
+def response_ends(config: Ppo, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> StopTokens:
     """The tokens that end the policy's responses, `ppo.stop_token` among them."""
     return ends_of(policy, tokenizer, [config.stop_token])
 

@@ -26,7 +26,7 @@ from rlhf_tasks.ppo.guards import (
 )
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rewards import ScoreScaler
-from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
+from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Reference, ReferenceCopy
 from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.tracking import Tracker
@@ -35,7 +35,7 @@ from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw
 
 
-class Queue:
+class ShuffledRows:
     """Row numbers in shuffled passes: every row comes once before any comes again."""
 
     def __init__(self, num_rows: int, generator: torch.Generator) -> None:
@@ -65,8 +65,8 @@ class TrainState:
     """Draws prompts, demonstrations and minibatches; on the CPU, of the same state on all ranks."""
     token_rng: torch.Generator
     """Draws tokens; on the device, of the same state on all ranks."""
-    prompts: Queue
-    ptx: Queue | None
+    prompt_order: ShuffledRows
+    ptx: ShuffledRows | None
     score_scaler: ScoreScaler
     guards: Guards | None
     kl_coef: float
@@ -79,7 +79,7 @@ class TrainState:
     """Finished updates."""
     warmup_losses: list[float] = field(default_factory=list)
     """The critic's loss, one for each update of its warm-up."""
-    has_begun: bool = False
+    was_evaluated: bool = False
     """Whether the policy was evaluated before training."""
     metrics: Metrics = field(default_factory=dict)
     """The last update's."""
@@ -90,25 +90,27 @@ class TrainState:
     """Episodes that were rolled back: curves continue behind them, so that no point is overwritten."""
     trips: list[dict[str, Any]] = field(default_factory=list)
     """The guards' trips with the episode of the curves, those before a roll back included."""
-    good: dict[str, Any] = field(default_factory=dict)
+    rollback_target: dict[str, Any] = field(default_factory=dict)
     """The training state that `guards.action: roll_back` returns to."""
-    newest: dict[str, Any] = field(default_factory=dict)
-    """The newest training state; it is good too if the next rollout passes all guards."""
+    rollback_candidate: dict[str, Any] = field(default_factory=dict)
+    """The newest training state; it becomes the target if the next rollout passes all guards."""
 
     def rollback_state(self, dist: Distributed) -> dict[str, Any]:
         """What a roll back returns to. `shared` is equal on all ranks; the generators are each rank's own."""
-        moving = self.reference if isinstance(self.reference, FrozenCopy) and self.reference.moves else None
+        moving = (
+            self.reference if isinstance(self.reference, ReferenceCopy) and self.reference.moves else None
+        )
         shared = {
             "reference": sharding.weights_of(moving.model) if moving else {},
             "sampler": self.sampler.name,
-            "prompts": list(self.prompts.waiting),
+            "prompts": list(self.prompt_order.waiting),
             "ptx": list(self.ptx.waiting) if self.ptx else [],
             "order_rng": self.order_rng.get_state(),
             "score_scaler": self.score_scaler.state_dict(),
             "guards": self.guards.state_dict() if self.guards else {},
             "budgets": [self.budget.state_dict(), self.scoring_budget.state_dict()],
             "evaluation": vars(self.evaluation) | {"responses": list(self.evaluation.responses)},
-            "plain": {name: getattr(self, name) for name in PLAIN} | {"metrics": dict(self.metrics)},
+            "plain": {name: getattr(self, name) for name in ROLLED_BACK} | {"metrics": dict(self.metrics)},
         }
         training = dist.training_state(self.wrapped, self.optimizer)
         own = {"token_rng": self.token_rng.get_state(), "rng": dist.rng_state()}
@@ -118,10 +120,10 @@ class TrainState:
         """Restore `rollback_state`."""
         shared = state["shared"]
         dist.load_training_state(self.wrapped, self.optimizer, state["training"])
-        if isinstance(self.reference, FrozenCopy) and self.reference.moves:
+        if isinstance(self.reference, ReferenceCopy) and self.reference.moves:
             sharding.load_weights(self.reference.model, shared["reference"])
         self.sampler.name = shared["sampler"]
-        self.prompts.waiting = list(shared["prompts"])
+        self.prompt_order.waiting = list(shared["prompts"])
         if self.ptx:
             self.ptx.waiting = list(shared["ptx"])
         self.order_rng.set_state(shared["order_rng"])
@@ -140,23 +142,23 @@ class TrainState:
     def state_dict(self, dist: Distributed) -> dict[str, Any]:
         """The content of a snapshot, but for the tracker's."""
         return self.rollback_state(dist) | {
-            name: getattr(self, name) for name in (*COUNTED, "good", "newest")
+            name: getattr(self, name) for name in (*NOT_ROLLED_BACK, "rollback_target", "rollback_candidate")
         }
 
     def load_state_dict(self, dist: Distributed, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.load_rollback_state(dist, state)
-        for name in (*COUNTED, "good", "newest"):
+        for name in (*NOT_ROLLED_BACK, "rollback_target", "rollback_candidate"):
             setattr(self, name, state[name])
 
 
-PLAIN = ("kl_coef", "penalty_beta", "update", "warmup_losses", "has_begun")
+ROLLED_BACK = ("kl_coef", "penalty_beta", "update", "warmup_losses", "was_evaluated")
 """Fields that a roll back returns to, and that are numbers or lists of numbers."""
-COUNTED = ("num_rollouts", "roll_backs", "undone_episodes", "trips")
+NOT_ROLLED_BACK = ("num_rollouts", "roll_backs", "undone_episodes", "trips")
 """Fields that a roll back leaves as they are."""
 
 
-def begin(
+def initial_state(
     dist: Distributed,
     config: Ppo,
     actor_critic: ActorCritic,
@@ -195,8 +197,8 @@ def begin(
         sampler=sampler,
         order_rng=order_rng,
         token_rng=token_rng,
-        prompts=Queue(num_prompts, order_rng),
-        ptx=Queue(num_demonstrations, order_rng) if num_demonstrations else None,
+        prompt_order=ShuffledRows(num_prompts, order_rng),
+        ptx=ShuffledRows(num_demonstrations, order_rng) if num_demonstrations else None,
         score_scaler=ScoreScaler(config.score_scaling),
         guards=guards,
         kl_coef=config.kl_coef,
@@ -209,19 +211,19 @@ def begin(
 # -------------------------------------------------------------------------------- roll backs and faults
 
 
-def keep_good_state(dist: Distributed, config: Ppo, state: TrainState) -> None:
-    """Keep what a roll back returns to: the start, then states after which the next rollout passed."""
+def keep_rollback_target(dist: Distributed, config: Ppo, state: TrainState) -> None:
+    """Keep what a roll back returns to: the start, then states whose next rollout passed all guards."""
     guards = config.guards
     if guards is None or state.guards is None or guards.action != "roll_back":
         return
     if state.update == 0:
-        state.good = on_cpu(state.rollback_state(dist))
+        state.rollback_target = on_cpu(state.rollback_state(dist))
         return
     passed = state.guards.all_passed
-    if passed and state.newest:
-        state.good = state.newest
+    if passed and state.rollback_candidate:
+        state.rollback_target = state.rollback_candidate
     is_due = passed and state.update % guards.checkpoint_every == 0
-    state.newest = on_cpu(state.rollback_state(dist)) if is_due else {}
+    state.rollback_candidate = on_cpu(state.rollback_state(dist)) if is_due else {}
 
 
 def handle_trips(
@@ -245,15 +247,15 @@ def handle_trips(
     if not trips:
         return False
     trip = min(trips, key=lambda trip: trip.can_be_undone)  # the first that cannot be undone, if there is one
-    if guards is None or action != "roll_back" or not state.good or not trip.can_be_undone:
+    if guards is None or action != "roll_back" or not state.rollback_target or not trip.can_be_undone:
         raise GuardTripped(f"PPO was stopped at update {update} by the guard {trip}")
     if state.roll_backs == guards.max_roll_backs:
         raise GuardTripped(
             f"PPO was stopped at update {update} after {state.roll_backs} roll backs by the guard {trip}"
         )
     kl_coef = state.kl_coef * guards.kl_coef_factor
-    state.load_rollback_state(dist, on_cpu(state.good))
-    state.newest, state.kl_coef = {}, kl_coef
+    state.load_rollback_state(dist, on_cpu(state.rollback_target))
+    state.rollback_candidate, state.kl_coef = {}, kl_coef
     state.roll_backs += 1
     state.undone_episodes += (update - state.update) * batch_size
     console.say(

@@ -1,7 +1,8 @@
-"""PPO, from the first prompt to the last snapshot: `train` is the whole of it, from top to bottom.
+"""PPO, from the first prompt to the last snapshot, in `train`; its passes with gradients are made in
+`accumulate_gradients`.
 
-What it calls are leaves: they compute something and return it, and none of them calls back. The arithmetic
-is in `rewards`, `advantages`, `losses` and `kl`, all pure functions.
+The arithmetic is in `rewards`, `advantages`, `losses` and `kl`, all pure functions. State changes only here,
+in `state` and in `evaluate`.
 
 Forward passes of each row in an update of the shipped params.yaml, in float32, beside sampling: 7.
 
@@ -9,7 +10,9 @@ Forward passes of each row in an update of the shipped params.yaml, in float32, 
     scoring    3: reference, critic and reward model. The policy makes one more in bf16, with a shared critic,
                and where vLLM sampled: elsewhere the sampler's own log-probs are exact
     training   4: policy and critic, forward and backward, in each of 2 epochs; 4 optimizer steps an epoch
-    also       one of the policy after the epochs with `kl_penalty`; the rows of `ptx`; evaluations
+    also       with `kl_penalty` one of the policy after the epochs; with `ptx` one of its rows in each step;
+               evaluations. The backward pass makes the logits again, and with `gradient_checkpointing` all
+               layers
 
 B responses of a rollout, of all ranks · k responses to each prompt · R longest response
 b rows of a micro-batch · r its longest response. A tensor's row starts with the first token of a response.
@@ -32,7 +35,7 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import CriticWarmup
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.ends import Ends
+from rlhf_tasks.models.ends import StopTokens
 from rlhf_tasks.models.load import TokenScores
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
@@ -54,14 +57,14 @@ from rlhf_tasks.ppo.metrics import (
 )
 from rlhf_tasks.ppo.rewards import token_rewards, truncated_scores
 from rlhf_tasks.ppo.rollout import (
-    FrozenCopy,
     NoCritic,
+    ReferenceCopy,
     Rollout,
     Scorers,
     gather_rollout,
     score_rollout,
 )
-from rlhf_tasks.ppo.state import TrainState, handle_trips, keep_good_state, write_fault
+from rlhf_tasks.ppo.state import TrainState, handle_trips, keep_rollback_target, write_fault
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Checkpoint
@@ -78,8 +81,8 @@ def train(
     config: Ppo,
     state: TrainState,
     *,
-    prompts: Sequence[Ids],
-    prompt_texts: Sequence[str],
+    queries: Sequence[Ids],
+    prompts: Sequence[str],
     columns: Columns,
     scorers: Scorers,
     loss: PolicyLoss,
@@ -87,7 +90,7 @@ def train(
     evaluator: Evaluator,
     ptx: LanguageModeling | None,
     tokenizer: PreTrainedTokenizerBase,
-    ends: Ends,
+    ends: StopTokens,
     tracker: Tracker,
     snapshots: Checkpoint,
     faults: Path,
@@ -95,8 +98,9 @@ def train(
 ) -> Iterator[Metrics]:
     """Train to the end; each update's metrics are yielded when all of it is done, snapshot included.
 
-    `prompt_texts` and `columns` are those of the `prompts`; `ptx` is PPO-ptx's text, or None without it. What
-    a number that is not finite came from is written to `faults`.
+    It is a generator: nothing happens until somebody iterates. `queries` are the ids of the `prompts`, whose
+    rows have the `columns`; `ptx` is PPO-ptx's text, or None without it. After NaN or infinity the batch that
+    it came from is saved below `faults`.
 
     Raises:
         GuardTripped: a guard stopped the training.
@@ -107,8 +111,8 @@ def train(
     actor_critic = state.actor_critic
     has_critic = not isinstance(actor_critic.critic, NoCritic)
     kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
-    selections = selection_updates(config.num_selections, num_updates)
-    showings = sample_updates(config.num_sample_generations, num_updates)
+    selected_at = selection_updates(config.num_selections, num_updates)
+    shown_at = sample_updates(config.num_sample_generations, num_updates)
 
     with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
         # A run that was stopped goes on after its last snapshot, to the same bytes.
@@ -122,17 +126,18 @@ def train(
         while state.update < num_updates:
             try:
                 # 0. The policy before training: what its weights would be worth.
-                if not state.has_begun:
+                if not state.was_evaluated:
                     state.metrics = _evaluate(
-                        dist, state, evaluator, tracker, select=True, show=0 in showings
+                        dist, state, evaluator, tracker, select=True, show=0 in shown_at
                     )
                     warn_of_endless(config, state.metrics.get("eval/ended", 1.0))
                     if state.guards is not None:
                         state.guards.begin(state.metrics.get("eval/ended", 0.0))
-                    state.has_begun = True
-                    keep_good_state(dist, config, state)
+                    state.was_evaluated = True
+                    keep_rollback_target(dist, config, state)
 
-                # 1. The learning rate. At first the critic may train alone: arXiv 2307.04964, section 5.3.4.
+                # 1. At first the critic may train alone, at a constant rate (arXiv 2307.04964, section
+                # 5.3.4). Then the learning rate follows its schedule.
                 start = clock()
                 is_warmup = has_critic and not _is_warm(config, state.warmup_losses)
                 rate = config.learning_rate
@@ -145,8 +150,8 @@ def train(
                 set_learning_rate(state.optimizer, rate)
 
                 # 2. Responses: k to each of n prompts, in the order p_1 … p_n, again p_1 … p_n, and so on.
-                rows = state.prompts.take(num_prompts)
-                samples = state.sampler.sample([prompts[i] for i in rows], state.update)  # of this rank
+                rows = state.prompt_order.take(num_prompts)
+                samples = state.sampler.sample([queries[i] for i in rows], state.update)  # of this rank
                 generated = clock()
 
                 # 3. Scores, log-probs of policy and reference, and the critic's values, of this rank's rows.
@@ -157,8 +162,8 @@ def train(
                     actor_critic,
                     state.reference,
                     scorers,
-                    [prompt_texts[i] for i in own],
                     [prompts[i] for i in own],
+                    [queries[i] for i in own],
                     samples,
                     take(columns, own),
                     tokenizer=tokenizer,
@@ -173,7 +178,9 @@ def train(
                 scored = clock()
 
                 # 4. Scores become token rewards: scaled, under the rule for responses without an end, and
-                # on the last token. The KL penalty is on every token: r_t = −kl_coef · kl_t (+ score).
+                # on the last token. The KL penalty from the reference is on every token: r_t = −kl_coef ·
+                # kl_t (+ score). Two other KLs, of `kl_penalty` and `target_kl`, are from the rollout's
+                # policy.
                 scores = truncated_scores(
                     state.score_scaler(rollout.scores),
                     rollout.ended,
@@ -193,7 +200,7 @@ def train(
                     advantages = whiten(advantages, mask)
                 if config.advantage_clip is not None:
                     advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-                metrics = objective_metrics(
+                metrics = objective_metrics(  # of a bootstrapped response γ·V stands in place of the score
                     rollout,
                     scores + config.gamma * rollout.bootstrap_values,
                     kl,
@@ -277,7 +284,7 @@ def train(
                     )
                     sync = config.reference_sync
                     if sync is not None and state.update % sync.every == 0:
-                        assert isinstance(state.reference, FrozenCopy)
+                        assert isinstance(state.reference, ReferenceCopy)
                         sharding.move_towards(state.reference.model, actor_critic.policy, sync.alpha)
 
                     # 11. Metrics, an evaluation and samples when they are due, and the guards. The axis
@@ -300,8 +307,8 @@ def train(
                         state,
                         evaluator,
                         tracker,
-                        select=state.update in selections,
-                        show=state.update in showings,
+                        select=state.update in selected_at,
+                        show=state.update in shown_at,
                     )
                     bar.advance(
                         batch_size, **{key: metrics[name] for key, name in SHOWN.items() if name in metrics}
@@ -314,7 +321,7 @@ def train(
 
             # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
             if not handle_trips(dist, config, state, trips, tracker):
-                keep_good_state(dist, config, state)
+                keep_rollback_target(dist, config, state)
 
             # 13. A snapshot, when one is due.
             if snapshots.due():
@@ -351,7 +358,7 @@ def accumulate_gradients(
     critic = state.actor_critic.critic
     # Where nothing wraps the two models, the critic has a pass of its own once the policy's activations are
     # freed. DDP, ZeRO and FSDP2 want one pass of all weights.
-    is_apart = isinstance(critic, TokenScores) and state.wrapped is state.actor_critic and not dist.shards
+    has_own_pass = isinstance(critic, TokenScores) and state.wrapped is state.actor_critic and not dist.shards
     for source, part in dist.passes(state.wrapped, work):
         batch = source.batch(part.rows).to(dist.device)
         width = batch.num_response_columns  # r
@@ -359,7 +366,7 @@ def accumulate_gradients(
         # The forward pass: log-probs and entropies of the response tokens, and values of their states.
         with dist.autocast():
             stats, values = state.wrapped(
-                batch, temperature, entropy_grad=config.entropy_coef > 0, with_values=not is_apart
+                batch, temperature, entropy_grad=config.entropy_coef > 0, with_values=not has_own_pass
             )  # (b, r) each, and (b, r + 1) or None
         if isinstance(source, Rollout):
             # The policy's loss: the clipped surrogate, or a function of the user's, with its penalties.
@@ -370,7 +377,7 @@ def accumulate_gradients(
                 losses = 0 * losses
             total = (weight * losses).sum()
             # A critic apart: the policy's graph is freed before the critic's is made.
-            if is_apart:
+            if has_own_pass:
                 if not is_warmup:
                     dist.backward(state.wrapped, total)
                 with dist.autocast():

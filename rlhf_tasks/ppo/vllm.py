@@ -31,7 +31,7 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.models.ends import Ends
+from rlhf_tasks.models.ends import StopTokens
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.project import processes
 from rlhf_tasks.project.atomic import whole, write_text
@@ -66,7 +66,7 @@ class Sampling:
     """How PPO samples. A response ends with one of `ends`, or has `max_tokens`."""
 
     temperature: float
-    ends: Ends
+    ends: StopTokens
     max_tokens: int
     longest_query: int
     """In tokens."""
@@ -233,7 +233,7 @@ def open_server(
     home: Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    ends: Ends,
+    ends: StopTokens,
     longest_query: int,
 ) -> Iterator[VllmServer | None]:
     """The server, which is closed at the end of the block; None on the other ranks, or if PPO needs none.

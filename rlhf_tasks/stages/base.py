@@ -54,6 +54,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         inputs={
             "data/tokenizer": hashing.file_hash(paths.tokenizer),
             "data/sft": hashing.file_hash(paths.rows("sft")),
+            "data/preferences": hashing.file_hash(paths.rows("preferences")),
         },
         how="A causal language model of the task's prompts, before any instruction.",
     )

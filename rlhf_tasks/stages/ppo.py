@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.config.judge import RewardModelJudge
+from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table
@@ -36,9 +37,9 @@ from rlhf_tasks.ppo import audit, preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge
 from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
-from rlhf_tasks.ppo.rollout import ActorCritic, AdapterOff, FrozenCopy, NoCritic, Reference, ValueHead
+from rlhf_tasks.ppo.rollout import ActorCritic, AdapterOff, NoCritic, Reference, ReferenceCopy, ValueHead
 from rlhf_tasks.ppo.sampler import response_ends
-from rlhf_tasks.ppo.state import TrainState, begin
+from rlhf_tasks.ppo.state import TrainState, initial_state
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.ppo.vllm import open_server
 from rlhf_tasks.project import hashing
@@ -68,7 +69,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/policy and evaluation/ppo/{samples.parquet,answers.parquet,guards.json,audit.json}.
 
     Reads data/prompts, models/sft, and models/reward and reward_heldout where there are reward models; with
-    `ptx.text: null` data/sft, with `critic.init: base` models/base. `PpoView` holds its parameters.
+    `ptx: {text: null}` data/sft, with `critic.init: base` models/base; and what its parameters (`PpoView`)
+    name: scorers and their models, the text of `ptx`, a judge that selects, functions.
 
     Metrics: the last update's, and `selected_…` of the weights that are kept.
     """
@@ -137,7 +139,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         open_server(dist, settings, paths.home, tokenizer, ends=ends, longest_query=longest) as server,
         checkpoint.open(dist, paths, config, "ppo") as snapshots,
     ):
-        state = begin(
+        state = initial_state(
             dist,
             settings,
             actor_critic,
@@ -152,8 +154,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             dist,
             settings,
             state,
-            prompts=prompts,
-            prompt_texts=[row["prompt"] for row in rows],
+            queries=prompts,
+            prompts=[row["prompt"] for row in rows],
             columns=kept,
             scorers=scorers,
             loss=policy_loss_of(settings, paths.root),
@@ -220,7 +222,7 @@ def load_models(dist: Distributed, config: PpoView, paths: Paths) -> Models:
     else:
         frozen = load_causal(paths.sft)
         dist.freeze(frozen)
-        reference = FrozenCopy(frozen, moves=settings.reference_sync is not None)
+        reference = ReferenceCopy(frozen, moves=settings.reference_sync is not None)
     reward = None
     if config.has_reward_model:
         reward = load_reward(paths.reward).requires_grad_(False)
@@ -293,8 +295,11 @@ def _save_policy(
     settings = config.ppo
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
-    if settings.ptx is not None and settings.ptx.text is not None:
-        inputs[settings.ptx.text] = hashing.file_hash(paths.root / settings.ptx.text)
+    if settings.ptx is not None:
+        text = settings.ptx.text
+        inputs[text or "data/sft"] = hashing.file_hash(paths.root / text if text else paths.rows("sft"))
+    if isinstance(settings.critic, SeparateCritic) and settings.critic.init == "base":
+        inputs["models/base"] = contracts.fingerprint(paths.base)
     if config.has_reward_model:
         inputs["models/reward"] = contracts.fingerprint(paths.reward)
     if preconditions.is_rewarded(settings):  # a policy must not be judged by the reward it was trained on

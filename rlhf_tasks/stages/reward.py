@@ -92,6 +92,7 @@ def _make_reward_model(
         parameters=config.declared,
         inputs={
             "data/comparisons": hashing.file_hash(paths.rows("comparisons")),
+            "data/sft": hashing.file_hash(paths.rows("sft")),  # whose mean score is subtracted
             "models/sft": parents.get("sft", "lineage unknown"),
         },
         how="One score, read at the last token of query + response + EOS, minus `score_mean` of the "

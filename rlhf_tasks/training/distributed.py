@@ -47,6 +47,7 @@ M = TypeVar("M", bound=nn.Module)
 
 PATIENCE = timedelta(hours=2)  # ranks wait so long for one with a slow judge; a dead one ends all at once
 ENGINE = "engine"  # the name of DeepSpeed's checkpoint in its folder
+REMEDY = "lower the learning rate, or look for extreme values in the data and the scores"
 ROOM = 1.2  # memory that a whole model needs for a check of a few rows, to that of its weights
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
@@ -305,7 +306,7 @@ class Distributed:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
-            raise NonFiniteError("the gradient is NaN or infinite")
+            raise NonFiniteError(f"the gradient is NaN or infinite; {REMEDY}")
         return norm
 
     def _step_deepspeed(self, model: Any) -> float:
@@ -313,12 +314,12 @@ class Distributed:
         self._loss = torch.zeros_like(self._loss)
         if not is_finite:
             model.zero_grad()
-            raise NonFiniteError("the loss is NaN or infinite")
+            raise NonFiniteError(f"the loss is NaN or infinite; {REMEDY}")
         model.step()
         norm = float(model.get_global_grad_norm() or 0.0)  # which the step has computed
         if not math.isfinite(norm):
             raise NonFiniteError(
-                "the gradient is NaN or infinite, and DeepSpeed has changed the weights by it"
+                f"the gradient is NaN or infinite, and DeepSpeed has changed the weights by it; {REMEDY}"
             )
         return norm
 

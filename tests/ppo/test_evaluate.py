@@ -19,7 +19,7 @@ from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, SelectionJudge
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.rollout import AdapterOff, FrozenCopy, Reference
+from rlhf_tasks.ppo.rollout import AdapterOff, Reference, ReferenceCopy
 from rlhf_tasks.ppo.sampler import PolicySampler
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
@@ -100,8 +100,8 @@ class Evaluations:
         return self._evaluator.show(self.state, self._sampler, episode=episode, update=0)
 
 
-def copy_of(seed: int) -> FrozenCopy:
-    return FrozenCopy(small.causal(seed=seed), moves=False)
+def copy_of(seed: int) -> ReferenceCopy:
+    return ReferenceCopy(small.causal(seed=seed), moves=False)
 
 
 def kl_of_rows(policy: Any, reference: Any, responses: Sequence[Ids]) -> list[float]:
@@ -169,7 +169,7 @@ def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
 
 
 def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
-    class Impossible(FrozenCopy):
+    class Impossible(ReferenceCopy):
         def logprobs(self, batch: Any, temperature: float) -> Tensor:
             return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
 

@@ -9,8 +9,8 @@ import torch
 
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models.logprobs import response_logprobs
-from rlhf_tasks.ppo.rollout import FrozenCopy
-from rlhf_tasks.ppo.state import Queue
+from rlhf_tasks.ppo.rollout import ReferenceCopy
+from rlhf_tasks.ppo.state import ShuffledRows
 from tests import small
 from tests.ppo.toy import DEMONSTRATIONS, ONE_STEP, QUERIES, log_p_alone, toy, with_lora, without_gains
 from tests.small import EOS, PAD
@@ -73,7 +73,7 @@ def test_epochs_end_when_the_policy_exceeds_target_kl() -> None:
 
 def test_the_reference_moves_towards_the_policy_every_so_many_updates() -> None:
     one = toy(reference_sync={"every": 2, "alpha": 0.25}, total_episodes=48, learning_rate=1e-2)
-    assert isinstance(one.state.reference, FrozenCopy)
+    assert isinstance(one.state.reference, ReferenceCopy)
     start, reference = small.causal().state_dict(), one.state.reference.model
     updates = one.updates
     next(updates)
@@ -105,7 +105,7 @@ def test_ptx_adds_the_language_modeling_loss_of_the_demonstrations(max_tokens: i
 
 
 def test_every_row_comes_once_before_any_comes_again() -> None:
-    queue = Queue(20, torch.Generator().manual_seed(1))
+    queue = ShuffledRows(20, torch.Generator().manual_seed(1))
     seen = [row for _ in range(5) for row in queue.take(8)]
     assert sorted(seen[:20]) == sorted(seen[20:]) == list(range(20))
     assert seen[:20] != seen[20:]

@@ -17,7 +17,7 @@ from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.guards import GuardTripped
 from rlhf_tasks.ppo.metrics import sampler_metrics, standard_error
-from rlhf_tasks.ppo.rollout import FrozenCopy
+from rlhf_tasks.ppo.rollout import ReferenceCopy
 from rlhf_tasks.scoring.protocol import Responses
 from tests import small
 from tests.ppo import test_advantages
@@ -69,7 +69,7 @@ def test_a_rollout_holds_what_the_models_give_for_each_row_alone(changes: dict[s
 def test_scorers_get_the_text_of_each_prompt_and_not_what_its_ids_decode_to() -> None:
     class Recorder(Planted):
         def parts(self, rows: Responses) -> dict[str, Tensor]:
-            texts = [PROMPTS["prompt_texts"][QUERIES.index(query)] for query in rows.given[0]]
+            texts = [PROMPTS["prompts"][QUERIES.index(query)] for query in rows.given[0]]
             assert list(rows.prompts) == texts
             return super().parts(rows)
 
@@ -122,7 +122,7 @@ def test_a_score_that_is_nan_or_infinite_is_an_error(bad: float) -> None:
 def test_responses_that_the_reference_finds_impossible_are_an_error(tmp_path: Path) -> None:
     """A low temperature gives a rare token −1,000 nats, and no float holds exp(1000)."""
 
-    class Surprised(FrozenCopy):
+    class Surprised(ReferenceCopy):
         def logprobs(self, batch: Batch, temperature: float) -> Tensor:
             return super().logprobs(batch, temperature) - 1000 * batch.mask.float()
 

@@ -29,16 +29,16 @@ from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import (
     ActorCritic,
     AdapterOff,
-    FrozenCopy,
     NoCritic,
     Reference,
+    ReferenceCopy,
     Rollout,
     ValueHead,
     pad_rows,
     score_rollout,
 )
 from rlhf_tasks.ppo.sampler import response_ends
-from rlhf_tasks.ppo.state import TrainState, begin
+from rlhf_tasks.ppo.state import TrainState, initial_state
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker
@@ -50,7 +50,7 @@ from tests.ppo import standin
 from tests.small import EOS, PAD
 
 QUERIES, _ = small.rows(16, longest=6)
-PROMPTS: dict[str, Any] = {"prompts": QUERIES, "prompt_texts": [f"prompt {i}" for i in range(len(QUERIES))]}
+PROMPTS: dict[str, Any] = {"queries": QUERIES, "prompts": [f"prompt {i}" for i in range(len(QUERIES))]}
 ONE_STEP: dict[str, Any] = {"num_mini_batches": 1, "num_ppo_epochs": 1}
 DEMONSTRATIONS = LanguageModeling(*small.rows(24, seed=5), pad=PAD)
 
@@ -122,7 +122,7 @@ class Memory(Nowhere):
 
 
 class EstimateEnds(Exception):
-    """Ends an update between its advantages and its epochs."""
+    """StopTokens an update between its advantages and its epochs."""
 
 
 @contextmanager
@@ -181,7 +181,7 @@ class Toy:
             self.actor_critic,
             self.state.reference,
             self.inputs["scorers"],
-            PROMPTS["prompt_texts"][: len(queries)] * num_samples,
+            PROMPTS["prompts"][: len(queries)] * num_samples,
             queries * num_samples,
             sampler.sample(queries, 0),
             NONE,
@@ -261,11 +261,11 @@ def toy(
     inputs["estimator"] = inputs["estimator"] or ESTIMATORS[config.advantages.kind]
     inputs["ends"] = response_ends(config, frozen, tokenizer)
     critic = small.scores(seed=3) if config.critic else NoCritic()
-    state = begin(
+    state = initial_state(
         dist,
         config,
         actor_critic or ActorCritic(small.causal(), critic),
-        reference or FrozenCopy(frozen, moves="reference_sync" in changes),
+        reference or ReferenceCopy(frozen, moves="reference_sync" in changes),
         tokenizer,
         server,
         num_prompts=len(QUERIES),
