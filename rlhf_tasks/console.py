@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
 import rich.box
@@ -194,8 +194,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 
 @contextmanager
-def progress(description: str, total: float, unit: str = "steps") -> Iterator[Meter]:
-    with _CONSOLE.progress(description, total, unit) as meter:
+def progress(description: str, total: float, unit: str = "steps", *, least: float = 0) -> Iterator[Meter]:
+    """As `Console.progress`; a total below `least` shows nothing."""
+    with _CONSOLE.progress(description, total, unit) if total >= least else nullcontext(Meter()) as meter:
         yield meter
 
 
