@@ -115,9 +115,14 @@ class Console:
         self._rich.print(table)
 
     @contextmanager
-    def progress(self, description: str, total: float, unit: str = "steps") -> Iterator[Meter]:
-        """A meter of `total` units, which shows progress, speed, remaining time and the latest metrics."""
-        if self.quiet:
+    def progress(
+        self, description: str, total: float, unit: str = "steps", *, least: float = 0
+    ) -> Iterator[Meter]:
+        """A meter of `total` units, which shows progress, speed, remaining time and the latest metrics.
+
+        Of a total below `least` it shows nothing.
+        """
+        if self.quiet or total < least:
             yield Meter()
         elif self._rich.is_terminal:
             self._is_drawing = True

@@ -7,6 +7,13 @@ LESS_MEMORY = (
 """What to do where smaller micro-batches do not help."""
 
 
+PROMPTS_ALONE = (
+    "The data has prompts alone, which are enough with model.base, a model that exists, sft.from, a ready "
+    "SFT model (or that base model again), and reward.train: false, with ppo.scorers and judge.judges that "
+    "need no pairs (a function, a verifier, http, an llm judge, or a reward model by its path)"
+)
+
+
 class UserError(Exception):
     """A mistake that the user can fix. The message says what was given, what is allowed and what to do."""
 

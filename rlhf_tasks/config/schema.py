@@ -20,7 +20,7 @@ from rlhf_tasks.config.types import Section, check_source
 
 Schedule = Literal["constant", "linear", "cosine"]
 NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
-Source = Literal["synthetic", "arithmetic", "docstrings", "files", "hub"]
+Source = Literal["synthetic", "arithmetic", "docstrings", "files", "hub", "mix"]
 NumProcesses = Annotated[int, Field(ge=1, le=2**16)]
 
 # ------------------------------------------------------------------------------------- data and model
@@ -85,6 +85,26 @@ class HubSources(Section):
             yield "names no data set; give `sft`, `preferences` or both"
 
 
+class MixedSet(Section):
+    """One data set of a mixture."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    """Name of the set in metrics."""
+    path: str | None = None
+    """File or folder of the set; a DVC dependency of stage prepare."""
+    hub: HubSet | None = None
+    """Data set of the hub, in place of `path`."""
+    format: str | None = None
+    """How its rows are read, as in `data.format`; null: as `data.format` says."""
+    weight: t.PositiveFloat = 1.0
+    """Share of the train rows, relative to the weights of the other sets of the role. Rows are left out or
+    repeated so that the shares hold; as many rows are in the mixture as the sets have together."""
+
+    def problems(self) -> Iterator[str]:
+        if (self.path is None) == (self.hub is None):
+            yield f"set {self.name}: give `path` or `hub`, one of them"
+
+
 def _as_day(value: Any) -> Any:
     """A date as YAML reads it, or as text: 2025-01-01."""
     try:
@@ -101,11 +121,16 @@ class Data(Section):
 
     source: Source = "synthetic"
     """Origin: the built-in TL;DR task, sums and products, docstrings of installed packages, the user's files,
-    or data sets of the Hugging Face hub."""
+    data sets of the Hugging Face hub, or a mixture of sets."""
     path: str = "rlhf_tasks/data/examples"
     """File or folder that `source: files` reads; a DVC dependency of stage prepare."""
     hub: HubSources | None = None
     """Data sets of `source: hub`; null for any other source."""
+    mix: Annotated[tuple[MixedSet, ...], t.at_least_one("{name: chat, path: chat.jsonl}")] | None = Field(
+        default=None, strict=False
+    )
+    """List of the sets of `source: mix`; null for any other source. Losses, accuracies and win rates are
+    measured by their names too."""
     columns: Columns = Columns()
     """Column names of `source: files` and `source: hub`."""
     format: str | None = None
@@ -136,6 +161,8 @@ class Data(Section):
     @property
     def in_words(self) -> str:
         """The source for people."""
+        if self.mix is not None:
+            return ", ".join(f"{one.name} ({one.weight:g})" for one in self.mix)
         if self.hub is not None:
             return ", ".join(f"{one.id} at {one.revision[:10]}" for one in self.hub.by_role.values())
         return {
@@ -147,6 +174,11 @@ class Data(Section):
     def problems(self) -> Iterator[str]:
         if (self.source == "hub") != (self.hub is not None):
             yield "`data.hub` names the data sets of `source: hub`: set both, or `hub: null`"
+        if (self.source == "mix") != (self.mix is not None):
+            yield "`data.mix` names the data sets of `source: mix`: set both, or `mix: null`"
+        names = [one.name for one in self.mix or ()]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield f"`data.mix`: several sets have the name {', '.join(twice)}; give each its own name"
 
 
 class Scratch(Section):

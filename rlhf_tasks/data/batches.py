@@ -12,7 +12,7 @@ lengths, never from token values (pad may equal EOS).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +26,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.chat import DATE, end_with_turns
+from rlhf_tasks.data.rows import SET
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
@@ -302,6 +303,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer.init_kwargs.setdefault(DATE, Data().chat_date)
     end_with_turns(tokenizer)
     return tokenizer
+
+
+def sets_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The name of each row's set; empty unless there are several."""
+    sets = [row[SET] for row in rows if SET in row]
+    return sets if len({*sets}) > 1 else []
 
 
 def read_table(paths: Paths, role: str, split: Split) -> list[dict[str, Any]]:

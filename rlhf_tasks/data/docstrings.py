@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.rows import HELD_OUT, Corpus, Row, prompt_key
+from rlhf_tasks.data.rows import HELD_OUT, Role, Row, prompt_key
 from rlhf_tasks.data.splits import hash_rank
 from rlhf_tasks.errors import UserError
 
@@ -70,7 +70,9 @@ class Pair:
     summary: str
 
 
-def load(seed: int, *, max_prompt_tokens: int, max_pairs: int, sizes: Mapping[Split, int]) -> Corpus:
+def load(
+    seed: int, *, max_prompt_tokens: int, max_pairs: int, sizes: Mapping[Split, int]
+) -> dict[Role, dict[Split, list[Row]]]:
     """Demonstrations; comparisons against another function's summary of the same file; prompts.
 
     In the train split, the share DEMONSTRATED of the functions are demonstrations; the others are comparisons

@@ -11,50 +11,45 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import itertools
 import json
 import lzma
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Data, Split
-from rlhf_tasks.data.chat import Rendering
-from rlhf_tasks.data.rows import ROLES, Corpus, Problems, Role
-from rlhf_tasks.data.shapes import Line, Table
-from rlhf_tasks.data.splits import SPLIT_NAMES, fill_splits
-from rlhf_tasks.data.tables import assemble
+from rlhf_tasks.config import Split
+from rlhf_tasks.data.rows import BATCH, ROLES, Problems, Role
+from rlhf_tasks.data.shapes import Line, Lines, Table
+from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
 
+LARGE_BYTES = 2**27  # of a file that is announced
 
-def load(
-    path: Path,
-    data: Data,
-    rendering: Rendering,
-    problems: Problems,
-    own: Callable[[dict[str, Any]], Any] | None = None,
-    *,
-    seed: int,
-    sizes: Mapping[Split, int],
-) -> Corpus:
-    """The rows of a file or folder, split by prompt where the files are not.
+
+def tables_of(path: Path, problems: Problems) -> list[tuple[Role | None, Split, Table]]:
+    """The tables of a file or folder, with the role and split that their names give.
 
     Raises:
-        UserError: if the data does not exist, or a file is unreadable or has no known shape.
+        UserError: if the data does not exist, or a file is unreadable.
     """
     found, unused = discover(path)
     if unused:
         console.say(f"Not read, because it is no data file: {', '.join(unused)}")
-    tables = [(role, split, read_file(file, name, problems)) for role, split, name, file in found]
-    return fill_splits(assemble(tables, data, rendering, problems, own), seed=seed, sizes=sizes)
+    tables: list[tuple[Role | None, Split, Table]] = []
+    for role, split, name, file in found:
+        if (size := file.stat().st_size) > LARGE_BYTES:
+            console.say(f"reading {name}, {size / 1e6:,.0f} MB")
+        tables.append((role, split, read_file(file, name, problems)))
+    return tables
 
 
 def discover(path: Path) -> tuple[list[tuple[Role | None, Split, str, Path]], list[str]]:
@@ -110,48 +105,62 @@ _ABOUT = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_info
 
 # ---------------------------------------------------------------------------------------- readers
 
+Reader = Callable[[Path, str, Problems], Iterator[Line]]
+"""The records of a file, by its path and name; a broken one goes to the problems."""
+
 
 def read_file(file: Path, name: str, problems: Problems, most: int | None = None) -> Table:
     """The records of a file by its suffix; a broken one goes to `problems`.
 
-    At most the first `most` are returned, for which only the beginning of a large file is read, if it is not
-    a single JSON value.
+    They are read again each time that the table's lines are. With `most`, the first records are in the
+    table, and the rest of the file is not read.
 
     Raises:
         UserError: if the file cannot be read, or its name has another suffix.
     """
     if _suffix(file) not in _READERS:
         raise UserError(f"{name}: give a file whose name ends with {', '.join(_READERS)}")
-    table = _READERS[_suffix(file)](file, name, problems, most)
-    return table if most is None else replace(table, lines=table.lines[:most])
+    read = _READERS[_suffix(file)]
+    columns, count, some = dict[str, None](), 0, list[Line]()
+    for line in itertools.islice(read(file, name, problems), most):
+        columns.update(dict.fromkeys(line.values))
+        count += 1
+        if most is not None:
+            some.append(line)
+    lines = some if most is not None else Lines(lambda: read(file, name, Problems()), count)
+    return Table(name, tuple(columns), lines)
 
 
-def _read_json(file: Path, name: str, problems: Problems, most: int | None = None) -> Table:
+def _read_json(file: Path, name: str, problems: Problems) -> Iterator[Line]:
     """A JSON array of records, or a record per line: the content decides, not the suffix."""
-    lines: list[Line] = []
-    content, is_cut = _text(file, name, most)
-    if is_cut and not _is_json(content.partition("\n")[0]):
-        content, is_cut = _text(file, name)
-    whole = None if is_cut else _array(content)
-    if whole is not None:
-        for number, values in enumerate(whole, start=1):
-            _add(lines, f"{name}:{number}", values, problems)
-        return Table(name, tuple(dict.fromkeys(key for line in lines for key in line.values)), lines)
-    _check_rows_are_lines(content, name)
-    for number, text in enumerate(content.split("\n"), start=1):
-        where = f"{name}:{number}"
-        if not text.strip():
-            continue
-        if (fault := _bad_byte(text)) is not None:
-            problems.add(where, {"line": text}, "not_utf8", fault)
-            continue
-        try:
-            values = json.loads(text, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
-            problems.add(where, {"line": text}, "malformed", f"not JSON: {error}")
-            continue
-        _add(lines, where, values, problems)
-    return Table(name, tuple(dict.fromkeys(key for line in lines for key in line.values)), lines)
+    with _opened(file, name) as stream:
+        texts = (line.decode("utf-8", errors="surrogateescape") for line in stream)
+        numbered = ((number, text) for number, text in enumerate(texts, start=1) if text.strip())
+        some = list(itertools.islice(numbered, 2))
+        rest: Iterable[tuple[int, str]] = itertools.chain(some, numbered)
+        if some and (len(some) == 1 or not _is_json(some[0][1])):  # maybe one JSON value
+            rest = list(rest)
+            content = "\n" * (rest[0][0] - 1) + "".join(text for _, text in rest)
+            whole = _array(content)
+            if whole is not None:
+                for number, values in enumerate(whole, start=1):
+                    yield from _record(f"{name}:{number}", values, problems)
+                return
+            _check_rows_are_lines(content, name)
+        for number, text in rest:
+            where, text = f"{name}:{number}", text.removesuffix("\n")
+            if (fault := _bad_byte(text)) is not None:
+                problems.add(where, {"line": text}, "not_utf8", fault)
+                continue
+            try:
+                values = JSON.decode(text)
+            except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
+                problems.add(where, {"line": text}, "malformed", f"not JSON: {error}")
+                continue
+            if type(values) is dict and "\\u" not in text:  # an escape may stand for half a character
+                yield Line(where, values)
+            else:
+                yield from _record(where, values, problems)
 
 
 WRAPPERS = ("data", "rows", "records", "examples", "instances")
@@ -188,8 +197,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _add(lines: list[Line], where: str, values: Any, problems: Problems) -> None:
-    """Add a JSON value as a record: an object, or a list of objects as the column `records`."""
+JSON = json.JSONDecoder(object_pairs_hook=_once)
+
+
+def _record(where: str, values: Any, problems: Problems) -> Iterator[Line]:
+    """A JSON value as a record: an object, or a list of objects as the column `records`."""
     if isinstance(values, list) and values and all(isinstance(value, dict) for value in values):
         values = {"records": values}
     if not isinstance(values, dict):
@@ -198,7 +210,7 @@ def _add(lines: list[Line], where: str, values: Any, problems: Problems) -> None
     elif fault := next((f for v in values.values() if isinstance(v, str) and (f := _bad_byte(v))), None):
         problems.add(where, values, "not_utf8", fault)
     else:
-        lines.append(Line(where, values))
+        yield Line(where, values)
 
 
 def _check_rows_are_lines(content: str, name: str) -> None:
@@ -220,35 +232,34 @@ def _check_rows_are_lines(content: str, name: str) -> None:
         raise UserError(f"{name}:{number}: {what}; write one row, a JSON object, per line")
 
 
-def _read_csv(
-    file: Path, name: str, problems: Problems, most: int | None = None, separator: str = ","
-) -> Table:
+def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -> Iterator[Line]:
     """Reads a header line, then a record per row. A quoted field may contain line breaks."""
-    text, is_cut = _text(file, name, most)
-    if separator == ",":
-        _check_separator(text, name)
-    records = iter([*_csv_records(text, separator)][: -1 if is_cut else None])  # the last one may go on
-    header = next(records, (1, [], None))
-    if header[2] is not None or not header[1]:
-        raise UserError(
-            f"{name}:1: no CSV header: {header[2] or 'the file is empty'}; name the columns in line 1"
-        )
-    columns = tuple(header[1])
-    if twice := [column for column, count in Counter(columns).items() if column and count > 1]:
-        raise UserError(f"{name}:1: the header names {', '.join(map(repr, twice))} twice; rename one of them")
-    lines: list[Line] = []
-    for number, fields, fault in records:
-        where = f"{name}:{number}"
-        if fault is not None:
-            problems.add(where, {"fields": fields}, "malformed", f"not CSV: {fault}")
-        elif (not_utf8 := _bad_byte("".join(fields))) is not None:
-            problems.add(where, {"fields": fields}, "not_utf8", not_utf8)
-        elif len(fields) != len(columns):
-            detail = f"{len(fields)} fields, the header has {len(columns)}"
-            problems.add(where, {"fields": fields}, "malformed", detail)
-        else:
-            lines.append(Line(where, dict(zip(columns, fields, strict=True))))
-    return Table(name, columns, lines)
+    with _opened(file, name) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
+        first = next((line for line in text if line.strip()), "")
+        if separator == ",":
+            _check_separator(first, name)
+        records = _csv_records(itertools.chain([first], text), separator)
+        header = next(records, (1, [], None))
+        if header[2] is not None or not header[1]:
+            raise UserError(
+                f"{name}:1: no CSV header: {header[2] or 'the file is empty'}; name the columns in line 1"
+            )
+        columns = tuple(header[1])
+        if twice := [column for column, count in Counter(columns).items() if column and count > 1]:
+            named = ", ".join(map(repr, twice))
+            raise UserError(f"{name}:1: the header names {named} twice; rename one of them")
+        for number, fields, fault in records:
+            where = f"{name}:{number}"
+            if fault is not None:
+                problems.add(where, {"fields": fields}, "malformed", f"not CSV: {fault}")
+            elif (not_utf8 := _bad_byte("".join(fields))) is not None:
+                problems.add(where, {"fields": fields}, "not_utf8", not_utf8)
+            elif len(fields) != len(columns):
+                detail = f"{len(fields)} fields, the header has {len(columns)}"
+                problems.add(where, {"fields": fields}, "malformed", detail)
+            else:
+                yield Line(where, dict(zip(columns, fields, strict=True)))
 
 
 def _check_separator(text: str, name: str) -> None:
@@ -257,7 +268,7 @@ def _check_separator(text: str, name: str) -> None:
     Raises:
         UserError: naming the separator. A single column is never enough for a row.
     """
-    header = text.lstrip().partition("\n")[0]
+    header = text.rstrip("\n")
     if _num_columns(header, ",") > 1:
         return
     for separator, known in {";": "semicolons", "\t": "tabs", "|": "bars"}.items():
@@ -278,9 +289,9 @@ def _num_columns(header: str, separator: str) -> int:
 csv.field_size_limit(2**31 - 1)
 
 
-def _csv_records(text: str, separator: str) -> Iterator[tuple[int, list[str], str | None]]:
+def _csv_records(lines: Iterable[str], separator: str) -> Iterator[tuple[int, list[str], str | None]]:
     """(first line, fields, error or None) of each record; blank lines are skipped."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
+    reader = csv.reader(lines, strict=True, delimiter=separator)
     while True:
         start = reader.line_num + 1
         try:
@@ -294,45 +305,39 @@ def _csv_records(text: str, separator: str) -> Iterator[tuple[int, list[str], st
             yield start, fields, None
 
 
-def _read_parquet(file: Path, name: str, problems: Problems, most: int | None = None) -> Table:
+def _read_parquet(file: Path, name: str, problems: Problems) -> Iterator[Line]:
     try:
-        if most is None:
-            table = pq.read_table(file)
-        else:
-            stored = pq.ParquetFile(file)
-            table = pa.Table.from_batches(islice(stored.iter_batches(most), 1), stored.schema_arrow)
+        yield from _of_arrow(pq.ParquetFile(file, memory_map=True).iter_batches(BATCH), name, problems)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{name} is not readable as Parquet: {error}; write the file again") from None
-    return _of_arrow(table, name, problems)
 
 
-def _read_arrow(file: Path, name: str, problems: Problems, most: int | None = None) -> Table:
+def _read_arrow(file: Path, name: str, problems: Problems) -> Iterator[Line]:
     """A stream, as `datasets.save_to_disk` writes it, or a file of Arrow."""
     try:
         with file.open("rb") as stream:
             is_file = stream.read(6) == b"ARROW1"
         with pa.memory_map(str(file)) as mapped:
             opened = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
-            return _of_arrow(opened.read_all().slice(0, most), name, problems)
+            yield from _of_arrow(opened.read_all().to_batches(BATCH), name, problems)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{name} is not readable as Arrow: {error}; write the file again") from None
 
 
-def _of_arrow(table: pa.Table, name: str, problems: Problems) -> Table:
-    columns = {column: _plain_values(table.column(column)) for column in table.column_names}
-    lines: list[Line] = []
-    for number in range(table.num_rows):
-        values = {column: cells[number] for column, cells in columns.items()}
-        where = f"{name}:{number + 1}"
-        faults = [_bad_byte(value) for value in values.values() if isinstance(value, str)]
-        if (fault := next((f for f in faults if f is not None), None)) is not None:
-            problems.add(where, values, "not_utf8", fault)
-        else:
-            lines.append(Line(where, values))
-    return Table(name, tuple(table.column_names), lines)
+def _of_arrow(batches: Iterable[pa.RecordBatch], name: str, problems: Problems) -> Iterator[Line]:
+    numbers = itertools.count(1)
+    for batch in batches:
+        columns = [_plain_values(column) for column in batch.columns]
+        for cells in zip(*columns, strict=True):
+            values, where = dict(zip(batch.schema.names, cells, strict=True)), f"{name}:{next(numbers)}"
+            faults = (_bad_byte(value) for value in cells if isinstance(value, str))
+            if (fault := next((f for f in faults if f is not None), None)) is not None:
+                problems.add(where, values, "not_utf8", fault)
+            else:
+                yield Line(where, values)
 
 
-def _plain_values(column: pa.ChunkedArray) -> list[Any]:
+def _plain_values(column: pa.Array) -> list[Any]:
     """Python values. Strings are decoded from bytes, because Arrow does not check that they are UTF-8."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         cells = column.cast(pa.large_binary()).to_pylist()
@@ -348,42 +353,27 @@ def _nested_value(cell: pa.Scalar) -> Any:
         return error.object.decode("utf-8", errors="surrogateescape")
 
 
-def _text(file: Path, name: str, most: int | None = None) -> tuple[str, bool]:
-    """The text of a file without its byte order mark; bytes that are not UTF-8 become lone surrogates.
-
-    For `most` records it is the whole lines at the file's beginning; and whether it was so cut.
-
-    Raises:
-        UserError: for UTF-16, of which every line would be a bad row.
-    """
-    content = _bytes(file, name, -1 if most is None else HEAD_BYTES)
-    is_cut = most is not None and len(content) == HEAD_BYTES
-    if is_cut and not (lines := content[: content.rfind(b"\n") + 1]):
-        return _text(file, name)  # one long line
-    content = lines if is_cut else content
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
-        raise UserError(f"{name} is UTF-16; save it as UTF-8")
-    return content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape"), is_cut
-
-
-HEAD_BYTES = 2**22  # of a file of which a sample is read
-
-
-def _bytes(file: Path, name: str, most: int = -1) -> bytes:
-    """The content of a file, unpacked, or its first `most` bytes.
+@contextmanager
+def _opened(file: Path, name: str) -> Iterator[BinaryIO]:
+    """The content of a file, unpacked, without its byte order mark.
 
     Raises:
-        UserError: if it cannot be unpacked.
+        UserError: if it cannot be unpacked, or for UTF-16, of which every line would be a bad row.
     """
     try:
-        if file.suffix == ".xz":
-            with lzma.open(file) as unpacked:
-                return unpacked.read(most)
-        if file.suffix in _PACKED:
-            with pa.CompressedInputStream(pa.OSFile(str(file)), _PACKED[file.suffix]) as stream:
-                return bytes(stream.read(None if most < 0 else most))
         with file.open("rb") as plain:
-            return plain.read(most)
+            raw: Any = plain
+            if file.suffix == ".xz":
+                raw = lzma.LZMAFile(plain)  # noqa: SIM115 (`plain` is closed)
+            elif file.suffix in _PACKED:
+                raw = pa.CompressedInputStream(pa.PythonFile(plain), _PACKED[file.suffix])
+            stream = io.BufferedReader(raw)
+            head = stream.peek(3)[:3]
+            if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:2]:
+                raise UserError(f"{name} is UTF-16; save it as UTF-8")
+            if head == codecs.BOM_UTF8:
+                stream.read(3)
+            yield cast(BinaryIO, stream)
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
         raise UserError(f"{name} cannot be unpacked: {error}; write the file again") from None
 
@@ -393,14 +383,14 @@ BAD_BYTE = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of it
 
 def _bad_byte(text: str) -> str | None:
     """The first bad byte of a text decoded by surrogateescape, as a message, or None."""
-    found = BAD_BYTE.search(text)
+    found = None if text.isascii() else BAD_BYTE.search(text)
     if found is None:
         return None
     byte = ord(found[0]) - 0xDC00
     return f"byte 0x{byte:02x} after {found.start()} characters is not UTF-8; save it as UTF-8"
 
 
-_READERS: Mapping[str, Callable[[Path, str, Problems, int | None], Table]] = {
+_READERS: Mapping[str, Reader] = {
     ".jsonl": _read_json,
     ".ndjson": _read_json,
     ".json": _read_json,

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Data, HubSet, HubSources, Split
-from rlhf_tasks.data.chat import Rendering
-from rlhf_tasks.data.rows import ROLES, Corpus, Problems, Role
-from rlhf_tasks.data.shapes import Line, Table
-from rlhf_tasks.data.splits import SPLIT_NAMES, fill_splits
-from rlhf_tasks.data.tables import assemble
+from rlhf_tasks.config import HubSet, HubSources, Split
+from rlhf_tasks.data.rows import ROLES, Role
+from rlhf_tasks.data.shapes import Line, Lines, Table
+from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
 
 
-def load(
-    sources: HubSources,
-    data: Data,
-    rendering: Rendering,
-    problems: Problems,
-    own: Callable[[dict[str, Any]], Any] | None = None,
-    *,
-    seed: int,
-    sizes: Mapping[Split, int],
-) -> Corpus:
-    """The rows of the sets, in their own splits; a missing split is made by prompt.
+def tables_of(sources: HubSources) -> list[tuple[Role | None, Split, Table]]:
+    """The tables of the sets, in their own splits.
 
     Raises:
-        UserError: if a set cannot be loaded, has no known split, or lacks a column.
+        UserError: if a set cannot be loaded, or has no known split.
     """
-    tables: list[tuple[Role | None, Split, Table]] = []
-    for role in ROLES:
-        if (source := sources.by_role.get(role)) is not None:
-            tables += [(role, split, table) for split, table in _tables(source, role)]
-    return fill_splits(assemble(tables, data, rendering, problems, own), seed=seed, sizes=sizes)
+    return [
+        (role, split, table)
+        for role in ROLES
+        if (source := sources.by_role.get(role)) is not None
+        for split, table in tables_of_set(source, role)
+    ]
 
 
 def sample(name: str, most: int) -> Sequence[tuple[Role | None, Split, Table]]:
@@ -67,7 +56,8 @@ WORDS: Mapping[Role, tuple[str, ...]] = {"sft": ("sft",), "preferences": ("prefs
 """Words in the names of splits that say for what they are, as in `train_prefs` beside `train_sft`."""
 
 
-def _tables(source: HubSet, role: Role) -> list[tuple[Split, Table]]:
+def tables_of_set(source: HubSet, role: Role | None) -> list[tuple[Split, Table]]:
+    """The tables of one set; for a role, those of the splits that are named for it."""
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -82,11 +72,12 @@ def _tables(source: HubSet, role: Role) -> list[tuple[Split, Table]]:
         ) from error
     words = {name: str(name).split("_") for name in loaded}
     known = {name: SPLIT_NAMES[first] for name, (first, *_) in words.items() if first in SPLIT_NAMES}
-    named = {name: split for name, split in known.items() if {*words[name]} & {*WORDS.get(role, ())}}
+    own = WORDS.get(role, ()) if role else ()
+    named = {name: split for name, split in known.items() if {*words[name]} & {*own}}
     plain = {name: split for name, split in known.items() if len(words[name]) == 1}
     known = named or plain or known
     if left := [str(name) for name in loaded if name not in known]:
-        console.say(f"{source.id}: the splits {', '.join(left)} are not used for {role}")
+        console.say(f"{source.id}: the splits {', '.join(left)} are not used{f' for {role}' if role else ''}")
     if "train" not in known.values():
         raise UserError(
             f"the set {source.id!r} has no train split, only {', '.join(map(repr, loaded)) or 'none'}"
@@ -104,5 +95,9 @@ def _table(source: HubSet, split: str, rows: object) -> Table:
     local = Path(source.id)
     title = local.name if local.exists() else f"{source.id}@{source.revision[:8]}"
     title = f"{title}/{split}"
-    lines = [Line(f"{title}:{number}", values) for number, values in enumerate(rows, start=1)]
-    return Table(title, tuple(rows.column_names), lines)
+
+    def lines() -> Iterator[Line]:
+        for number, values in enumerate(rows, start=1):
+            yield Line(f"{title}:{number}", values)
+
+    return Table(title, tuple(rows.column_names), Lines(lines, len(rows)))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, Split, is_hub_id
 from rlhf_tasks.data import files, hub, rows, tables
 from rlhf_tasks.data.chat import Rendering
-from rlhf_tasks.data.rows import SPLITS, TEXTS, Corpus, Problems, Role, Row
+from rlhf_tasks.data.rows import SPLITS, TEXTS, Corpus, Problems, Role, Row, Rows
 from rlhf_tasks.data.shapes import Table
 from rlhf_tasks.errors import UserError
 
@@ -63,7 +61,7 @@ def look(
     )
     if unused:
         console.say(f"Not read, because it is no data file: {', '.join(unused)}")
-    corpus = tables.assemble(given, data, rendering, problems, own)
+    corpus = tables.assemble([tables.Part(given, data, own)], rendering, problems)
     rows.check_texts(corpus, rendering.eos, problems)
     rows.check_duplicates(corpus, problems)
     for role, parts in corpus.items():
@@ -73,20 +71,23 @@ def look(
     return corpus
 
 
-def _show(role: Role, parts: Mapping[Split, Sequence[Row]], data: Data, split: Tokens) -> None:
+def _show(role: Role, parts: Mapping[Split, Rows], data: Data, split: Tokens) -> None:
     """Counts, three rows as the model sees them, and the lengths in its tokens."""
     counts = ", ".join(f"{len(parts[name])} {name}" for name in SPLITS if parts.get(name))
     console.say(f"\n{role}: {counts or 'no rows'}")
-    every = [row for name in SPLITS for row in parts.get(name, [])]
     answers = [name for name in TEXTS[role] if name != "prompt"]
-    for row in every[:SHOWN]:
+    for row in itertools.islice(_every(parts), SHOWN):
         console.say(f"  {row['source']}")
         for name in answers:
-            prompt, response = split(row["prompt"], row[name])
+            prompt, response = split(row["prompt"], row[name] or "")
             if name == answers[0]:
                 console.say(f"    prompt ({len(prompt)} tokens): {_tokens(prompt)}")
-            console.say(f"    {name} ({len(response)} tokens): {_tokens(response)}")
-    lengths = [[len(part) for name in answers for part in split(row["prompt"], row[name])] for row in every]
+            if row[name] is not None:  # else these are prompts alone
+                console.say(f"    {name} ({len(response)} tokens): {_tokens(response)}")
+    lengths = [
+        [len(part) for name in answers for part in split(row["prompt"], row[name] or "")]
+        for row in _every(parts)
+    ]
     most = {"prompt": data.max_prompt_tokens, "response": data.max_completion_tokens}
     for name, start in (("prompt", 0), ("response", 1)):
         sizes = [size for pair in lengths for size in pair[start::2]]
@@ -94,6 +95,10 @@ def _show(role: Role, parts: Mapping[Split, Sequence[Row]], data: Data, split: T
             over = sum(size > most[name] for size in sizes)
             limit = f"data.max_{'prompt' if name == 'prompt' else 'completion'}_tokens={most[name]}"
             console.say(f"  {name} tokens {_histogram(sizes)}; {over or 'none'} over {limit}")
+
+
+def _every(parts: Mapping[Split, Rows]) -> Iterator[Row]:
+    return (row for name in SPLITS if name in parts for row in parts[name])
 
 
 def _tokens(parts: Sequence[str]) -> str:
@@ -128,8 +133,7 @@ def write(corpus: Corpus, out: Path) -> None:
         raise UserError(f"--write {out}: the folder is not empty; name a new one")
     for role, parts in corpus.items():
         for name, some in parts.items():
-            if some:
+            if len(some):
                 (out / role).mkdir(parents=True, exist_ok=True)
-                columns = {key: [row[key] for row in some] for key in (*TEXTS[role], "source")}
-                pq.write_table(pa.table(columns), out / role / f"{name}.parquet")
+                rows.write(some, out / role / f"{name}.parquet")
     console.say(f"wrote {out}")

@@ -1,24 +1,38 @@
 """Rows, which every source produces in one form, and the checks on them.
 
-A row is a dict of its role's text columns and `source`, the place it was read from
-(`FILE:LINE` for the user's files). Rows that give prompts may have `columns`, the kept values by name.
+A row is a dict of its role's text columns and `source`, the place it was read from (`FILE:LINE` for the
+user's files). Prompts alone have the reference None. Rows that give prompts may have `columns`, the kept
+values by name; rows of `data.mix` have `set`, the name of their set.
+
+Rows stand in a file of Arrow that is mapped into memory, one for each role: what splits, checks and filters
+hold are row numbers. So a million rows take little memory of their own.
+
 Problems are collected, so that one report names every bad row.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rlhf_tasks.config import Split
+from rlhf_tasks.data.columns import KEY
 
 Role = Literal["sft", "preferences", "prompts"]
 Row = dict[str, Any]
-Corpus = dict[Role, dict[Split, list[Row]]]
+Numbers = npt.NDArray[np.int64]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -32,11 +46,155 @@ TEXTS: Mapping[Role, tuple[str, ...]] = {
 Reason = Literal["malformed", "not_utf8", "empty", "too_long", "chosen_is_rejected", "duplicate", "leak"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
-
 CONVERSATION = "conversation"
 """The key of a row that is an earlier turn of a conversation; it holds the prompt of its last turn."""
+SET = "set"
+"""The key of a row of `data.mix`, and the column of a table, that holds the name of its set."""
 
 LONGEST_TOKEN = 256  # characters; the longest tokens of common vocabularies have half as many
+BATCH = 8192  # rows that are Python objects at a time
+BATCH_CHARACTERS = 2**26  # of texts, in rows that are written at a time
+ROW_GROUP = 2**16  # rows of a Parquet row group
+
+
+class Batch(NamedTuple):
+    """Some rows that follow each other in a role and split."""
+
+    role: Role
+    split: Split
+    first: int
+    """The position of the first one, from 1."""
+    numbers: Numbers
+    table: pa.Table
+
+    def column(self, name: str) -> list[Any]:
+        values: list[Any] = self.table.column(name).to_pylist()
+        return values
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows as dicts, without the keys that they do not have."""
+        found = []
+        for values in self.table.to_pylist():
+            row = {k: v for k, v in values.items() if v is not None or k in TEXTS[self.role]}
+            found.append(row | ({KEY: json.loads(row[KEY])} if KEY in row else {}))
+        return found
+
+    def where(self, i: int) -> str:
+        """The place of a row, as a report names it."""
+        source: str = self.table.column("source")[i].as_py()
+        return source if ":" in source else f"{source} {self.role}/{self.split}:{self.first + i}"
+
+
+class Rows:
+    """Rows of one role and split: those with these numbers, ascending, of the role's table."""
+
+    def __init__(self, role: Role, split: Split, table: pa.Table, numbers: Numbers) -> None:
+        self.role, self.split, self.table, self.numbers = role, split, table, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self.batches():
+            yield from batch.rows
+
+    def __getitem__(self, i: int) -> Row:
+        return Batch(self.role, self.split, 1, self.numbers, self.table.take(self.numbers[[i]])).rows[0]
+
+    def take(self, which: npt.NDArray[Any], split: Split | None = None) -> Rows:
+        """Some of the rows, by a mask or by positions."""
+        return Rows(self.role, split or self.split, self.table, self.numbers[which])
+
+    def batches(self) -> Iterator[Batch]:
+        first = 1
+        for start in range(0, self.table.num_rows if len(self) else 0, BATCH):
+            low, high = np.searchsorted(self.numbers, (start, start + BATCH))
+            numbers, table = self.numbers[low:high], self.table.slice(start, BATCH)
+            if not len(numbers):
+                continue
+            if not np.array_equal(numbers, np.arange(start, start + table.num_rows)):
+                table = table.take(numbers - start)
+            yield Batch(self.role, self.split, first, numbers, table)
+            first += len(numbers)
+
+
+Corpus = dict[Role, dict[Split, Rows]]
+
+
+class Writer:
+    """Collects the rows of a role in a temporary file, which goes when the rows do."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        names = (*TEXTS[role], "source", SET, KEY, CONVERSATION)
+        self._schema = pa.schema([(name, pa.string()) for name in names])
+        self._file = tempfile.NamedTemporaryFile(prefix="rlhf-rows-")  # noqa: SIM115 (`finish` closes it)
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
+        self._waiting, self._characters, self._count = list[Row](), 0, 0
+        self._numbers: dict[Split, list[Numbers]] = {}
+        self._splits: list[Split] = []
+
+    def add(self, split: Split, row: Row) -> None:
+        self._waiting.append(row)
+        self._splits.append(split)
+        for name in TEXTS[self._role]:
+            self._characters += len(row[name] or "")
+        if len(self._waiting) == BATCH or self._characters > BATCH_CHARACTERS:
+            self._flush()
+
+    def _flush(self) -> None:
+        kept = [None if KEY not in row else json.dumps(row[KEY], ensure_ascii=False) for row in self._waiting]
+        columns = [
+            pa.array(kept if name == KEY else [row.get(name) for row in self._waiting], pa.string())
+            for name in self._schema.names
+        ]
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        splits = np.array(self._splits)
+        for split in set(self._splits):
+            numbers = np.flatnonzero(splits == split) + self._count
+            self._numbers.setdefault(split, []).append(numbers)
+        self._count += len(self._waiting)
+        self._waiting, self._splits, self._characters = [], [], 0
+
+    def finish(self, splits: Iterable[Split]) -> dict[Split, Rows]:
+        """The rows by split; these splits are there even if they have none."""
+        self._flush()
+        self._stream.close()
+        self._file.flush()
+        table = pa.ipc.open_stream(pa.memory_map(self._file.name)).read_all()
+        self._file.close()
+        found: dict[Split, Rows] = {}
+        for split in dict.fromkeys((*splits, *self._numbers)):
+            numbers = [np.empty(0, np.int64), *self._numbers.get(split, [])]
+            found[split] = Rows(self._role, split, table, np.concatenate(numbers))
+        return found
+
+
+def stored(given: Mapping[Role, Mapping[Split, Iterable[Row]]]) -> Corpus:
+    """Rows of a generator as a corpus."""
+    corpus: Corpus = {}
+    for role, tables in given.items():
+        writer = Writer(role)
+        for split, rows in tables.items():
+            for row in rows:
+                writer.add(split, row)
+        corpus[role] = writer.finish(tables)
+    return corpus
+
+
+def write(rows: Rows, file: Path) -> None:
+    """Write Parquet: texts, source, and the columns `set` and `columns` where there are any."""
+    further = [SET, KEY] if rows.role == "prompts" else [SET]
+    further = [name for name in further if rows.table.column(name).null_count < rows.table.num_rows]
+    names = [*TEXTS[rows.role], "source", *further]
+    schema = pa.schema([(name, pa.string()) for name in names])
+    with pq.ParquetWriter(file, schema) as out:
+        for start in range(0, max(len(rows), 1), ROW_GROUP):
+            part = Rows(rows.role, rows.split, rows.table, rows.numbers[start : start + ROW_GROUP])
+            tables = [batch.table.select(names) for batch in part.batches()]
+            group = pa.concat_tables(tables).combine_chunks() if tables else schema.empty_table()
+            out.write_table(group.cast(schema))
 
 
 @dataclass
@@ -49,18 +207,28 @@ class BadRow:
 
 
 class Problems:
-    """All bad rows of a run. Rows are compared by identity: equal rows may both be bad."""
+    """All bad rows of a run, and the records that make no row."""
 
     MAX_SHOWN = 20
 
     def __init__(self) -> None:
-        self._bad: dict[int, BadRow] = {}
+        self._bad: dict[tuple[str, int], BadRow] = {}
 
-    def add(self, where: str, row: Mapping[str, Any], reason: Reason, detail: str) -> None:
-        self._bad.setdefault(id(row), BadRow(where, row)).faults.append((reason, detail))
+    def add(self, where: str, record: Mapping[str, Any], reason: Reason, detail: str) -> None:
+        """Add a fault of a record; equal ones may both be bad."""
+        self._bad.setdefault(("", id(record)), BadRow(where, record)).faults.append((reason, detail))
 
-    def __contains__(self, row: Mapping[str, Any]) -> bool:
-        return id(row) in self._bad
+    def add_row(self, batch: Batch, i: int, reason: Reason, detail: str) -> None:
+        """Add a fault of a row."""
+        key = batch.role, int(batch.numbers[i])
+        if key not in self._bad:
+            row = batch._replace(table=batch.table.slice(i, 1)).rows[0]
+            self._bad[key] = BadRow(batch.where(i), row)
+        self._bad[key].faults.append((reason, detail))
+
+    def numbers(self, role: Role) -> list[int]:
+        """The bad rows of a role's table."""
+        return [number for name, number in self._bad if name == role]
 
     def __len__(self) -> int:
         """Number of bad rows; one row may have several faults."""
@@ -110,13 +278,11 @@ class Problems:
 # ------------------------------------------------------------------------------------------ views
 
 
-def every(corpus: Corpus) -> Iterator[tuple[Role, Split, str, Row]]:
-    """All rows with their role, split and place, as a report names it."""
-    for role, tables in corpus.items():
-        for split, rows in tables.items():
-            for number, row in enumerate(rows, start=1):
-                where = row["source"] if ":" in row["source"] else f"{row['source']} {role}/{split}:{number}"
-                yield role, split, where, row
+def batches(corpus: Corpus) -> Iterator[Batch]:
+    """All rows of a corpus."""
+    for tables in corpus.values():
+        for rows in tables.values():
+            yield from rows.batches()
 
 
 def prompt_key(prompt: str) -> str:
@@ -132,10 +298,19 @@ def evaluated_role(corpus: Container[Role]) -> Role:
 
 def without(corpus: Corpus, problems: Problems) -> Corpus:
     """The rows without a fault."""
-    return {
-        role: {split: [row for row in rows if row not in problems] for split, rows in tables.items()}
-        for role, tables in corpus.items()
-    }
+    good: Corpus = {}
+    for role, tables in corpus.items():
+        bad = problems.numbers(role)
+        good[role] = {
+            split: rows.take(~np.isin(rows.numbers, bad)) if bad else rows for split, rows in tables.items()
+        }
+    return good
+
+
+def digest(*texts: str) -> bytes:
+    """What equal texts have in common, in a few bytes."""
+    joined = "\ud800".join(texts)  # no text of a row has this character
+    return hashlib.blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -143,16 +318,24 @@ def without(corpus: Corpus, problems: Problems) -> Corpus:
 
 def check_texts(corpus: Corpus, eos: str, problems: Problems) -> None:
     """Reports empty texts, a chosen answer equal to the rejected one, and an answer that contains `eos`."""
-    for role, _, where, row in every(corpus):
-        names = TEXTS[role]
-        for name in names:
-            if not row[name].strip():
-                problems.add(where, row, "empty", f"{name} is empty")
-            elif name != "prompt" and eos in row[name]:
-                detail = f"{name} contains the end-of-sequence text {eos!r}, after which nothing is generated"
-                problems.add(where, row, "malformed", detail)
-        if role == "preferences" and row["chosen"].strip() == row["rejected"].strip():
-            problems.add(where, row, "chosen_is_rejected", "chosen and rejected are the same text")
+    for batch in batches(corpus):
+        for name in TEXTS[batch.role]:
+            for i, text in enumerate(batch.column(name)):
+                if text is None:
+                    continue
+                if not text.strip():
+                    problems.add_row(batch, i, "empty", f"{name} is empty")
+                elif name != "prompt" and eos in text:
+                    detail = (
+                        f"{name} contains the end-of-sequence text {eos!r}, after which nothing is generated"
+                    )
+                    problems.add_row(batch, i, "malformed", detail)
+        if batch.role == "preferences":
+            pairs = zip(batch.column("chosen"), batch.column("rejected"), strict=True)
+            for i, (chosen, rejected) in enumerate(pairs):
+                if chosen.strip() == rejected.strip():
+                    detail = "chosen and rejected are the same text"
+                    problems.add_row(batch, i, "chosen_is_rejected", detail)
 
 
 def check_duplicates(corpus: Corpus, problems: Problems) -> None:
@@ -160,15 +343,21 @@ def check_duplicates(corpus: Corpus, problems: Problems) -> None:
 
     Conversations may begin in the same way: their earlier turns are no duplicates.
     """
-    first: dict[tuple[str, ...], str] = {}
-    for role, split, where, row in every(corpus):
-        if CONVERSATION in row:
-            continue
-        key = (role, split, *(row[name].strip() for name in TEXTS[role]))
-        if key in first:
-            problems.add(where, row, "duplicate", f"the same row as {first[key]}")
-        else:
-            first[key] = where
+    for tables in corpus.values():
+        for rows in tables.values():
+            first: dict[bytes, int] = {}
+            for batch in rows.batches():
+                conversations = batch.column(CONVERSATION)
+                columns = (batch.column(name) for name in TEXTS[batch.role])
+                for i, texts in enumerate(zip(*columns, strict=True)):
+                    if conversations[i] is not None:
+                        continue
+                    key = digest(*((text or "").strip() for text in texts))
+                    place = first.setdefault(key, batch.first + i)
+                    if place != batch.first + i:
+                        earlier = rows.take(np.array([place - 1]))
+                        where = next(earlier.batches())._replace(first=place).where(0)
+                        problems.add_row(batch, i, "duplicate", f"the same row as {where}")
 
 
 def check_leaks(corpus: Corpus, problems: Problems) -> None:
@@ -178,46 +367,79 @@ def check_leaks(corpus: Corpus, problems: Problems) -> None:
     held-out row counts as the bad one.
     """
     judged = evaluated_role(corpus)
-    seen: dict[tuple[Role, Split], dict[str, str]] = {}
-    for role, split, where, row in every(corpus):
-        seen.setdefault((role, split), {}).setdefault(prompt_key(row["prompt"]), where)
-    for role, split, where, row in every(corpus):
-        if split == "train" or row["prompt"].strip() == "" or CONVERSATION in row:
+    held = {
+        digest(prompt_key(prompt))
+        for tables in corpus.values()
+        for split, rows in tables.items()
+        if split != "train"
+        for batch in rows.batches()
+        for prompt in batch.column("prompt")
+    }
+    seen: dict[tuple[Role, Split], dict[bytes, str]] = {}
+    for batch in batches(corpus):
+        found = seen.setdefault((batch.role, batch.split), {})
+        for i, prompt in enumerate(batch.column("prompt")):
+            key = digest(prompt_key(prompt))
+            if key in held and key not in found:
+                found[key] = batch.where(i)
+    for batch in batches(corpus):
+        if batch.split == "train":
             continue
+        role, conversations = batch.role, batch.column(CONVERSATION)
         trained: Sequence[Role] = [r for r in ROLES if r in corpus] if role == judged else [role]
         places: list[tuple[Role, Split]] = [(other, "train") for other in trained]
-        places += [(role, "validation")] if split == "test" else []
-        key = prompt_key(row["prompt"])
-        for other_role, other_split in places:
-            if (clash := seen.get((other_role, other_split), {}).get(key)) is not None:
-                detail = f"this {split} prompt is also in {other_split} of {other_role} ({clash})"
-                problems.add(where, row, "leak", detail)
-                break
+        places += [(role, "validation")] if batch.split == "test" else []
+        for i, prompt in enumerate(batch.column("prompt")):
+            if prompt.strip() == "" or conversations[i] is not None:
+                continue
+            key = digest(prompt_key(prompt))
+            for other_role, other_split in places:
+                if (clash := seen.get((other_role, other_split), {}).get(key)) is not None:
+                    detail = f"this {batch.split} prompt is also in {other_split} of {other_role} ({clash})"
+                    problems.add_row(batch, i, "leak", detail)
+                    break
 
 
-Lengths = dict[int, tuple[int, ...]]
-"""Tokens of a row's texts in the order of TEXTS, EOS counted in answers; by the row's id()."""
+# ---------------------------------------------------------------------------------------- lengths
 
 
-Encoder = Callable[[list[str], list[str]], tuple[list[list[int]], list[list[int]], list[bool]]]
-"""`tokenizer.continue_prompts` of one tokenizer: prompts and responses → their ids, and which ones merge."""
+class Lengths(NamedTuple):
+    """Of the rows of a role's table, by their numbers."""
+
+    tokens: npt.NDArray[np.int32]
+    """(N, K): the tokens of a row's K texts in the order of TEXTS, EOS counted in answers; -1 for no text."""
+    merged: npt.NDArray[np.bool_]
+    """(N,): whether a response would merge with its prompt."""
 
 
-def measure(corpus: Corpus, encode: Encoder) -> tuple[Lengths, set[int]]:
-    """Token counts of every text, and the id() of each row that has a response merged with its prompt."""
-    answers = [(row, name) for role, _, _, row in every(corpus) for name in TEXTS[role] if name != "prompt"]
-    pairs = list(dict.fromkeys((row["prompt"], row[name]) for row, name in answers))
-    queries, responses, merges = encode([prompt for prompt, _ in pairs], [text for _, text in pairs])
-    counts = {
-        pair: (len(query), len(response), is_merged)
-        for pair, query, response, is_merged in zip(pairs, queries, responses, merges, strict=True)
-    }
-    lengths, merged = dict[int, tuple[int, ...]](), set[int]()
-    for row, name in answers:
-        of_prompt, of_answer, is_merged = counts[row["prompt"], row[name]]
-        lengths[id(row)] = (*lengths.get(id(row), (of_prompt,)), of_answer)
-        merged |= {id(row)} if is_merged else set()
-    return lengths, merged
+CountTokens = Callable[[list[str], list[str]], tuple[list[int], list[int], list[bool]]]
+"""`tokenizer.Counts`: prompts and responses → their tokens, and which responses merge with their prompts."""
+
+
+def measure(
+    corpus: Corpus, count: CountTokens, advance: Callable[[int], None] = lambda _: None
+) -> dict[Role, Lengths]:
+    """Token counts of every text by role. `advance` is called with the number of rows that were read."""
+    lengths: dict[Role, Lengths] = {}
+    for batch in batches(corpus):
+        names, size = TEXTS[batch.role], corpus[batch.role][batch.split].table.num_rows
+        own = lengths.setdefault(
+            batch.role, Lengths(np.full((size, len(names)), -1, np.int32), np.zeros(size, bool))
+        )
+        prompts = batch.column("prompt")
+        answers = [batch.column(name) for name in names[1:]]
+        texts = [text or "" for column in answers for text in column]
+        of_prompts, of_answers, merges = count(prompts * len(answers), texts)
+        own.tokens[batch.numbers, 0] = of_prompts[: len(prompts)]
+        for k, column in enumerate(answers):
+            part, given = (
+                slice(k * len(prompts), (k + 1) * len(prompts)),
+                [text is not None for text in column],
+            )
+            own.tokens[batch.numbers, k + 1] = np.where(given, of_answers[part], -1)
+            own.merged[batch.numbers] |= np.array(merges[part], bool) & given
+        advance(len(prompts))
+    return lengths
 
 
 def limits(role: Role, max_prompt: int, max_completion: int) -> tuple[int, ...]:
@@ -227,24 +449,33 @@ def limits(role: Role, max_prompt: int, max_completion: int) -> tuple[int, ...]:
 
 def check_sizes(corpus: Corpus, max_prompt: int, max_completion: int, problems: Problems) -> None:
     """Reports texts that are too long whatever the tokenizer: tokenizing one of 30 MB takes half a minute."""
-    for role, _, where, row in every(corpus):
-        for name, most in zip(TEXTS[role], limits(role, max_prompt, max_completion), strict=True):
-            if len(row[name]) > most * LONGEST_TOKEN:
-                key = _length_key(name)
-                detail = f"{name} has {len(row[name]):,} characters, too many for data.{key}={most} tokens"
-                problems.add(where, row, "too_long", detail)
+    for batch in batches(corpus):
+        bounds = limits(batch.role, max_prompt, max_completion)
+        for name, most in zip(TEXTS[batch.role], bounds, strict=True):
+            for i, text in enumerate(batch.column(name)):
+                if len(text or "") > most * LONGEST_TOKEN:
+                    key = _length_key(name)
+                    detail = f"{name} has {len(text):,} characters, too many for data.{key}={most} tokens"
+                    problems.add_row(batch, i, "too_long", detail)
 
 
 def check_lengths(
-    corpus: Corpus, lengths: Lengths, max_prompt: int, max_completion: int, problems: Problems
+    corpus: Corpus,
+    lengths: Mapping[Role, Lengths],
+    max_prompt: int,
+    max_completion: int,
+    problems: Problems,
 ) -> None:
     """Reports texts longer than data.max_prompt_tokens or data.max_completion_tokens (EOS included)."""
-    for role, _, where, row in every(corpus):
-        bounds = zip(TEXTS[role], lengths[id(row)], limits(role, max_prompt, max_completion), strict=True)
-        for name, tokens, most in bounds:
-            if tokens > most:
-                detail = f"{name} has {tokens} tokens, data.{_length_key(name)} is {most}"
-                problems.add(where, row, "too_long", detail)
+    for batch in batches(corpus):
+        tokens, most = (
+            lengths[batch.role].tokens[batch.numbers],
+            limits(batch.role, max_prompt, max_completion),
+        )
+        for i, k in np.argwhere(tokens > most):
+            name = TEXTS[batch.role][k]
+            detail = f"{name} has {tokens[i, k]} tokens, data.{_length_key(name)} is {most[k]}"
+            problems.add_row(batch, int(i), "too_long", detail)
 
 
 def _length_key(name: str) -> str:

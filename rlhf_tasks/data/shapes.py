@@ -21,13 +21,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from rlhf_tasks.config import Columns, Data, Split
 from rlhf_tasks.data.chat import Message, Unusable
-from rlhf_tasks.data.rows import Role
+from rlhf_tasks.data.rows import Role, digest
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
 
@@ -67,12 +67,25 @@ FINAL = re.compile(r"^####\s*(\S.*?)\s*$", re.MULTILINE)
 SAMPLE = 1000  # rows by which the type of a column is known
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One record and its place, `FILE:LINE`."""
 
     where: str
     values: Values
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines of a table, read anew each time: of a large file only a few are in memory."""
+
+    read: Callable[[], Iterator[Line]]
+    count: int
+
+    def __iter__(self) -> Iterator[Line]:
+        return self.read()
+
+    def __len__(self) -> int:
+        return self.count
 
 
 @dataclass(frozen=True)
@@ -81,26 +94,22 @@ class Table:
 
     name: str
     columns: tuple[str, ...]
-    lines: list[Line]
+    lines: Lines | Sequence[Line]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reading:
-    """A table in our columns, with what was made of it."""
+    """A table in our columns."""
 
     role: Role
     rule: str
     """Which column goes where, for people."""
     table: Table
-    used: tuple[str, ...]
-    splits: Mapping[int, Split] = field(default_factory=dict)
-    """The split of a line, by its position, where a column names it."""
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-    """The place of each row that makes no row here, and why."""
-    bad: list[tuple[Line, Unusable]] = field(default_factory=list)
-    """Records that are no rows, and their faults."""
-    columns: tuple[str, ...] = ()
-    """The columns of the table that was read."""
+    """The table as it was read."""
+    used: tuple[str, ...] = ()
+    """The columns of the table that are read."""
+    made: Callable[[], Iterable[tuple[Line, Any]]] = tuple
+    """Each record and what it makes: a row, why it makes none as text, or its fault."""
 
 
 def _unfolded(table: Table) -> Table:
@@ -109,7 +118,7 @@ def _unfolded(table: Table) -> Table:
     They are JSON in a text, as in the cells of a CSV file; a list of objects with question and answer each;
     and a `history` of (question, answer) before a prompt, as LLaMA-Factory has it.
     """
-    shown = table.lines[:SAMPLE]
+    shown = list(itertools.islice(table.lines, SAMPLE))
 
     def all_are(name: str, turned: Callable[[Any], Any]) -> bool:
         values = [value for line in shown if (value := line.values.get(name)) not in (None, "", [])]
@@ -119,11 +128,15 @@ def _unfolded(table: Table) -> Table:
     for name in table.columns:
         if convert := next((one for one in (_from_json, _from_turns) if all_are(name, one)), None):
             changed[name] = convert
-    lines = [
-        Line(line.where, {**line.values, **{n: _or_same(f, line.values.get(n)) for n, f in changed.items()}})
-        for line in table.lines
-    ]
-    return Table(table.name, table.columns, lines) if changed else table
+    if not changed:
+        return table
+
+    def lines() -> Iterator[Line]:
+        for line in table.lines:
+            turned = {name: _or_same(convert, line.values.get(name)) for name, convert in changed.items()}
+            yield Line(line.where, {**line.values, **turned})
+
+    return Table(table.name, table.columns, Lines(lines, len(table.lines)))
 
 
 def _or_same(convert: Callable[[Any], Any], value: Any) -> Any:
@@ -171,7 +184,7 @@ def kinds_of(table: Table, named: Iterable[str] = ()) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name in table.columns:
-        values = (line.values.get(name) for line in table.lines[:SAMPLE])
+        values = (line.values.get(name) for line in itertools.islice(table.lines, SAMPLE))
         kinds = Counter(_kind(value) for value in values if value is not None)
         del kinds["nothing"]
         if kinds:
@@ -249,8 +262,8 @@ def read(
         alike = [other for _, _, other in tables if {*other.columns} == {*table.columns}]
         shape = _Shape(table, kinds_of(table, named), data, chat, alike)
         try:
-            readings = [Reading("sft", "no rows", table, table.columns, columns=table.columns)]
-            if table.lines:
+            readings = [Reading("sft", "no rows", table, table.columns)]
+            if len(table.lines):
                 readings = shape.by_function(own) if own is not None else shape.readings(role)
             found += [(split, _as_role(reading, role)) for reading in readings]
         except UserError as error:
@@ -258,6 +271,10 @@ def read(
     if faults:
         raise UserError("the data cannot be read as it is:\n  " + "\n  ".join(faults))
     return found
+
+
+def _chained(tables: Sequence[Table]) -> Iterator[Line]:
+    return itertools.chain.from_iterable(table.lines for table in tables)
 
 
 def _joined(
@@ -270,14 +287,18 @@ def _joined(
     joined: list[tuple[Role | None, Split, Table]] = []
     for (role, split, _), some in groups.items():
         name = some[0].name if len(some) == 1 else f"{some[0].name} and {len(some) - 1} more"
-        joined.append((role, split, Table(name, some[0].columns, [line for t in some for line in t.lines])))
+        if len(some) == 1:
+            joined.append((role, split, some[0]))
+            continue
+        lines = Lines(partial(_chained, some), sum(len(table.lines) for table in some))
+        joined.append((role, split, Table(name, some[0].columns, lines)))
     return joined
 
 
 def _as_role(reading: Reading, role: Role | None) -> Reading:
     """The reading in the role that the file's name gives: demonstrations serve as prompts with references."""
     fits = role in (None, reading.role) or (role, reading.role) == ("prompts", "sft")
-    if fits or not reading.table.lines:
+    if fits or not len(reading.table.lines):
         return replace(reading, role=role or reading.role)
     raise UserError(
         f"{reading.table.name} is {role} by its name, and holds {reading.rule}; rename it, or name its "
@@ -315,10 +336,16 @@ class _Shape:
     def columns(self) -> Columns:
         return self.data.columns
 
+    @cached_property
+    def sample(self) -> list[Line]:
+        """The first lines."""
+        return list(itertools.islice(self.table.lines, SAMPLE))
+
     def first(self, names: Iterable[str], kind: str = "text") -> str | None:
         """The first of these columns that has the type."""
         return next((name for name in names if self.kinds.get(name) == kind), None)
 
+    @cached_property
     def prompt(self) -> str | None:
         """The column of the prompt: texts or messages."""
         names = (self.columns.prompt, *(name for name in PROMPTS if name != "history"), "history")
@@ -335,13 +362,13 @@ class _Shape:
     @cached_property
     def is_dialogue(self) -> bool:
         """Whether prompts, or answers of pairs without one, are marked dialogues for a chat template."""
-        name = self.prompt() or self.columns.chosen
+        name = self.prompt or self.columns.chosen
         texts = (line.values.get(name) for table in self.alike for line in table.lines)
         return self.chat and any(isinstance(text, str) and dialogue(text) for text in texts)
 
     def asked(self, values: Values, prompt: str | None = None) -> Any:
         """The whole prompt of a record: text or messages, an input below it, a system message before it."""
-        text = values[prompt or self.prompt() or "prompt"]
+        text = values[prompt or self.prompt or "prompt"]
         if isinstance(text, Mapping):
             text = next(text[key] for key in TEXT_KEYS if isinstance(text.get(key), str))
         below = self.context and values.get(self.context)
@@ -361,17 +388,17 @@ class _Shape:
     @cached_property
     def has_history(self) -> bool:
         """Whether `history` holds the turns before the prompt, as (question, answer) each."""
-        values = (line.values.get("history") for line in self.table.lines)
-        return self.prompt() != "history" and any(_before(value) for value in values)
+        if "history" not in self.kinds or self.prompt == "history":
+            return False
+        return any(_before(line.values.get("history")) for line in self.table.lines)
 
-    @property
+    @cached_property
     def context(self) -> str | None:
         """The column of what stands below the prompt."""
-        of_prompt = self.prompt()
-        names = (name for name in CONTEXTS if name != of_prompt)
+        names = (name for name in CONTEXTS if name != self.prompt)
         return next((name for name in names if self.kinds.get(name) in ("text", "number")), None)
 
-    @property
+    @cached_property
     def system(self) -> str | None:
         """The column of a system message."""
         return self.columns.system or self.first(SYSTEMS)
@@ -395,45 +422,47 @@ class _Shape:
     ) -> list[Reading]:
         """The reading that converts each record; one that raises LeftOut is left out and named."""
         return self.reading(
-            role, rule, used, ((line, _converted(convert, line)) for line in self.table.lines)
+            role, rule, used, lambda: ((line, _converted(convert, line)) for line in self.table.lines)
         )
 
     def reading(
-        self, role: Role, rule: str, used: Iterable[str | None], made: Iterable[tuple[Line, Any]]
+        self,
+        role: Role,
+        rule: str,
+        used: Iterable[str | None],
+        made: Callable[[], Iterable[tuple[Line, Any]]],
     ) -> list[Reading]:
-        lines, left_out = list[Line](), list[tuple[str, str]]()
-        splits, bad = dict[int, Split](), list[tuple[Line, Unusable]]()
         keep = tuple(dict.fromkeys(name.split(".")[0] for name in self.columns.keep))
-        for line, row in made:
-            if isinstance(row, str):
-                left_out.append((line.where, row))
-                continue
-            if isinstance(row, Unusable):
-                bad.append((line, row))
-                continue
-            if (named := _split(line.values)) is not None:
-                splits[len(lines)] = named
-            kept = {name: line.values[name] for name in keep if name in line.values}
-            tools = {"tools": line.values["tools"]} if line.values.get("tools") else {}
-            lines.append(Line(line.where, kept | tools | row))
-        names = dict.fromkeys(name for line in lines for name in line.values)
-        extra = ("split",) if splits else ()
+
+        def rows() -> Iterator[tuple[Line, Any]]:
+            for line, row in made():
+                if not isinstance(row, dict):
+                    yield line, row
+                    continue
+                names = (*keep, "tools") if line.values.get("tools") else keep
+                yield line, {name: line.values[name] for name in names if name in line.values} | row
+
         used = (*used, *self.beside) if role != "sft" or rule.startswith("demonstrations") else used
-        table = Table(self.table.name, tuple(names), lines)
+        extra = ("split",) if any(split_of(line.values) for line in self.sample) else ()
         taken = (*(name for name in used if name), *keep, *extra, "tools")
-        return [Reading(role, rule, table, taken, splits, left_out, bad, self.table.columns)]
+        return [Reading(role, rule, self.table, taken, rows)]
 
     def by_function(self, own: Callable[[Row], Any]) -> list[Reading]:
         """The rows of a function of the user's: a record goes in, a row, several or None come out."""
-        path, made = str(self.data.format), list[tuple[Line, Any]]()
-        for line in self.table.lines:
-            try:
-                rows = own(dict(line.values))
-            except Exception as error:  # the user's function can raise anything
-                raise UserError(f"{line.where}: {path} failed: {type(error).__name__}: {error}") from error
-            several = rows if isinstance(rows, list) else [rows]
-            made += [(line, f"{path} returns None" if row is None else dict(row)) for row in several]
-        names = {name for _, row in made if isinstance(row, dict) for name in row}
+        path = str(self.data.format)
+
+        def made() -> Iterator[tuple[Line, Any]]:
+            for line in self.table.lines:
+                try:
+                    rows = own(dict(line.values))
+                except Exception as error:  # the user's function can raise anything
+                    what = f"{type(error).__name__}: {error}"
+                    raise UserError(f"{line.where}: {path} failed: {what}") from error
+                for row in rows if isinstance(rows, list) else [rows]:
+                    yield line, f"{path} returns None" if row is None else dict(row)
+
+        some = (row for _, row in made() if isinstance(row, dict))
+        names = {name for row in itertools.islice(some, SAMPLE) for name in row}
         role: Role = "preferences" if "chosen" in names else "sft" if names - {"prompt"} else "prompts"
         return self.reading(role, f"by {path}", self.table.columns, made)
 
@@ -458,7 +487,7 @@ def _converted(convert: Callable[[Values], Any], line: Line) -> Any:
         return Unusable("malformed", f"has values of another type: {error}")
 
 
-def _split(values: Values) -> Split | None:
+def split_of(values: Values) -> Split | None:
     """The split that a row names in the column `split`: valid1 and test_prefs are known too."""
     name = values.get("split")
     return SPLIT_NAMES.get(re.split(r"[-_\d]", name.casefold())[0]) if isinstance(name, str) else None
@@ -528,7 +557,7 @@ def _is_good(value: Any) -> bool | None:
 
 def _unpaired(shape: _Shape) -> list[Reading]:
     """Answers marked good or bad: never demonstrations unless somebody says so."""
-    prompt, answer = shape.prompt(), shape.first((shape.columns.completion, *ANSWERS))
+    prompt, answer = shape.prompt, shape.first((shape.columns.completion, *ANSWERS))
     answer = answer or shape.first((shape.columns.completion, *ANSWERS), "messages")
     talk = shape.first(shape.kinds, "messages") if answer is None else None
     flags = (name for name, kind in shape.kinds.items() if kind == "flag")
@@ -565,7 +594,7 @@ def _unpaired(shape: _Shape) -> list[Reading]:
             return shape.rows("sft", f"the answers whose {label} is true", used, good)
         case "label_pairs":
             rule = f"pairs of a good and a bad answer by {label}"
-            return shape.reading("preferences", rule, used, _by_prompt(shape, rated))
+            return shape.reading("preferences", rule, used, lambda: _by_prompt(shape, rated))
     raise UserError(
         f"{shape.table.name}: the column {label!r} marks {labels.count(False)} of {len(labels)} rows as "
         "false, so these single answers are neither demonstrations nor pairs. Set data.format to label_pairs "
@@ -607,7 +636,7 @@ def _pairs(shape: _Shape) -> list[Reading]:
     if {shape.kinds.get(chosen), shape.kinds.get(rejected)} - {"text", "messages"}:
         return []
     prompt = (
-        shape.prompt() if shape.kinds[chosen] != "messages" or shape.columns.prompt in shape.kinds else None
+        shape.prompt if shape.kinds[chosen] != "messages" or shape.columns.prompt in shape.kinds else None
     )
 
     def convert(values: Values) -> Row:
@@ -621,7 +650,7 @@ def _pairs(shape: _Shape) -> list[Reading]:
             raise Unusable("malformed", "has no prompt, and its answers are no dialogues")
         return {"chosen": turns[0], "rejected": turns[1]} if shape.chat else _cut(*map(str, sides))
 
-    texts = [str(line.values[chosen]) for line in shape.table.lines[:SAMPLE] if line.values.get(chosen)]
+    texts = [str(line.values[chosen]) for line in shape.sample if line.values.get(chosen)]
     if prompt is None and shape.kinds[chosen] == "text" and not all(dialogue(text) for text in texts):
         return []
     start = "the start that both have" if prompt is None else prompt
@@ -658,14 +687,13 @@ def _voted(shape: _Shape) -> list[Reading]:
     signed = "overall_preference" if shape.kinds.get("overall_preference") == "number" else None
     is_shp = first == "human_ref_A" and "labels" in shape.kinds
     scores = next((s for s in SCORES if shape.kinds.get(s + a) == shape.kinds.get(s + b) == "number"), None)
-    prompt = shape.prompt() or next(
+    prompt = shape.prompt or next(
         (name for name in PROMPTS if shape.kinds.get(name) == "object" and _text_of(shape, name)), None
     )
     if vote is None and not is_shp and scores is None and signed is None:
         return []
     if prompt is None and signed is not None and shape.kinds.get("context") == "messages":
         prompt = "context"
-    seen: set[str] = set()
 
     def is_first(values: Values) -> bool:
         if is_shp:
@@ -685,7 +713,8 @@ def _voted(shape: _Shape) -> list[Reading]:
             )
         return one > two
 
-    strange = [made for line in shape.table.lines if isinstance(made := _converted(is_first, line), Unusable)]
+    found = (_converted(is_first, line) for line in shape.table.lines)
+    strange = [one for one in found if isinstance(one, Unusable)]
     if vote is not None and strange:
         raise UserError(
             f"{shape.table.name}: {strange[0]}, as in {len(strange)} row(s); write the column as {a} or {b} "
@@ -703,17 +732,23 @@ def _voted(shape: _Shape) -> list[Reading]:
             row = {"chosen": chosen, "rejected": rejected}
         else:
             row = _pair(shape.asked(values, prompt), chosen, rejected)
-        if repr(row) in seen:
-            raise LeftOut("the same pair as an earlier row, by another judge")
-        seen.add(repr(row))
         return row
+
+    def made() -> Iterator[tuple[Line, Any]]:
+        seen = set[bytes]()
+        for line in shape.table.lines:
+            row = _converted(convert, line)
+            if isinstance(row, dict):
+                key = digest(repr(row))
+                row = "the same pair as an earlier row, by another judge" if key in seen else row
+                seen.add(key)
+            yield line, row
 
     by = "labels (1: A is chosen)" if is_shp else vote or signed or f"{scores}{a} and {scores}{b}"
     used = (prompt, first, second, vote or signed, "labels" if is_shp else None, "turn")
     used = (*used, *((scores + a, scores + b) if scores and not vote else ()))
-    return shape.rows(
-        "preferences", f"pairs of {first} and {second} by {by}, prompt = {prompt}", used, convert
-    )
+    rule = f"pairs of {first} and {second} by {by}, prompt = {prompt}"
+    return shape.reading("preferences", rule, used, made)
 
 
 def _names(column: str, suffix: str) -> tuple[str, ...]:
@@ -747,7 +782,7 @@ def _text_of(shape: _Shape, column: str) -> bool:
 
 def _better_of_two(shape: _Shape) -> list[Reading]:
     """response_j was rated better than response_k (stack-exchange-paired)."""
-    prompt = shape.prompt()
+    prompt = shape.prompt
     if prompt is None or {shape.kinds.get("response_j"), shape.kinds.get("response_k")} != {"text"}:
         return []
     rule = f"pairs: prompt = {prompt}, chosen = response_j, rejected = response_k"
@@ -786,12 +821,12 @@ def _rated_list(shape: _Shape) -> list[Reading]:
         rating = next((key for key in ("rank", *SCORES) if key in keys), None)
         if text is None or rating is None:
             continue
-        asked = shape.prompt() or (name if _question(items[0]) else None)
+        asked = shape.prompt or (name if _question(items[0]) else None)
         if asked is None:
             continue
         return shape.reading(
             "preferences", f"pairs of {name} by {rating}, prompt = {asked}", (name, asked),
-            _from_list(shape, name, text, rating, asked),
+            partial(_from_list, shape, name, text, rating, asked),
         )  # fmt: skip
     return []
 
@@ -822,16 +857,19 @@ def _from_list(shape: _Shape, name: str, text: str, rating: str, asked: str) -> 
 
 def _rated_rows(shape: _Shape) -> list[Reading]:
     """An answer and its score per row; those to one prompt become pairs."""
-    prompt, answer = shape.prompt(), shape.first(("response", "answer", "completion", "output"))
+    prompt, answer = shape.prompt, shape.first(("response", "answer", "completion", "output"))
     score = next((s for s in (shape.data.format or "", *SCORES) if shape.kinds.get(s) == "number"), None)
     if prompt is None or answer is None or score is None:
         return []
     asked = [repr(_converted(shape.asked, line)) for line in shape.table.lines]
     if len(set(asked)) == len(asked):
         return []  # one answer to each prompt: the score is a property of a demonstration
-    made = _by_prompt(shape, lambda values: (shape.asked(values), _number(values[score]), values[answer]))
+
+    def rated(values: Values) -> tuple[Any, float | None, Any]:
+        return shape.asked(values), _number(values[score]), values[answer]
+
     rule = f"pairs of the rows that have the same {prompt}, by {score}"
-    return shape.reading("preferences", rule, (prompt, answer, score), made)
+    return shape.reading("preferences", rule, (prompt, answer, score), lambda: _by_prompt(shape, rated))
 
 
 def _tree(shape: _Shape) -> list[Reading]:
@@ -880,7 +918,7 @@ def _tree(shape: _Shape) -> list[Reading]:
             yield from ((lines[0], _pair(prompt, *pair)) for pair in pairs)
 
     rule = "pairs of the ranked answers to the same message, prompt = the path from the root"
-    return shape.reading("preferences", rule, ("message_id", "parent_id", "text", "role", "rank"), made())
+    return shape.reading("preferences", rule, ("message_id", "parent_id", "text", "role", "rank"), made)
 
 
 def _solutions(shape: _Shape) -> list[Reading]:
@@ -888,7 +926,7 @@ def _solutions(shape: _Shape) -> list[Reading]:
     prompt, answer = shape.first(PROMPTS), shape.first(ANSWERS)
     if prompt is None or answer is None or _is_named(shape):
         return []
-    texts = [str(line.values.get(answer)) for line in shape.table.lines[:SAMPLE]]
+    texts = [str(line.values.get(answer)) for line in shape.sample]
     if not all(FINAL.search(text) for text in texts):
         return []
 
@@ -914,7 +952,7 @@ def _is_named(shape: _Shape) -> bool:
 
 def _instructions(shape: _Shape) -> list[Reading]:
     """A prompt, perhaps with an input below it, and the answer."""
-    prompt, names = shape.prompt(), (shape.columns.completion, *ANSWERS)
+    prompt, names = shape.prompt, (shape.columns.completion, *ANSWERS)
     answer = shape.first(names) or shape.first(names, "messages")
     if prompt is None or answer is None or shape.has_sides:
         return []
@@ -958,7 +996,7 @@ def _conversations(shape: _Shape) -> list[Reading]:
 
 def _prompts(shape: _Shape) -> list[Reading]:
     """Prompts alone."""
-    prompt = shape.prompt()
+    prompt = shape.prompt
     if prompt is None or shape.answers_unread(prompt, *shape.columns.keep, "answer"):
         return []
     rule = f"prompts: prompt = {prompt}"

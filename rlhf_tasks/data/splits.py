@@ -1,9 +1,12 @@
-"""Splits by prompt: makes the validation and test splits that a source lacks, always in the same way."""
+"""Splits by prompt, the roles that are derived from others, and the shares of the sets of a mixture."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from rlhf_tasks.config import Split
 from rlhf_tasks.data.columns import KEY
@@ -11,10 +14,13 @@ from rlhf_tasks.data.rows import (
     CONVERSATION,
     HELD_OUT,
     ROLES,
+    SET,
     SPLITS,
     Corpus,
     Role,
-    Row,
+    Rows,
+    Writer,
+    digest,
     evaluated_role,
     prompt_key,
 )
@@ -27,10 +33,23 @@ SPLIT_NAMES: Mapping[str, Split] = {
 }  # fmt: skip
 """The names of splits in files and hub sets."""
 
+Ranks = npt.NDArray[np.bytes_]
+"""(N,): the rank of each row's prompt, or of its conversation's. Rows of one prompt have the same."""
 
-def hash_rank(seed: int, key: str) -> str:
+
+def hash_rank(seed: int, key: str) -> bytes:
     """A pseudo-random rank of a key, equal on every machine: sorting by it shuffles."""
-    return hashlib.sha256(f"{seed}\0{key}".encode()).hexdigest()
+    return hashlib.sha256(f"{seed}\0{key}".encode()).digest()
+
+
+def ranks_of(rows: Rows, seed: int) -> Ranks:
+    """The ranks of rows, by which they stay together."""
+    found = [
+        hash_rank(seed, prompt_key(prompt if conversation is None else conversation))
+        for batch in rows.batches()
+        for prompt, conversation in zip(batch.column("prompt"), batch.column(CONVERSATION), strict=True)
+    ]
+    return np.array(found, "S32")
 
 
 def fill_splits(given: Corpus, *, seed: int, sizes: Mapping[Split, int]) -> Corpus:
@@ -41,58 +60,73 @@ def fill_splits(given: Corpus, *, seed: int, sizes: Mapping[Split, int]) -> Corp
     out the same prompts, and where possible add prompts that the evaluated role does not train on.
     """
     judged = evaluated_role(given)
-    fixed: dict[Split, set[str]] = {
-        split: {
-            k for role, t in given.items() if role != judged and split in t for k in _keys(t.get("train", []))
-        }
+    ranks = {
+        role: {split: ranks_of(rows, seed) for split, rows in tables.items()}
+        for role, tables in given.items()
+    }
+    others = [role for role in given if role != judged]
+    fixed: dict[Split, set[bytes]] = {
+        split: {k for role in others if split in given[role] for k in _distinct(ranks[role], "train")}
         for split in HELD_OUT
     }
-    corpus = {judged: _fill(given[judged], seed, sizes, blocked=fixed, pinned={}, last=set())}
-    pinned = {key: split for split in HELD_OUT for key in _keys(corpus[judged][split])}
-    trained = _keys(corpus[judged]["train"])
-    for role in given:
-        if role != judged:
-            none: dict[Split, set[str]] = {split: set() for split in HELD_OUT}
-            corpus[role] = _fill(given[role], seed, sizes, blocked=none, pinned=pinned, last=trained)
+    target = _targets(ranks[judged], sizes, blocked=fixed, pinned={}, last=set())
+    corpus = {judged: _move(given[judged], ranks[judged], target)}
+    pinned = dict(target)
+    for split in HELD_OUT:
+        pinned |= dict.fromkeys(_distinct(ranks[judged], split), split)
+    trained = (_distinct(ranks[judged], "train") if others else set()) - pinned.keys()
+    for role in others:
+        none: dict[Split, set[bytes]] = {split: set() for split in HELD_OUT}
+        target = _targets(ranks[role], sizes, blocked=none, pinned=pinned, last=trained)
+        corpus[role] = _move(given[role], ranks[role], target)
     return {role: corpus[role] for role in ROLES if role in corpus}
 
 
-def _fill(
-    tables: Mapping[Split, list[Row]],
-    seed: int,
+def _distinct(ranks: Mapping[Split, Ranks], split: Split) -> set[bytes]:
+    return set(np.unique(ranks[split]).tolist()) if split in ranks else set()
+
+
+def _targets(
+    ranks: Mapping[Split, Ranks],
     sizes: Mapping[Split, int],
     *,
-    blocked: Mapping[Split, set[str]],
-    pinned: Mapping[str, Split],
-    last: set[str],
-) -> dict[Split, list[Row]]:
-    """Fill the missing splits of one role.
+    blocked: Mapping[Split, set[bytes]],
+    pinned: Mapping[bytes, Split],
+    last: set[bytes],
+) -> dict[bytes, Split]:
+    """The prompts of the train rows of one role that go to a split which it lacks.
 
-    Keys in `blocked` may not go to that split; keys in `pinned` must, if it is missing; keys in `last` are
-    taken last.
+    Prompts in `blocked` may not go to that split; those in `pinned` must, if it is missing; those in `last`
+    are taken last.
     """
-    missing = [split for split in HELD_OUT if split not in tables]
-    keys = sorted(_keys(tables.get("train", [])), key=lambda key: (key in last, hash_rank(seed, key)))
+    missing = [split for split in HELD_OUT if split not in ranks]
+    if not missing:
+        return {}
+    keys: list[bytes] = np.unique(ranks.get("train", np.empty(0, "S32"))).tolist()
+    keys = [key for key in keys if key not in last] + [key for key in keys if key in last]
     target = {key: pinned[key] for key in keys if pinned.get(key) in missing}
-    quarter = len(_keys(row for rows in tables.values() for row in rows)) // 4
+    quarter = len(np.unique(np.concatenate(list(ranks.values())))) // 4
     for split in missing:
-        free = [key for key in keys if key not in target and key not in pinned and key not in blocked[split]]
-        missing_prompts = min(sizes[split], quarter) - sum(1 for held in target.values() if held == split)
-        target |= dict.fromkeys(free[: max(missing_prompts, 0)], split)
-    filled = {split: list(tables.get(split, [])) for split in SPLITS}
-    filled["train"] = []
-    for row in tables.get("train", []):
-        filled[target.get(_key(row), "train")].append(row)
-    return filled
+        left = min(sizes[split], quarter) - sum(held == split for held in target.values())
+        for key in keys:
+            if left <= 0:
+                break
+            if key not in target and key not in pinned and key not in blocked[split]:
+                target[key] = split
+                left -= 1
+    return target
 
 
-def _keys(rows: Iterable[Row]) -> set[str]:
-    return {_key(row) for row in rows}
-
-
-def _key(row: Row) -> str:
-    """The key by which rows stay together: their prompt, or that of their conversation."""
-    return prompt_key(row[CONVERSATION] if CONVERSATION in row else row["prompt"])
+def _move(
+    tables: Mapping[Split, Rows], ranks: Mapping[Split, Ranks], target: Mapping[bytes, Split]
+) -> dict[Split, Rows]:
+    """The rows by split; train rows whose prompt has a target are there."""
+    none = next(iter(tables.values())).take(np.empty(0, np.int64), "train")
+    train, own = tables.get("train", none), ranks.get("train", np.empty(0, "S32"))
+    held = {split: np.isin(own, [k for k, to in target.items() if to == split]) for split in HELD_OUT}
+    filled: dict[Split, Rows] = {"train": train.take(~(held["test"] | held["validation"]))}
+    filled |= {split: tables.get(split, train.take(mask, split)) for split, mask in held.items()}
+    return {split: filled[split] for split in SPLITS}
 
 
 # --------------------------------------------------------------------------------- derived roles
@@ -101,61 +135,92 @@ def _key(row: Row) -> str:
 def complete(corpus: Corpus) -> Corpus:
     """All three roles: demonstrations from chosen answers, and prompts from demonstrations, where not given.
 
+    Of prompts alone, there are no demonstrations.
+
     Raises:
         UserError: if a split that training or judging needs has no row.
     """
     full = dict(corpus)
-    if "sft" not in full:
-        if "preferences" not in full:
-            raise UserError(
-                "the data has only prompts; add demonstrations (sft) or comparisons (preferences)"
-            )
-        full["sft"] = _derived(
-            full["preferences"], {"prompt": "prompt", "chosen": "completion"}, per_prompt=False
-        )
+    if "sft" not in full and "preferences" in full:
+        full["sft"] = _derived("sft", full["preferences"], {"prompt": "prompt", "completion": "chosen"})
     if "prompts" not in full:
-        full["prompts"] = _derived(
-            {split: [row for row in rows if CONVERSATION not in row] for split, rows in full["sft"].items()},
-            {"prompt": "prompt", "completion": "reference"},
-            per_prompt=True,
-        )
-    full.setdefault("preferences", {split: [] for split in SPLITS})
-    _refuse_empty(full)
-    return {role: full[role] for role in ROLES}
-
-
-def _derived(
-    tables: Mapping[Split, list[Row]], names: Mapping[str, str], *, per_prompt: bool
-) -> dict[Split, list[Row]]:
-    """Rows with renamed columns. Of equal rows, or of equal prompts with `per_prompt`, the first is kept."""
-    derived: dict[Split, list[Row]] = {}
-    for split, rows in tables.items():
-        kept: dict[tuple[str, ...], Row] = {}
-        for row in rows:
-            key = (row["prompt"],) if per_prompt else tuple(row[name] for name in names)
-            same = {name: row[name] for name in ("source", KEY) if name in row}
-            kept.setdefault(key, {ours: row[theirs] for theirs, ours in names.items()} | same)
-        derived[split] = list(kept.values())
-    return derived
-
-
-def _refuse_empty(corpus: Corpus) -> None:
-    needed: tuple[Role, ...] = ("sft", "prompts")
-    empty = [f"{role}/{split}" for role in needed for split in SPLITS if not corpus[role][split]]
+        full["prompts"] = _derived("prompts", full["sft"], {"prompt": "prompt", "reference": "completion"})
+    needed = [role for role in ("sft", "prompts") if role in full]
+    empty = [f"{role}/{split}" for role in needed for split in SPLITS if not len(full[role][split])]
     if empty:
         raise UserError(
             f"no usable row is left for {', '.join(empty)}: give at least 4 different prompts (a "
             "quarter goes to each held-out split), or a file for each split"
         )
+    return {role: full[role] if role in full else Writer(role).finish(SPLITS) for role in ROLES}
+
+
+def _derived(role: Role, tables: Mapping[Split, Rows], names: Mapping[str, str]) -> dict[Split, Rows]:
+    """Rows of another role with renamed columns. Of equal rows the first is kept; of equal prompts as well,
+    if they become PPO's, and none of an earlier turn."""
+    derived: dict[Split, Rows] = {}
+    keys = ["prompt"] if role == "prompts" else list(names.values())
+    for split, rows in tables.items():
+        kept, seen = list[bool](), set[bytes]()
+        for batch in rows.batches():
+            earlier = [role == "prompts" and talk is not None for talk in batch.column(CONVERSATION)]
+            columns = (batch.column(name) for name in keys)
+            for is_earlier, texts in zip(earlier, zip(*columns, strict=True), strict=True):
+                key = digest(*texts)
+                kept.append(not is_earlier and key not in seen)
+                if not is_earlier:
+                    seen.add(key)
+        table = rows.table.select([*names.values(), "source", SET, KEY, CONVERSATION])
+        table = table.rename_columns([*names, "source", SET, KEY, CONVERSATION])
+        derived[split] = Rows(role, split, table, rows.numbers[np.array(kept, bool)])
+    return derived
 
 
 def cap_train(corpus: Corpus, max_rows: int | None, seed: int) -> Corpus:
     """At most `max_rows` train rows per role, drawn by hash of the prompt, in their old order."""
     if max_rows is None:
         return corpus
-    capped: Corpus = {}
+    return {
+        role: tables | {"train": tables["train"].take(_lowest(ranks_of(tables["train"], seed), max_rows))}
+        for role, tables in corpus.items()
+    }
+
+
+def _lowest(ranks: Ranks, count: int) -> npt.NDArray[np.int64]:
+    """The positions of the rows of the lowest ranks, ascending."""
+    return np.sort(np.argsort(ranks, kind="stable")[:count])
+
+
+# -------------------------------------------------------------------------------------- mixtures
+
+
+def mix_train(corpus: Corpus, weights: Mapping[str, float], max_rows: int | None, seed: int) -> Corpus:
+    """The train rows of each role in the shares of their sets, as many in all as before, or `max_rows`.
+
+    A set that has fewer rows than its share has all of them as often as they fit, and some once more; one
+    that has more has some left out. These some are those of the lowest hash of the prompt.
+    """
+    mixed = dict(corpus)
     for role, tables in corpus.items():
-        ranked = sorted(tables["train"], key=lambda row: hash_rank(seed, _key(row)))
-        kept = {id(row) for row in ranked[:max_rows]}
-        capped[role] = tables | {"train": [row for row in tables["train"] if id(row) in kept]}
-    return capped
+        train = tables["train"]
+        names = np.array([name for batch in train.batches() for name in batch.column(SET)])
+        present = {name: np.flatnonzero(names == name) for name in weights if np.any(names == name)}
+        if len(present) < 2:
+            continue
+        total = len(train) if max_rows is None else min(len(train), max_rows)
+        targets = shares(total, [weights[name] for name in present])
+        ranks, taken = ranks_of(train, seed), list[npt.NDArray[np.int64]]()
+        for own, target in zip(present.values(), targets, strict=True):
+            times, rest = divmod(target, len(own))
+            taken += [own] * times + [own[_lowest(ranks[own], rest)]]
+        mixed[role] = tables | {"train": train.take(np.sort(np.concatenate(taken)))}
+    return cap_train(mixed, max_rows, seed)
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers in the ratio of the weights, with the sum `total`; largest remainders are rounded up."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(one) for one in exact]
+    for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
+        counts[i] += 1
+    return counts

@@ -8,10 +8,10 @@ chat template.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Columns, Data, Split
@@ -29,99 +29,146 @@ from rlhf_tasks.data.chat import (
 )
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.columns import fault as value_fault
-from rlhf_tasks.data.rows import CONVERSATION, TEXTS, Corpus, Problems, Role, Row, evaluated_role
-from rlhf_tasks.data.shapes import Line, Reading, Table
+from rlhf_tasks.data.rows import (
+    BATCH,
+    CONVERSATION,
+    SET,
+    TEXTS,
+    Corpus,
+    Problems,
+    Role,
+    Row,
+    Writer,
+    evaluated_role,
+)
+from rlhf_tasks.data.shapes import Line, Reading, Table, split_of
 from rlhf_tasks.errors import UserError
 
+HAVE_REFERENCES = {"reference", "completion", "messages"}
+"""The columns of prompts that are not alone."""
 MOST_NAMED = 3  # files or places in a line of the console
 
 
-def assemble(
-    tables: Sequence[tuple[Role | None, Split, Table]],
-    data: Data,
-    rendering: Rendering,
-    problems: Problems,
-    own: Callable[[dict[str, Any]], Any] | None = None,
-) -> Corpus:
+class Part(NamedTuple):
+    """Tables that the same settings read: all of the data, or a set of `data.mix`."""
+
+    tables: Sequence[tuple[Role | None, Split, Table]]
+    data: Data
+    own: Callable[[dict[str, Any]], Any] | None = None
+    """The function that `data.format` names."""
+    name: str | None = None
+    """The name of the set."""
+
+
+def assemble(parts: Sequence[Part], rendering: Rendering, problems: Problems) -> Corpus:
     """All tables as rows; bad lines go to `problems`, and what is read how, or not, is said.
 
-    Tables of one role and split are joined in their order. `own` is the function of `data.format`.
+    Tables of one role and split are joined in their order. Prompts alone have the reference None.
 
     Raises:
         UserError: naming every table whose shape is not known, or that lacks a column.
     """
-    known = shapes.read(tables, data, chat=rendering.chat is not None, own=own)
-    _say([reading for _, reading in known])
-    judged = evaluated_role({reading.role for _, reading in known}) if known else None
-    prompts = [reading.table for _, reading in known if reading.role == judged]
-    faults = [
-        f"{reading.table.name} holds prompts alone, and stage judge compares with references: give a "
-        "column of answers, such as completion, or demonstrations or pairs in another file"
-        for _, reading in known
-        if reading.role == "prompts" and not {"completion", "reference"} & set(reading.table.columns)
+    known = [
+        (part, split, reading, *_peek(reading))
+        for part in parts
+        for split, reading in shapes.read(
+            part.tables, part.data, chat=rendering.chat is not None, own=part.own
+        )
     ]
-    faults += [fault for table in prompts if (fault := _missing_kept(table, data.columns)) is not None]
+    for part in parts:
+        _say_use([reading for owner, _, reading, *_ in known if owner is part])
+    judged = evaluated_role({reading.role for _, _, reading, *_ in known}) if known else None
+    faults = [
+        fault
+        for part, _, reading, names, _ in known
+        if reading.role == judged and (fault := _missing_kept(reading, names, part.data.columns)) is not None
+    ]
+    prompts = {
+        reading.table.name: bool(HAVE_REFERENCES & {*names})
+        for _, _, reading, names, _ in known
+        if reading.role == "prompts" and names
+    }
+    if {*prompts.values()} == {False, True}:
+        alone = ", ".join(name for name, has_answers in prompts.items() if not has_answers)
+        faults.append(f"{alone}: prompts alone, and other prompts have references: give all or none of them")
     if faults:
         raise UserError("the data cannot be read as it is:\n  " + "\n  ".join(faults))
-    corpus: Corpus = {}
-    for split, reading in known:
-        kept = data.columns.keep if reading.role == judged else ()
-        corpus.setdefault(reading.role, {}).setdefault(split, [])
-        for line, unusable in reading.bad:
-            problems.add(line.where, line.values, unusable.reason, unusable.detail)
-        for position, line in enumerate(reading.table.lines):
-            place = corpus.setdefault(reading.role, {}).setdefault(reading.splits.get(position, split), [])
-            place += _rows(line, reading, rendering, problems, kept)
-    return corpus
+
+    writers, given = dict[Role, Writer](), dict[Role, list[Split]]()
+    left_out = dict[str, list[str]]()
+    total = sum(len(reading.table.lines) for _, _, reading, *_ in known)
+    with console.progress("reading", total, unit="records", least=BATCH) as meter:
+        for part, split, reading, names, made in known:
+            writer = writers.setdefault(reading.role, Writer(reading.role))
+            given.setdefault(reading.role, []).append(split)
+            keep = part.data.columns.keep if reading.role == judged else ()
+            own: Row = {} if part.name is None else {SET: part.name}
+            sources = {name: name for name in TEXTS[reading.role]}
+            if reading.role == "prompts" and "reference" not in names:
+                sources["reference"] = "completion"
+                if not HAVE_REFERENCES & {*names}:
+                    del sources["reference"]
+                    own |= {"reference": None}
+            number = 0
+            for number, (line, row) in enumerate(made, start=1):
+                if number % BATCH == 0:
+                    meter.advance(BATCH)
+                if isinstance(row, str):
+                    left_out.setdefault(row, []).append(line.where)
+                elif isinstance(row, Unusable):
+                    problems.add(line.where, line.values, row.reason, row.detail)
+                else:
+                    place = split_of(line.values) or split
+                    try:
+                        kept = {KEY: _kept(row, keep)} if keep else {}
+                        turns = _texts(
+                            row, sources, rendering, reading.table.name, every_turn=reading.role == "sft"
+                        )
+                    except Unusable as fault:
+                        problems.add(line.where, row, fault.reason, fault.detail)
+                        continue
+                    for turn in turns:
+                        writer.add(place, {**turn, "source": line.where, **kept, **own})
+            meter.advance(number % BATCH)
+    for why, places in left_out.items():
+        more = ", …" if len(places) > MOST_NAMED else ""
+        console.say(f"  {len(places)} row(s) make no row: {why} ({', '.join(places[:MOST_NAMED])}{more})")
+    return {role: writer.finish(given[role]) for role, writer in writers.items()}
 
 
-def _say(readings: Sequence[Reading]) -> None:
+def _peek(reading: Reading) -> tuple[tuple[str, ...], Iterator[tuple[Line, Any]]]:
+    """The columns of the first rows, and all that the reading makes."""
+    made, head, names = iter(reading.made()), list[tuple[Line, Any]](), dict[str, None]()
+    count = 0
+    for line, row in made:
+        head.append((line, row))
+        if isinstance(row, dict):
+            names.update(dict.fromkeys(row))
+            count += 1
+        if count == shapes.SAMPLE:
+            break
+    return tuple(names), itertools.chain(head, made)
+
+
+def _say_use(readings: Sequence[Reading]) -> None:
     """What was read how, and what was not used, by file; equal lines once."""
     said = dict[str, list[str]]()
     for reading in readings:
-        unused = [name for name in reading.columns if name not in reading.used]
+        unused = [name for name in reading.table.columns if name not in reading.used]
         text = reading.rule + (f"; not used: {', '.join(unused)}" if unused else "")
         said.setdefault(text, []).append(reading.table.name)
     for text, names in said.items():
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         console.say(f"{', '.join(names[:MOST_NAMED])}{more}: {text}")
-    left_out = [one for reading in readings for one in reading.left_out]
-    for why, count in Counter(why for _, why in left_out).items():
-        places = [where for where, reason in left_out if reason == why]
-        more = ", …" if count > MOST_NAMED else ""
-        console.say(f"  {count} row(s) make no row: {why} ({', '.join(places[:MOST_NAMED])}{more})")
 
 
-def _source_names(table: Table, role: Role) -> dict[str, str]:
-    """The text columns of a role → those of a table in our shape."""
-    if role == "prompts":
-        return {
-            "prompt": "prompt",
-            "reference": "reference" if "reference" in table.columns else "completion",
-        }
-    return {name: name for name in TEXTS[role]}
-
-
-def _missing_kept(table: Table, columns: Columns) -> str | None:
+def _missing_kept(reading: Reading, names: Sequence[str], columns: Columns) -> str | None:
     """Why the prompts of a table lack a column of `data.columns.keep`, or None."""
-    lost = ", ".join(repr(name) for name in columns.keep if name not in table.columns)
-    if not lost or not table.lines:
+    lost = ", ".join(repr(name) for name in columns.keep if name not in names)
+    if not lost or not names:
         return None
-    has = ", ".join(map(repr, table.columns))
-    return f"{table.name}: no column {lost}, which data.columns.keep names; it has {has}"
-
-
-def _rows(
-    line: Line, reading: Reading, rendering: Rendering, problems: Problems, keep: Sequence[str]
-) -> list[Row]:
-    names = _source_names(reading.table, reading.role)
-    try:
-        kept = {KEY: _kept(line.values, keep)} if keep else {}
-        turns = _texts(line.values, names, rendering, reading.table.name, every_turn=reading.role == "sft")
-        return [turn | {"source": line.where} | kept for turn in turns]
-    except Unusable as fault:
-        problems.add(line.where, line.values, fault.reason, fault.detail)
-        return []
+    has = ", ".join(map(repr, names))
+    return f"{reading.table.name}: no column {lost}, which data.columns.keep names; it has {has}"
 
 
 def _kept(values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
@@ -175,6 +222,9 @@ def split_row(
     Raises:
         Unusable: naming what is missing, or where the conversations part.
     """
+    given: dict[str, Any] = {ours: values.get(theirs) for ours, theirs in names.items()}
+    if all(isinstance(value, str) and value.isascii() for value in given.values()):  # most of all rows
+        return given.pop("prompt"), given
     prompt, answers = _given(values, names)
     talks = [answer for answer in answers.values() if isinstance(answer, list)]
     if "chosen" in answers and len(talks) == 2 and not isinstance(prompt, list):

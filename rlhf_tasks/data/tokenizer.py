@@ -6,13 +6,21 @@ has, and the ids of a response are those that continue the prompt: what `prompt 
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from rlhf_tasks import console
 from rlhf_tasks.config import Model, Scratch
 from rlhf_tasks.data.chat import DATE, Rendering, end_with_turns, generated_spans, template
+from rlhf_tasks.data.rows import BATCH
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import disk, packaged
 
@@ -25,6 +33,18 @@ Ids = list[int]
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ANCHORS = ("\n", "(", "0", "a", "。")
 """Texts that stand before a response whose first letters would merge with the prompt's last token."""
+ODD_IN_ASCII = r"[\t\n\x0b\f\r]"
+WHITE_SPACE = re.compile("[^\\S\x1c-\x1f]+")
+"""As the pre-tokenizer has it: Python knows four more characters of it."""
+BETWEEN_WORDS = re.compile(r"[^\sĠ▁Ċĉč][Ġ▁ ]")
+"""In a token that reaches from one word into the next."""
+WORD_END = re.compile(r"(?<=\S) (?=\S)")
+NEUTRAL = "a"
+"""The text of a word before another one, whose tokens do not depend on it."""
+ODD_SPACE = r"^\s|\s$|\s\s|[^\S ]|^$"
+"""White space that is no single blank between two words."""
+MOST_WORDS = 2**20  # whose counts are kept
+CHECKED = 500  # rows that are counted both ways
 NUM_BYTES = 256
 INSIDE = "##"  # prefix of a token that continues a word
 
@@ -66,12 +86,24 @@ def train(shape: Scratch, texts: Iterable[str], max_length: int) -> PreTrainedTo
 
 
 def _words(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Tokenizer:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel(unk_token=UNK))  # without a decoder, words are joined by one space
+    counts, rest = Counter[str](), iter(texts)
+    while some := pa.array(itertools.islice(rest, BATCH), pa.string()):
+        is_odd = pc.or_(pc.match_substring_regex(some, ODD_IN_ASCII), pc.invert(pc.string_is_ascii(some)))
+        for text in some.filter(is_odd).to_pylist():
+            counts.update(WHITE_SPACE.split(text))
+        words = pc.split_pattern(some.filter(pc.invert(is_odd)), " ").flatten()
+        values, numbers = words.value_counts().flatten()
+        for word, number in zip(values.to_pylist(), numbers.to_pylist(), strict=True):
+            counts[word] += number
+    del counts[""]
+    by_count = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
+    names = dict.fromkeys([*specials, *(word for word, _ in by_count)])
+    vocabulary = {word: i for i, word in enumerate(itertools.islice(names, vocab_size))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))  # words are joined by one space
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(specials)
     return tokenizer
 
 
@@ -212,7 +244,9 @@ def continue_prompts(
     into one token, which generation cannot write, it has the ids that it has after a text with which it does
     not merge. With `split_special_tokens`, so has a text with names of special tokens, which are plain there.
     """
-    queries = encode(tokenizer, prompts)
+    known = list(dict.fromkeys(prompts))
+    by_prompt = dict(zip(known, encode(tokenizer, known), strict=True))
+    queries = [by_prompt[prompt] for prompt in prompts]
     wholes = encode(tokenizer, [prompt + text for prompt, text in zip(prompts, texts, strict=True)])
     found = {
         row: whole[len(query) :]
@@ -234,6 +268,120 @@ def continue_prompts(
                 found[row] = ids[len(before) :]
     end = [int(tokenizer.eos_token_id)] * eos
     return queries, [found[row] + end for row in range(len(texts))], merged
+
+
+class Counts:
+    """The token counts of prompts and of the responses that continue them, as `continue_prompts` has them.
+
+    In most vocabularies no token reaches from a word over a blank into the next word. Then a text has the
+    tokens of its words, and each word is encoded once. Where one does, or the first rows have other counts
+    when they are encoded whole, all rows are encoded whole.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        reaches = any(BETWEEN_WORDS.search(token) for token in tokenizer.get_vocab())
+        strips = any(one.rstrip or " " in one.content for one in tokenizer.added_tokens_decoder.values())
+        self._by_words, self._is_checked = tokenizer.is_fast and not reaches and not strips, False
+        self._after: dict[str, int] = {}
+        """The tokens of a word after another one."""
+        self._at_start: dict[str, int] = {}
+        """The tokens of a word at the start of a text."""
+        self._unknown: set[tuple[bool, str]] = set()
+        """By whether it starts the text: a word that ends with an unknown token, which `continue_prompts`
+        takes for a merge."""
+        self._joints: dict[tuple[bool, str, str], tuple[int, bool]] = {}
+        """By whether it starts the text, a prompt's last word, and the response's first where no blank parts
+        them: the tokens of the latter, and whether it merges."""
+
+    def __call__(self, prompts: Sequence[str], texts: Sequence[str]) -> tuple[Ids, Ids, list[bool]]:
+        """Tokens of the prompts, and of the responses with EOS; whether each pair would merge."""
+        if not self._is_checked and self._by_words:
+            some = prompts[:CHECKED], texts[:CHECKED]
+            self._is_checked, self._by_words = True, self._of_words(*some) == self._exact(*some)
+        return self._of_words(prompts, texts) if self._by_words else self._exact(prompts, texts)
+
+    def _exact(self, prompts: Sequence[str], texts: Sequence[str]) -> tuple[Ids, Ids, list[bool]]:
+        queries, responses, merged = continue_prompts(self._tokenizer, prompts, texts)
+        return list(map(len, queries)), list(map(len, responses)), merged
+
+    def _of_words(self, prompts: Sequence[str], texts: Sequence[str]) -> tuple[Ids, Ids, list[bool]]:
+        if len(self._after) + len(self._joints) > MOST_WORDS:
+            for known in (self._after, self._at_start, self._unknown, self._joints):
+                known.clear()
+        # 1. Prompts: the first word has no blank before it.
+        asked = list(dict.fromkeys(prompts))
+        firsts, lasts, sums = self._sums(asked)
+        self._learn(firsts, starts=True)
+        sums = [n - self._after[word] + self._at_start[word] for n, word in zip(sums, firsts, strict=True)]
+        ends = {
+            prompt: (last, first == prompt, n)
+            for prompt, first, last, n in zip(asked, firsts, lasts, sums, strict=True)
+        }
+        # 2. Responses: their first word stands after a blank, or is joined to the prompt's last word.
+        parted = [
+            text[:1] == " " and bool(text[1:2].strip() and prompt[-1:].strip())
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        starts, _, counts = self._sums(
+            [text[is_parted:] for text, is_parted in zip(texts, parted, strict=True)]
+        )
+        joints = [
+            (ends[prompt][1], ends[prompt][0], start) for prompt, start in zip(prompts, starts, strict=True)
+        ]
+        new = list(
+            dict.fromkeys(
+                joint
+                for joint, is_parted in zip(joints, parted, strict=True)
+                if not is_parted and joint not in self._joints
+            )
+        )
+        heads = [last if is_first else f"{NEUTRAL} {last}" for is_first, last, _ in new]
+        _, found, merged = continue_prompts(self._tokenizer, heads, [text for *_, text in new], eos=False)
+        self._joints |= dict(zip(new, zip(map(len, found), merged, strict=True), strict=True))
+        merges = list[bool]()
+        for i, (joint, is_parted) in enumerate(zip(joints, parted, strict=True)):
+            count, is_merged = (0, joint[:2] in self._unknown) if is_parted else self._joints[joint]
+            counts[i] += 1 + (0 if is_parted else count - self._after[joint[2]])
+            merges.append(is_merged)
+        return [ends[prompt][2] for prompt in prompts], counts, merges
+
+    def _sums(self, texts: Sequence[str]) -> tuple[list[str], list[str], list[int]]:
+        """The first and last words of texts, and the tokens of all words, as if each stood after another."""
+        firsts, lasts, sums = [""] * len(texts), [""] * len(texts), [0] * len(texts)
+        given = pa.array(texts, pa.string())
+        is_odd = pc.match_substring_regex(given, ODD_SPACE).to_numpy(zero_copy_only=False)
+        odd = [WORD_END.split(texts[i]) for i in np.flatnonzero(is_odd).tolist()]
+        for which, words in (
+            (np.flatnonzero(~is_odd), pc.split_pattern(given.filter(pa.array(~is_odd)), " ")),
+            (np.flatnonzero(is_odd), pa.array(odd, pa.list_(pa.string()))),
+        ):
+            if not len(which):
+                continue
+            encoded = words.flatten().dictionary_encode()
+            distinct: list[str] = encoded.dictionary.to_pylist()
+            self._learn(distinct, starts=False)
+            tokens = np.array(list(map(self._after.__getitem__, distinct)))
+            numbers, offsets = encoded.indices.to_numpy(), words.offsets.to_numpy() - words.offsets[0].as_py()
+            before = np.concatenate([[0], np.cumsum(tokens[numbers])])
+            of_text = (before[offsets[1:]] - before[offsets[:-1]]).tolist()
+            ends = zip(
+                numbers[offsets[:-1]].tolist(), numbers[offsets[1:] - 1].tolist(), of_text, strict=True
+            )
+            for i, (first, last, count) in zip(which.tolist(), ends, strict=True):
+                firsts[i], lasts[i], sums[i] = distinct[first], distinct[last], count
+        return firsts, lasts, sums
+
+    def _learn(self, words: Sequence[str], *, starts: bool) -> None:
+        known, unknown = self._at_start if starts else self._after, self._tokenizer.unk_token_id
+        new = list(dict.fromkeys(word for word in words if word not in known))
+        context, num_before = (
+            ("", 0) if starts else (f"{NEUTRAL} ", len(encode(self._tokenizer, [NEUTRAL])[0]))
+        )
+        for word, ids in zip(new, encode(self._tokenizer, [context + w for w in new]), strict=True):
+            known[word] = len(ids) - num_before
+            if unknown is not None and ids[-1:] == [unknown]:
+                self._unknown.add((starts, word))
 
 
 def response_texts(
@@ -273,12 +421,16 @@ def _text_after(tokenizer: PreTrainedTokenizerBase, before: Ids, ids: Ids) -> st
     return whole.removeprefix(head) if whole.startswith(head) else alone
 
 
-def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float:
+def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
     """The share of tokens that are <unk>, which a `words` tokenizer loses; 0 without an <unk> token."""
-    if tokenizer.unk_token_id is None or not texts:
+    if tokenizer.unk_token_id is None:
         return 0.0
-    ids = [i for row in encode(tokenizer, texts) for i in row]
-    return ids.count(tokenizer.unk_token_id) / max(len(ids), 1)
+    unknown = total = 0
+    rest = iter(texts)
+    while some := list(itertools.islice(rest, BATCH)):
+        ids = [i for row in encode(tokenizer, some) for i in row]
+        unknown, total = unknown + ids.count(tokenizer.unk_token_id), total + len(ids)
+    return unknown / max(total, 1)
 
 
 def save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -122,6 +122,8 @@ def compare_models(
             texts[name] = [contender[prompt_key(prompt)] for prompt in prompts]
         else:  # rows with the same prompt each have their own reference
             texts[name] = [row["reference"] for row in rows]
+            if None in texts[name]:
+                raise UserError("data/prompts has prompts alone: compare with a model or a file of responses")
     compared: dict[summary.Key, Comparisons] = {}
     for judge in judges:
         compared |= summary.compare(

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.data import batches, columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table, sets_of
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.judging.results import ResponseStatistics
@@ -157,10 +157,12 @@ class Contenders:
 
     prompts: list[str]
     texts: dict[str, list[str]]
-    """By contender, the references included."""
+    """By contender, the references included where the data has them."""
     sampled: dict[str, Responses]
     columns: Columns
     """The kept columns of the prompts' rows."""
+    sets: list[str]
+    """The name of each prompt's set in a mixture; empty otherwise."""
 
 
 def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> Contenders:
@@ -172,9 +174,10 @@ def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> 
         for name in names:
             sampled[name] = sample_policy(config, paths, name, prompts, config.seed, device)
             bar.advance()
-    texts = {"reference": [row["reference"] for row in rows]}
-    texts |= {name: responses.texts for name, responses in sampled.items()}
-    return Contenders(prompts, texts, sampled, columns.of_rows(rows))
+    texts = {name: responses.texts for name, responses in sampled.items()}
+    if rows[0]["reference"] is not None:  # of prompts alone, no row has one
+        texts = {"reference": [row["reference"] for row in rows]} | texts
+    return Contenders(prompts, texts, sampled, columns.of_rows(rows), sets_of(rows))
 
 
 def sample_policy(
@@ -197,11 +200,13 @@ def sample_policy(
 
 def response_statistics(contenders: Contenders, who: str) -> ResponseStatistics:
     """ROUGE-L against the references (Lin 2004, F measure), lengths in tokens, and repetition."""
-    scorer, responses = RougeScorer(["rougeL"]), contenders.sampled[who]
-    pairs = zip(contenders.texts["reference"], responses.texts, strict=True)
-    rouge = [scorer.score(reference, text)["rougeL"].fmeasure for reference, text in pairs]
+    scorer, responses, rouge_l = RougeScorer(["rougeL"]), contenders.sampled[who], None
+    if (references := contenders.texts.get("reference")) is not None:
+        pairs = zip(references, responses.texts, strict=True)
+        rouge = [scorer.score(reference, text)["rougeL"].fmeasure for reference, text in pairs]
+        rouge_l = sum(rouge) / len(rouge)
     return ResponseStatistics(
-        rouge_l=sum(rouge) / len(rouge),
+        rouge_l=rouge_l,
         length=sum(map(len, responses.ids)) / len(responses.ids),
         ended=sum(responses.ended) / len(responses.ended),
         distinct_1=float(distinct(responses.ids, 1).mean()),

@@ -48,6 +48,8 @@ class ComparisonResult(_Part):
     b: str
     win_rate: Interval
     """A's win rate; a tie counts half, failures are left out."""
+    in_set: dict[str, Interval] = {}
+    """The same by set of a mixture; without the sets of which no comparison was made."""
     decisive: Interval
     """A's share of the prompts that are not ties."""
     length_controlled: Interval
@@ -85,8 +87,8 @@ class ComparisonResult(_Part):
 class ResponseStatistics(_Part):
     """Means over the responses that one model sampled to the test prompts."""
 
-    rouge_l: float
-    """ROUGE-L F measure against the references."""
+    rouge_l: float | None
+    """ROUGE-L F measure against the references; None where the data has none."""
     length: float
     """In tokens."""
     ended: float
@@ -284,6 +286,7 @@ class EvaluationResults(_Part):
             yield f"{one.stem}/win_rate", one.win_rate.value
             yield f"{one.stem}/low", one.win_rate.low
             yield f"{one.stem}/high", one.win_rate.high
+            yield from ((f"{one.stem}/win_rate/in/{name}", rate) for name, rate in one.in_set.items())
             if one.cost is not None:
                 yield f"{one.stem}/cost/replies", one.cost.replies
                 yield f"{one.stem}/cost/tokens", one.cost.tokens

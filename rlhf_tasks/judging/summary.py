@@ -58,8 +58,10 @@ def compare(
     return compared
 
 
-def summarize(compared: ByKey, texts: Mapping[str, Sequence[str]]) -> tuple[ComparisonResult, ...]:
-    """The results of all comparisons; `texts` are the responses by contender.
+def summarize(
+    compared: ByKey, texts: Mapping[str, Sequence[str]], sets: Sequence[str] = ()
+) -> tuple[ComparisonResult, ...]:
+    """The results of all comparisons; `texts` are the responses by contender, `sets` those of the prompts.
 
     Lengths, for the rate at equal length, are in characters. Only a pairwise judge has position bias and
     cost.
@@ -72,11 +74,13 @@ def summarize(compared: ByKey, texts: Mapping[str, Sequence[str]]) -> tuple[Comp
         if comparisons.orders is not None:
             flips, first_share = statistics.position_bias(*comparisons.orders)
             cost = Cost(replies=comparisons.num_replies, tokens=comparisons.num_tokens)
+        by_set = {name: comparisons.outcomes[np.array(sets) == name] for name in dict.fromkeys(sets)}
         one = ComparisonResult(
             judge=judge,
             a=a,
             b=b,
             win_rate=statistics.rate(comparisons.outcomes),
+            in_set={n: statistics.rate(own) for n, own in by_set.items() if not np.isnan(own).all()},
             decisive=statistics.wilson(wins, wins + losses),
             length_controlled=statistics.length_controlled(comparisons.outcomes, *lengths),
             p_value=statistics.sign_test(wins, losses),
@@ -174,7 +178,7 @@ def log_curve(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
     """Log `JUDGE/win_rate`, `/low` and `/high` over the references, one point per evaluation of PPO.
 
     The responses are to validation prompts, by which PPO selects its checkpoint too. There is no point where
-    every comparison failed.
+    every comparison failed, and no curve where the data has no references.
     """
     rows = columns.decoded(pq.read_table(paths.ppo_responses).to_pylist())
     for episode, group in itertools.groupby(rows, key=lambda row: row["episode"]):
@@ -182,7 +186,7 @@ def log_curve(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
         texts, responses, references = (
             [row[column] for row in evaluation] for column in ("prompt", "response", "reference")
         )
-        for judge in judges:
+        for judge in judges if None not in references else ():
             comparisons = judge.compare(texts, responses, references, columns.of_rows(evaluation))
             if len(comparisons.failures) < len(texts):
                 rate = statistics.rate(comparisons.outcomes)

@@ -83,6 +83,11 @@ def _check_verifiers(settings: Ppo, paths: Paths) -> None:
 
 def _check_selection_judge(settings: Ppo, paths: Paths) -> None:
     judge = None if settings.select_by is None else settings.select_by.judge
+    if judge is not None and read_table(paths, "prompts", "validation")[0]["reference"] is None:
+        raise UserError(
+            "ppo.select_by compares with references, and data/prompts has prompts alone; set it to null, "
+            "which keeps the last weights"
+        )
     if not isinstance(judge, RewardModelJudge):
         return
     chooses = contracts.fingerprint(paths.root / judge.path)

@@ -37,6 +37,7 @@ from rlhf_tasks.project.paths import Paths
 
 FILES: Mapping[str, tuple[str, ...]] = {
     "data.path": (),
+    "data.mix.path": (),
     "model.base": ("scratch",),
     "sft.from": (),
     "reward.from": (),
@@ -54,6 +55,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
 """The parameters that name a file, or the folder of a model or of tasks; and their values that name none."""
 FUNCTIONS = (
     "data.format",
+    "data.mix.format",
     "ppo.loss",
     "ppo.advantages.function",
     "ppo.scorers.function",

@@ -7,7 +7,7 @@ import math
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
-from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, read_table
+from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, read_table, sets_of
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import from_scratch, load_causal
@@ -20,7 +20,10 @@ from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_tex
 
 
 def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write models/base. Metrics: loss and perplexity on validation prompts, number of parameters."""
+    """Write models/base. Metrics: loss and perplexity on validation prompts, number of parameters.
+
+    Prompts are those of demonstrations and pairs; where the data has neither, there is no loss.
+    """
     dist = Distributed(config.launch, config.seed)
     tokenizer = load_tokenizer(paths.tokenizer)
     validation = _prompts(paths, tokenizer, "validation")
@@ -45,7 +48,11 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         model = load_causal(config.model.base, config.model.revision)
         dist.put(model)
     contracts.check_fits(model, tokenizer, "model.base")
-    loss = evaluate(dist, model, validation, TokenBudget(config.base.micro_batch_tokens))["loss"]
+    metrics: dict[str, float] = {"parameters": sharding.num_parameters(model)}
+    if validation.sizes:
+        result = evaluate(dist, model, validation, TokenBudget(config.base.micro_batch_tokens))
+        metrics |= {key: value for key, value in result.items() if key.startswith("loss")}
+        metrics["perplexity"] = math.exp(result["loss"])
     # 2. The checkpoint.
     card = contracts.model_card(
         "Base model",
@@ -59,11 +66,13 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         how="A causal language model of the task's prompts, before any instruction.",
     )
     save(dist, model, tokenizer, paths.base, {"kind": "base", "parents": {}}, card)
-    return {"loss": loss, "perplexity": math.exp(loss), "parameters": sharding.num_parameters(model)}
+    return metrics
 
 
 def _prompts(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModeling:
     """All prompts of a split, without responses."""
     rows = [row for role in ("sft", "preferences") for row in read_table(paths, role, split)]
+    first = {row["prompt"]: row for row in reversed(rows)}
     prompts = list(dict.fromkeys(row["prompt"] for row in rows))
-    return plain_text(encode(tokenizer, prompts), tokenizer.pad_token_id)
+    sets = sets_of([first[prompt] for prompt in prompts])
+    return plain_text(encode(tokenizer, prompts), tokenizer.pad_token_id, sets)

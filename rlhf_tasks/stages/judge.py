@@ -1,4 +1,7 @@
-"""Stage judge: the SFT and PPO policies against the references and each other, on the test prompts."""
+"""Stage judge: the SFT and PPO policies against the references and each other, on the test prompts.
+
+Where the data has prompts alone, nothing is compared with references.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from rlhf_tasks.config.scorers import OPTIMISED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import human_labels, statistics, summary
 from rlhf_tasks.judging import results as typed
 from rlhf_tasks.judging import reward_models as diagnostics
@@ -75,6 +79,10 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     labeled = {label.prompt for label in labels}
     summary.check_verifiers(settings, summary.judged_rows(paths, settings.num_examples, labeled))
     rows = read_table(paths, "prompts", "test")
+    if settings.bar == "reference" and rows[0]["reference"] is None:
+        raise UserError(
+            "judge.bar: reference needs references, and data/prompts has prompts alone; set it to base"
+        )
     judges = build_judges(
         settings,
         config.data_source,
@@ -119,7 +127,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     results = typed.EvaluationResults(
         comparisons=tuple(
             _with_length_gain(one, judged, sampled)
-            for one in summary.summarize(judged.comparisons, sampled.texts)
+            for one in summary.summarize(judged.comparisons, sampled.texts, sampled.sets)
         ),
         optimised_judges=optimized,
         has_reward=has_reward(paths.policy),
@@ -164,7 +172,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 def _judge(config: JudgeView, judges: Sequence[Judge], sampled: Contenders) -> Judged:
     judged, prompts, texts, kept = Judged(), sampled.prompts, sampled.texts, sampled.columns
     for judge in judges:
-        pairs = (*PAIRS, *([("policy", BASE)] if BASE in texts else []))
+        pairs = [(a, b) for a, b in (*PAIRS, ("policy", BASE)) if b in texts]
         compared = summary.compare(judge, pairs, prompts, texts, config.judge.max_failure_share, kept)
         judged.comparisons.update(compared)
         for key, comparisons in compared.items():

@@ -122,7 +122,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         seed=config.seed,
     )
     ends, earnings = response_ends(settings, policy, tokenizer), audit.Earnings()
-    if audited := validation[: min(settings.audit_prompts, settings.num_selection_prompts)]:
+    audited = validation[: min(settings.audit_prompts, settings.num_selection_prompts)]
+    if audited and audited[0]["reference"] is not None:  # else there is nothing to compare with
         queries, references = encode_rows(
             tokenizer, [row["prompt"] for row in audited], [row["reference"] for row in audited]
         )
@@ -266,7 +267,10 @@ def ptx_text(
     if settings.ptx is None:
         return None
     if settings.ptx.text is None:
-        return demonstrations(paths, tokenizer, "train")
+        rows = demonstrations(paths, tokenizer, "train")
+        if not rows.sizes:
+            raise UserError("ppo.ptx.text: null means the demonstrations, and the data has none; name a file")
+        return rows
     try:
         text = (paths.root / settings.ptx.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -274,10 +278,10 @@ def ptx_text(
     most = min(PTX_TOKENS, getattr(policy.config, "max_position_embeddings", PTX_TOKENS))
     documents = encode(tokenizer, [part.strip() for part in re.split(r"\n\s*\n", text)])
     pieces = [ids[start : start + most] for ids in documents for start in range(0, len(ids), most)]
-    rows = [piece for piece in pieces if len(piece) > 1]
-    if not rows:
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    if not pieces:
         raise UserError(f"ppo.ptx.text: {settings.ptx.text!r} holds no text")
-    return plain_text(rows, tokenizer.pad_token_id)
+    return plain_text(pieces, tokenizer.pad_token_id)
 
 
 # --------------------------------------------------------------------------------------------- results

@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 from rlhf_tasks import console
 from rlhf_tasks.config import PreferencesView, Split
 from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.rows import SET
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.data.tokenizer import encode, response_texts
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.models.ends import closed, ends_of
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.sampling import sample_responses
@@ -86,11 +87,13 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
             if config.train_reward_model and not rows and split == "train":
                 raise UserError(
                     "there is no pair to train a reward model on: data/preferences is empty and "
-                    "preferences.num_prompts is 0; give pairs, or raise preferences.num_prompts"
+                    "preferences.num_prompts is 0; give pairs, raise preferences.num_prompts, or set "
+                    "reward.train to false with a reward that is ready"
                 )
             for origin in ("given", "sft_samples"):
                 metrics[f"pairs/{split}/{origin}"] = sum(row["origin"] == origin for row in rows)
-            table = pa.table({c: pa.array([row[c] for row in rows], pa.string()) for c in COLUMNS})
+            names = (*COLUMNS, SET) if any(SET in row for row in rows) else COLUMNS
+            table = pa.table({c: pa.array([row.get(c) for row in rows], pa.string()) for c in names})
             pq.write_table(table, folder / f"{split}.parquet")
     return metrics
 
@@ -102,6 +105,11 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
     if not config.train_reward_model or not count:
         return []
     rows = read_table(paths, "prompts", split)
+    if any(row["reference"] is None for row in rows):
+        raise UserError(
+            "data/prompts has no references, with which stage preferences compares samples: set "
+            f"preferences.num_prompts to 0 where the data has pairs. {PROMPTS_ALONE}"
+        )
     seed = config.seed * len(SPLITS) + SPLITS.index(split)
     chosen = random.Random(f"preferences-{seed}").sample(rows, min(count, len(rows)))
     return [row for row in chosen for _ in range(settings.pairs_per_prompt)]
@@ -116,6 +124,7 @@ def _pair(rows: Sequence[Row], texts: Sequence[list[str]]) -> list[Row]:
     made = [(row, *pair) for row, pair in zip(rows, pairs, strict=True) if pair is not None]
     return [
         dict(zip(COLUMNS, (row["prompt"], chosen, rejected, row["source"], "sft_samples"), strict=True))
+        | ({SET: row[SET]} if SET in row else {})
         for row, chosen, rejected in made
         if chosen.strip() != rejected.strip()
     ]

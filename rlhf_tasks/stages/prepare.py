@@ -7,20 +7,20 @@ data/prompts (Parquet by split), data/tokenizer and data/quarantine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, PrepareView, Split
-from rlhf_tasks.data import arithmetic, columns, docstrings, files, hub, rows, synthetic, tokenizer
+from rlhf_tasks.data import arithmetic, columns, docstrings, files, hub, rows, splits, synthetic, tokenizer
 from rlhf_tasks.data.chat import Rendering
-from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, TEXTS, Corpus, Lengths, Problems, Role, Row
-from rlhf_tasks.data.splits import cap_train, complete
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.data.rows import HELD_OUT, ROLES, SET, SPLITS, TEXTS, Corpus, Lengths, Problems, Role
+from rlhf_tasks.data.tables import Part, assemble
+from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
@@ -46,6 +46,10 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     else:
         rendering = tokenizer.scratch_rendering()
     corpus = _read(paths, config, rendering, problems)
+    if [*corpus] == ["prompts"]:
+        if scratch is not None:
+            raise UserError(f"model.base: scratch has no text to learn from. {PROMPTS_ALONE}")
+        console.say(f"Note: {PROMPTS_ALONE}")
     # 2. What can be checked without token ids.
     rows.check_sizes(corpus, data.max_prompt_tokens, data.max_completion_tokens, problems)
     corpus = rows.without(corpus, problems)  # no step below reads a text that is too long for all of them
@@ -53,12 +57,22 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     rows.check_duplicates(corpus, problems)
     rows.check_leaks(corpus, problems)
     # 3. The tokenizer, and lengths in its tokens.
+    num_rows = sum(len(found) for tables in corpus.values() for found in tables.values())
     if scratch is not None:
         good = rows.without(corpus, problems)
-        train = {role: tables.get("train", []) for role, tables in good.items()}
-        texts = (row[name] for role, table in train.items() for row in table for name in TEXTS[role])
+        train: Corpus = {
+            role: {"train": tables["train"]} for role, tables in good.items() if "train" in tables
+        }
+        texts = (
+            text
+            for batch in rows.batches(train)
+            for name in TEXTS[batch.role]
+            for text in batch.column(name)
+            if text is not None
+        )
         words = tokenizer.train(scratch, texts, data.max_prompt_tokens + data.max_completion_tokens)
-    lengths, merged = rows.measure(corpus, lambda *texts: tokenizer.continue_prompts(words, *texts))
+    with console.progress("counting tokens", num_rows, unit="rows", least=rows.BATCH) as meter:
+        lengths = rows.measure(corpus, tokenizer.Counts(words), meter.advance)
     if data.source == "docstrings":  # the source estimates lengths, so a long row is no bad row
         corpus = _within_limits(corpus, lengths, data)
     rows.check_lengths(corpus, lengths, data.max_prompt_tokens, data.max_completion_tokens, problems)
@@ -67,21 +81,30 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         raise UserError(f"{problems.report()}\n{advice}")
     # 4. The good rows, their numbers and the files.
     good = rows.without(corpus, problems)
+    weights = {one.name: one.weight for one in data.mix or ()}
     try:
-        kept = cap_train(complete(good), data.max_rows, config.seed)
+        full = splits.complete(good)
     except UserError as error:
         raise UserError(f"{error}\n{problems.report()}" if problems else str(error)) from None
+    kept = splits.mix_train(full, weights, data.max_rows, config.seed)
     metrics = _measure(kept, good, lengths, problems)
-    if scratch is not None and scratch.tokenizer == "words":
-        merged = set()  # its responses are decoded with a blank before each word
-    metrics["tokens/merged_rows"] = float(sum(id(row) in merged for *_, row in rows.every(good)))
+    # Responses of a tokenizer of words are decoded with a blank before each word.
+    joins = scratch is not None and scratch.tokenizer == "words"
+    merged = sum(int(lengths[batch.role].merged[batch.numbers].sum()) for batch in rows.batches(good))
+    metrics["tokens/merged_rows"] = 0.0 if joins else float(merged)
     # Unknown tokens in demonstrations that did not train the tokenizer.
-    held_out = [row[name] for split in HELD_OUT for row in kept["sft"][split] for name in TEXTS["sft"]]
-    metrics["tokens/unknown"] = tokenizer.unknown_share(words, held_out)
+    held_out: Corpus = {"sft": {split: kept["sft"][split] for split in HELD_OUT}}
+    metrics["tokens/unknown"] = tokenizer.unknown_share(
+        words,
+        (text for batch in rows.batches(held_out) for name in TEXTS["sft"] for text in batch.column(name)),
+    )
     _write(paths, kept, words, problems)
     _say(paths, data.source, kept, metrics, problems)
+    if weights:
+        _say_mixture(full, kept, weights)
     for role in ROLES:
-        tracker.table(f"examples/{role}", [columns.shown(row) for row in kept[role]["train"][:5]])
+        first = kept[role]["train"].take(np.arange(min(5, len(kept[role]["train"]))))
+        tracker.table(f"examples/{role}", [columns.shown(row) for row in first])
     return metrics
 
 
@@ -105,36 +128,56 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
         "num_test": data.num_test,
         "keep": data.columns.keep,
     }
-    own = None
-    if data.format is not None and ":" in data.format:
-        own = load_function(data.format, "data.format", paths.root)
+    made: Any
     match data.source:
         case "synthetic":
             pairs = settings.synthetic_preference_rows
-            return cast(Corpus, synthetic.generate(seed, num_preferences=pairs, **counts))
+            made = synthetic.generate(seed, num_preferences=pairs, **counts)
         case "arithmetic":
-            return cast(Corpus, arithmetic.generate(seed, **counts))
+            made = arithmetic.generate(seed, **counts)
         case "docstrings":
             most = settings.docstrings_max_pairs
-            return docstrings.load(
+            made = docstrings.load(
                 seed, max_prompt_tokens=data.max_prompt_tokens, max_pairs=most, sizes=sizes
             )
-        case "files":
-            path = paths.root / data.path
-            return files.load(path, data, rendering, problems, own, seed=seed, sizes=sizes)
-    assert data.hub is not None  # by a rule of config
-    return hub.load(data.hub, data, rendering, problems, own, seed=seed, sizes=sizes)
+        case _:
+            corpus = assemble(_parts(paths, data, problems), rendering, problems)
+            return splits.fill_splits(corpus, seed=seed, sizes=sizes)
+    return rows.stored(made)
 
 
-def _within_limits(corpus: Corpus, lengths: Lengths, data: Data) -> Corpus:
+def _parts(paths: Paths, data: Data, problems: Problems) -> list[Part]:
+    """What is read: the files or hub sets of the data, or all sets of a mixture."""
+
+    def function(named: str | None, key: str) -> Any:
+        return load_function(named, key, paths.root) if named is not None and ":" in named else None
+
+    if data.source == "files":
+        tables = files.tables_of(paths.root / data.path, problems)
+        return [Part(tables, data, function(data.format, "data.format"))]
+    if data.source == "hub":
+        assert data.hub is not None  # by a rule of config
+        return [Part(hub.tables_of(data.hub), data, function(data.format, "data.format"))]
+    parts = []
+    for one in data.mix or ():
+        own = data.model_copy(update={"format": one.format or data.format})
+        if one.path is not None:
+            tables = files.tables_of(paths.root / one.path, problems)
+        else:
+            assert one.hub is not None  # by a rule of config
+            tables = [(None, split, table) for split, table in hub.tables_of_set(one.hub, None)]
+        parts.append(Part(tables, own, function(own.format, f"data.mix.{one.name}.format"), one.name))
+    return parts
+
+
+def _within_limits(corpus: Corpus, lengths: Mapping[Role, Lengths], data: Data) -> Corpus:
     """The rows whose texts are within the limits of data."""
-
-    def fits(role: Role, row: Row) -> bool:
-        most = rows.limits(role, data.max_prompt_tokens, data.max_completion_tokens)
-        return all(n <= limit for n, limit in zip(lengths[id(row)], most, strict=True))
-
+    most = {role: rows.limits(role, data.max_prompt_tokens, data.max_completion_tokens) for role in corpus}
     return {
-        role: {split: [row for row in table if fits(role, row)] for split, table in tables.items()}
+        role: {
+            split: found.take(np.all(lengths[role].tokens[found.numbers] <= most[role], axis=1))
+            for split, found in tables.items()
+        }
         for role, tables in corpus.items()
     }
 
@@ -143,7 +186,7 @@ def _write(paths: Paths, corpus: Corpus, words: PreTrainedTokenizerBase, problem
     for role in ROLES:
         with atomic.whole(paths.rows(role)) as folder:
             for split in SPLITS:
-                pq.write_table(_arrow(role, corpus[role][split]), folder / f"{split}.parquet")
+                rows.write(corpus[role][split], folder / f"{split}.parquet")
     with atomic.whole(paths.tokenizer) as folder:
         tokenizer.save(words, folder)
     with atomic.whole(paths.quarantine.parent) as folder:
@@ -151,14 +194,9 @@ def _write(paths: Paths, corpus: Corpus, words: PreTrainedTokenizerBase, problem
         (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
 
 
-def _arrow(role: Role, table: Sequence[Row]) -> pa.Table:
-    kept = (columns.KEY,) if role == "prompts" and table and columns.KEY in table[0] else ()
-    schema = pa.schema([(name, pa.string()) for name in (*TEXTS[role], "source", *kept)])
-    written = [columns.encoded(row) for row in table]
-    return pa.table({name: [row[name] for row in written] for name in schema.names}, schema=schema)
-
-
-def _measure(corpus: Corpus, good: Corpus, lengths: Lengths, problems: Problems) -> dict[str, float]:
+def _measure(
+    corpus: Corpus, good: Corpus, lengths: Mapping[Role, Lengths], problems: Problems
+) -> dict[str, float]:
     """Counts of the written rows; token counts of all good rows that were read, EOS included."""
     counts = problems.counts()
     metrics: dict[str, float] = {
@@ -167,22 +205,29 @@ def _measure(corpus: Corpus, good: Corpus, lengths: Lengths, problems: Problems)
         "quarantined": float(len(problems)),
         **{f"quarantined/{reason}": float(count) for reason, count in counts.items()},
     }
-    measured = [lengths[id(row)] for _, _, _, row in rows.every(good)]
-    groups = {"prompt": [m[0] for m in measured], "completion": [n for m in measured for n in m[1:]]}
-    for name, counted in groups.items():
-        metrics[f"tokens/{name}_mean"] = sum(counted) / len(counted)
-        metrics[f"tokens/{name}_max"] = float(max(counted))
+    tokens = {
+        role: lengths[role].tokens[np.concatenate([found.numbers for found in tables.values()])]
+        for role, tables in good.items()
+        if role in lengths
+    }
+    prompts = np.concatenate([found[:, 0] for found in tokens.values()])
+    answers = np.concatenate([found[:, 1:].ravel() for found in tokens.values()])
+    for name, counted in {"prompt": prompts, "completion": answers[answers >= 0]}.items():
+        if counted.size:
+            metrics[f"tokens/{name}_mean"] = int(counted.sum(dtype=np.int64)) / counted.size
+            metrics[f"tokens/{name}_max"] = float(counted.max())
     return metrics
 
 
 def _say(paths: Paths, source: str, corpus: Corpus, metrics: Mapping[str, float], problems: Problems) -> None:
     table: list[list[Any]] = [[role, *(len(corpus[role][split]) for split in SPLITS)] for role in ROLES]
     console.table(f"Rows from {source}", ["role", *SPLITS], table)
-    console.say(
-        "Tokens, mean and maximum: "
-        f"prompts {metrics['tokens/prompt_mean']:.1f}, {metrics['tokens/prompt_max']:.0f}; "
-        f"responses {metrics['tokens/completion_mean']:.1f}, {metrics['tokens/completion_max']:.0f}."
+    measured = (
+        f"{title} {metrics[f'tokens/{name}_mean']:.1f}, {metrics[f'tokens/{name}_max']:.0f}"
+        for name, title in {"prompt": "prompts", "completion": "responses"}.items()
+        if f"tokens/{name}_mean" in metrics
     )
+    console.remark(f"Tokens, mean and maximum: {'; '.join(measured)}.")
     if problems:
         console.say(f"{problems.report()}\nThey are left out, and written to {paths.quarantine}.")
     if metrics["tokens/merged_rows"]:
@@ -197,3 +242,26 @@ def _say(paths: Paths, source: str, corpus: Corpus, metrics: Mapping[str, float]
             f"Note: {metrics['tokens/unknown']:.1%} of the tokens are unknown words; raise "
             "model.scratch.vocab_size, or set model.scratch.tokenizer to bpe, to keep them."
         )
+
+
+def _say_mixture(full: Corpus, kept: Corpus, weights: Mapping[str, float]) -> None:
+    """How often each set's rows are in the train rows, and its held-out rows."""
+    lines = []
+    for role in ROLES:
+        counts = {
+            split: Counter(name for batch in found.batches() for name in batch.column(SET))
+            for split, found in kept[role].items()
+        }
+        given = Counter(name for batch in full[role]["train"].batches() for name in batch.column(SET))
+        total = sum(counts["train"].values())
+        lines += [
+            [
+                role, name, f"{weights[name]:g}", given[name], counts["train"][name],
+                f"{counts['train'][name] / total:.1%}", f"{counts['train'][name] / given[name]:.2g}",
+                counts["validation"][name], counts["test"][name],
+            ]
+            for name in weights
+            if given[name] and total
+        ]  # fmt: skip
+    heads = ["role", "set", "weight", "train rows", "in the mixture", "share", "times each"]
+    console.table("Mixture (a weight is a share of the train rows)", [*heads, "validation", "test"], lines)

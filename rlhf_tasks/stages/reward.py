@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Reward, RewardView
 from rlhf_tasks.data import batches
-from rlhf_tasks.data.batches import Batch, load_tokenizer, read_table, sizes
+from rlhf_tasks.data.batches import Batch, load_tokenizer, read_table, sets_of, sizes
 from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
@@ -118,6 +118,8 @@ class Pairs:
     lm_coef: float = 0.0
     shares_prefix: bool = False
     """Whether the two responses share a row, and the model reads the query once."""
+    sets: list[str] = field(default_factory=list)
+    """The name of each pair's set in a mixture; empty otherwise."""
 
     def __post_init__(self) -> None:
         with_chosen, with_rejected = sizes(self.queries, self.chosen), sizes(self.queries, self.rejected)
@@ -229,7 +231,7 @@ def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row], **settings: Any)
     prompts = [row["prompt"] for row in rows]
     queries, chosen = encode_rows(tokenizer, prompts, [row["chosen"] for row in rows])
     _, rejected = encode_rows(tokenizer, prompts, [row["rejected"] for row in rows])
-    return Pairs(queries, chosen, rejected, tokenizer.pad_token_id, **settings)
+    return Pairs(queries, chosen, rejected, tokenizer.pad_token_id, sets=sets_of(rows), **settings)
 
 
 # ---------------------------------------------------------------------------- fetching and measuring
@@ -271,8 +273,10 @@ def _measure(
     )
     lead = chosen - rejected
     metrics: dict[str, float] = {"margin": float(lead.mean())}
-    origins = np.array([row["origin"] for row in rows])
-    for name, mask in {"": origins != "", **{f"/{o}": origins == o for o in sorted(set(origins))}}.items():
+    groups = {"": np.ones(len(rows), bool)}
+    for start, names in {"/": [row["origin"] for row in rows], "/in/": pairs.sets}.items():
+        groups |= {f"{start}{name}": np.array(names) == name for name in sorted({*names})}
+    for name, mask in groups.items():
         found = statistics.rate(statistics.outcomes(chosen[mask], rejected[mask]))
         bounds = {"": found.value, "/low": found.low, "/high": found.high}
         metrics |= {f"accuracy{name}{bound}": value for bound, value in bounds.items()}

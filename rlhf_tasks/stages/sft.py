@@ -6,6 +6,7 @@ import math
 
 from rlhf_tasks.config import SftView
 from rlhf_tasks.data.batches import TokenBudget, load_tokenizer
+from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal
 from rlhf_tasks.project import hashing
@@ -17,7 +18,10 @@ from rlhf_tasks.training.supervised import demonstrations, evaluate, save, train
 
 
 def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write models/sft. Metrics: loss, perplexity, token_accuracy on validation; steps trained and kept."""
+    """Write models/sft. Metrics: loss, perplexity, token_accuracy on validation; steps trained and kept.
+
+    There are none for a ready model where the data has no demonstrations.
+    """
     dist, settings = Distributed(config.launch, config.seed), config.sft
     metrics: dict[str, float] = {}
     if settings.source is not None:
@@ -33,11 +37,14 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     else:
         # 1b. The base model, trained to the weights of the lowest validation loss.
         model, tokenizer = load_causal(paths.base), load_tokenizer(paths.base)
+        demonstrated = demonstrations(paths, tokenizer, "train")
+        if not demonstrated.sizes:
+            raise UserError(f"sft.from is null, and there is no demonstration to train on. {PROMPTS_ALONE}")
         with checkpoint.open(dist, paths, config, "sft") as snapshots:
             state = train(
                 dist,
                 model,
-                demonstrations(paths, tokenizer, "train"),
+                demonstrated,
                 settings,
                 seed=config.seed,
                 name="sft",
@@ -52,7 +59,9 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         origin = {"models/base": parents["base"]}
     # 2. The metrics of the weights, and the checkpoint.
     validation = demonstrations(paths, tokenizer, "validation")
-    result = evaluate(dist, model, validation, TokenBudget(settings.micro_batch_tokens))
+    if validation.sizes:
+        result = evaluate(dist, model, validation, TokenBudget(settings.micro_batch_tokens))
+        metrics |= {**result, "perplexity": math.exp(result["loss"])}
     card = contracts.model_card(
         "SFT policy",
         task="sft",
@@ -61,5 +70,4 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         how="Trained on demonstrations, completion tokens only, to the validation minimum.",
     )
     save(dist, model, tokenizer, paths.sft, contracts.identity("policy", parents), card)
-    loss, accuracy = result["loss"], result["token_accuracy"]
-    return {"loss": loss, "perplexity": math.exp(loss), "token_accuracy": accuracy, **metrics}
+    return metrics

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Optimization, Split
-from rlhf_tasks.data.batches import Batch, TokenBudget, collate, epoch_batches, read_table, sizes
+from rlhf_tasks.data.batches import Batch, TokenBudget, collate, epoch_batches, read_table, sets_of, sizes
 from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.models.load import merge_adapter, save_checkpoint
 from rlhf_tasks.models.logprobs import token_stats
@@ -39,6 +39,8 @@ class Task(Protocol):
     """What is trained: the tokens of each row, and the sums of one forward pass over some rows."""
 
     sizes: list[int]
+    sets: list[str]
+    """The name of each row's set in a mixture; empty otherwise."""
 
     def weight(self, rows: Sequence[int]) -> float:
         """The number of tokens or pairs that the loss of these rows is averaged over."""
@@ -54,6 +56,7 @@ class LanguageModeling:
     queries: list[Ids]
     responses: list[Ids]
     pad: int
+    sets: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sizes = sizes(self.queries, self.responses)
@@ -76,12 +79,13 @@ def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Spli
     return LanguageModeling(
         *encode_rows(tokenizer, [row["prompt"] for row in rows], [row["completion"] for row in rows]),
         tokenizer.pad_token_id,
+        sets_of(rows),
     )
 
 
-def plain_text(texts: Sequence[Ids], pad: int) -> LanguageModeling:
+def plain_text(texts: Sequence[Ids], pad: int, sets: Sequence[str] = ()) -> LanguageModeling:
     """Text without a query: the first token is given, all others are predicted."""
-    return LanguageModeling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad)
+    return LanguageModeling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad, list(sets))
 
 
 @dataclass
@@ -234,21 +238,31 @@ def train(
 
 @torch.no_grad()
 def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudget) -> Metrics:
-    """Means of a task's metrics over all of its rows, over all ranks.
+    """Means of a task's metrics over all of its rows, over all ranks; also by set, as `loss/in/NAME`.
 
     Raises:
         UserError: if the memory does not suffice for one row, or on several ranks.
     """
-    rows = range(len(task.sizes))
+    everything = range(len(task.sizes))
+    groups: dict[str, Sequence[int]] = {
+        name: [i for i in everything if task.sets[i] == name] for name in dict.fromkeys(task.sets)
+    } or {"": everything}
     for attempt in dist.attempts(budget):
         with attempt:
-            parts: list[Sums] = []
-            for micro, scale in dist.split(task.sizes, dist.shard_rows(rows), budget):
-                with dist.autocast():
-                    sums = task.sums(model, micro, dist.device)
-                parts.append({key: scale * value for key, value in sums.items()})
-    weight = task.weight(rows)
-    return {key: value / weight for key, value in add_up(dist, parts).items()}
+            parts: dict[str, list[Sums]] = {name: [] for name in groups}
+            for name, rows in groups.items():
+                for micro, scale in dist.split(task.sizes, dist.shard_rows(rows), budget):
+                    with dist.autocast():
+                        sums = task.sums(model, micro, dist.device)
+                    parts[name].append({key: scale * value for key, value in sums.items()})
+    totals = {name: add_up(dist, found) for name, found in parts.items()}
+    weight = task.weight(everything)
+    metrics = {
+        key: sum(found[key] for found in totals.values()) / weight for key in next(iter(totals.values()))
+    }
+    for name, rows in groups.items() if task.sets else ():
+        metrics |= {f"{key}/in/{name}": value / task.weight(rows) for key, value in totals[name].items()}
+    return metrics
 
 
 def add_up(dist: Distributed, parts: Sequence[Sums]) -> Metrics:

@@ -4,14 +4,48 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from rlhf_tasks import config
-from rlhf_tasks.data import tokenizer
-from rlhf_tasks.data.chat import Rendering
+from rlhf_tasks.config import Split
+from rlhf_tasks.data import files, tokenizer
+from rlhf_tasks.data.chat import Rendering, Unusable
+from rlhf_tasks.data.rows import Corpus, Problems, Role, Row
+from rlhf_tasks.data.shapes import Line, Reading
+from rlhf_tasks.data.splits import fill_splits
+from rlhf_tasks.data.tables import Part, assemble
 from rlhf_tasks.data.tokenizer import scratch_rendering
+
+
+class Converted(NamedTuple):
+    """What a reading makes of the records of its table."""
+
+    rows: list[tuple[Line, dict[str, Any]]]
+    left_out: list[tuple[str, str]]
+    bad: list[tuple[Line, Unusable]]
+
+
+def converted(reading: Reading) -> Converted:
+    found = Converted([], [], [])
+    for line, made in reading.made():
+        if isinstance(made, str):
+            found.left_out.append((line.where, made))
+        elif isinstance(made, Unusable):
+            found.bad.append((line, made))
+        else:
+            found.rows.append((line, made))
+    return found
+
+
+def load(path: Path, data: config.Data, rendering: Rendering, problems: Problems, **split: Any) -> Corpus:
+    """The rows of a file or folder, in splits."""
+    return fill_splits(assemble([Part(files.tables_of(path, problems), data)], rendering, problems), **split)
+
+
+def as_lists(corpus: Corpus) -> dict[Role, dict[Split, list[Row]]]:
+    return {role: {split: list(rows) for split, rows in tables.items()} for role, tables in corpus.items()}
 
 
 def jsonl(path: Path, *rows: Any) -> Path:

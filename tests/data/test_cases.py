@@ -15,6 +15,7 @@ from rlhf_tasks.data.chat import Unusable, tools_of
 from rlhf_tasks.data.rows import ROLES, SPLITS, TEXTS, Problems, Role
 from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.errors import UserError
+from tests.data.conftest import converted
 
 CASES = sorted((Path(__file__).parent / "cases").iterdir())
 NEEDS: dict[str, dict[str, Any]] = {
@@ -59,11 +60,12 @@ def readings(given: Given, problems: Problems, **data: Any) -> tuple[Rows, dict[
     rows: Rows = {}
     left_out: dict[str, str] = {}
     for split, reading in shapes.read(given, settings, chat=chat):
-        left_out |= dict(reading.left_out)
-        for position, line in enumerate(reading.table.lines):
-            place = rows.setdefault(reading.role, {}).setdefault(reading.splits.get(position, split), [])
+        made = converted(reading)
+        left_out |= dict(made.left_out)
+        for line, values in made.rows:
+            place = rows.setdefault(reading.role, {}).setdefault(shapes.split_of(line.values) or split, [])
             try:
-                place.append(plain(reading.role, line.values))
+                place.append(plain(reading.role, values))
             except Unusable as fault:
                 problems.add(line.where, line.values, fault.reason, fault.detail)
                 left_out[line.where] = fault.detail

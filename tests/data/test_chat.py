@@ -16,7 +16,7 @@ from rlhf_tasks.data.chat import DATE, Rendering
 from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Row
 from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.data.splits import complete, fill_splits
-from rlhf_tasks.data.tables import assemble
+from rlhf_tasks.data.tables import Part, assemble
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.contracts import check_same_tokenizer
 
@@ -76,7 +76,7 @@ def read(rendering: Rendering, *rows: dict[str, Any]) -> tuple[Corpus, str]:
     problems = Problems()
     names = tuple(dict.fromkeys(name for row in rows for name in row))
     lines = [Line(f"t:{number}", row) for number, row in enumerate(rows, start=1)]
-    corpus = assemble([(None, "train", Table("t", names, lines))], Data(), rendering, problems)
+    corpus = assemble([Part([(None, "train", Table("t", names, lines))], Data())], rendering, problems)
     return corpus, problems.report() if problems else ""
 
 

@@ -14,6 +14,8 @@ from rlhf_tasks.config import Columns, Data, HubSet, HubSources, Split
 from rlhf_tasks.data import hub
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, check_leaks
+from rlhf_tasks.data.splits import fill_splits
+from rlhf_tasks.data.tables import Part, assemble
 from rlhf_tasks.errors import UserError
 
 SIZES: dict[Split, int] = {"validation": 3, "test": 3}
@@ -51,14 +53,9 @@ def tldr_preference(folder: Path, **ranges: range) -> HubSet:
 
 def load(sft: HubSet, preferences: HubSet | None, columns: Columns, plain: Rendering) -> Corpus:
     problems = Problems()
-    corpus = hub.load(
-        HubSources(sft=sft, preferences=preferences),
-        Data(columns=columns),
-        plain,
-        problems,
-        seed=1,
-        sizes=SIZES,
-    )
+    tables = hub.tables_of(HubSources(sft=sft, preferences=preferences))
+    corpus = assemble([Part(tables, Data(columns=columns))], plain, problems)
+    corpus = fill_splits(corpus, seed=1, sizes=SIZES)
     check_leaks(corpus, problems)
     assert not problems, problems.report()
     return corpus
@@ -122,8 +119,8 @@ def test_a_set_of_pairs_alone_is_enough_and_its_splits_are_found_by_their_words(
     card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{listed}---\n"
     (tmp_path / "ultra/README.md").write_text(card, encoding="utf-8")
     problems = Problems()
-    sources = HubSources(preferences=pairs)
-    corpus = hub.load(sources, Data(), plain, problems, seed=1, sizes=SIZES)
+    tables = hub.tables_of(HubSources(preferences=pairs))
+    corpus = fill_splits(assemble([Part(tables, Data())], plain, problems), seed=1, sizes=SIZES)
     assert not problems, problems.report()
     assert {*corpus} == {"preferences"}
     assert len(corpus["preferences"]["test"]) == 4

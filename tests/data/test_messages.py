@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config import Columns, Data
+from rlhf_tasks.config import Columns, Data, Split
 from rlhf_tasks.data.chat import Rendering
-from rlhf_tasks.data.rows import Corpus, Problems, check_texts
+from rlhf_tasks.data.rows import Problems, Role, Row, check_texts, stored
 from rlhf_tasks.data.shapes import Line, Table
-from rlhf_tasks.data.tables import assemble
+from rlhf_tasks.data.tables import Part, assemble
 from rlhf_tasks.errors import UserError
+from tests.data import conftest
+from tests.data.conftest import as_lists
 
 
 def user(text: str) -> dict[str, str]:
@@ -26,13 +28,15 @@ def assistant(text: str) -> dict[str, str]:
 
 def read(
     row: dict[str, Any], columns: Columns, rendering: Rendering, problems: Problems | None = None
-) -> Corpus:
+) -> dict[Role, dict[Split, list[Row]]]:
     found = Problems() if problems is None else problems
     corpus = assemble(
-        [(None, "train", Table("t", tuple(row), [Line("t:1", row)]))], Data(columns=columns), rendering, found
+        [Part([(None, "train", Table("t", tuple(row), [Line("t:1", row)]))], Data(columns=columns))],
+        rendering,
+        found,
     )
     assert problems is not None or not found, found.report()
-    return corpus
+    return as_lists(corpus)
 
 
 def test_the_prompt_ends_with_the_generation_prompt_and_the_completion_follows_without_eos(
@@ -67,7 +71,7 @@ def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(
     talk = [user("hi"), assistant("hello")]
     corpus = read({"chosen": talk, "rejected": list(talk)}, columns, chat)
     problems = Problems()
-    check_texts(corpus, chat.eos, problems)
+    check_texts(stored(corpus), chat.eos, problems)
     assert {name: n for name, n in problems.counts().items() if n} == {"chosen_is_rejected": 1}
 
 
@@ -89,7 +93,10 @@ def test_a_conversation_that_cannot_be_used_is_a_bad_row(
     row: dict[str, Any], reason: str, columns: Columns, chat: Rendering
 ) -> None:
     problems = Problems()
-    assert read(row, columns, chat, problems) in ({"sft": {"train": []}}, {"preferences": {"train": []}})
+    assert read(row, columns, chat, problems) in (
+        {"sft": {"train": []}},
+        {"preferences": {"train": []}},
+    )
     (line,) = problems.lines()
     assert [fault["reason"] for fault in json.loads(line)["problems"]] == [reason]
 
@@ -143,12 +150,10 @@ def test_parquet_messages_read_as_jsonl_ones(tmp_path: Path, columns: Columns, c
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from rlhf_tasks.data import files
-
     rows = [{"prompt": [user(f"hi {n}")], "completion": [assistant("x")]} for n in range(4)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     problems = Problems()
     sizes: dict[Any, int] = {"validation": 1, "test": 1}
-    corpus = files.load(tmp_path / "a.parquet", Data(columns=columns), chat, problems, seed=1, sizes=sizes)
+    corpus = conftest.load(tmp_path / "a.parquet", Data(columns=columns), chat, problems, seed=1, sizes=sizes)
     prompts = {row["prompt"] for rows in corpus["sft"].values() for row in rows}
     assert prompts == {f"<user>hi {n}<eos>\n<assistant>" for n in range(4)}

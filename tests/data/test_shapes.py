@@ -11,6 +11,7 @@ from rlhf_tasks.config import Data
 from rlhf_tasks.data import shapes
 from rlhf_tasks.data.shapes import Line, Reading, Table
 from rlhf_tasks.errors import UserError
+from tests.data.conftest import converted
 
 Record = dict[str, Any]
 
@@ -23,7 +24,7 @@ def read(*records: Record, chat: bool = True, **data: Any) -> Reading:
 
 
 def rows(reading: Reading) -> list[Any]:
-    return [dict(line.values) for line in reading.table.lines]
+    return [row for _, row in converted(reading).rows]
 
 
 def pair(prompt: Any, chosen: Any, rejected: Any) -> Record:
@@ -57,7 +58,7 @@ def test_a_tie_is_left_out(tie: str) -> None:
     two = {"prompt": "q", "response_a": "a", "response_b": "b"}
     found = read(two | {"winner": "model_a"}, two | {"winner": tie})
     assert rows(found) == [pair("q", "a", "b")]
-    assert found.left_out == [("f:2", "a tie")]
+    assert converted(found).left_out == [("f:2", "a tie")]
 
 
 def test_the_input_is_part_of_the_prompt_in_every_shape() -> None:
@@ -92,12 +93,12 @@ def test_the_input_is_part_of_the_prompt_in_every_shape() -> None:
 def test_a_bad_answer_is_no_demonstration_however_it_is_marked(marked: Record) -> None:
     with pytest.raises(UserError, match="as false, so these single answers are neither"):
         read(marked)
-    assert read(marked, format="good_answers").table.lines == []
+    assert rows(read(marked, format="good_answers")) == []
 
 
 def test_a_score_that_is_no_number_makes_no_pair() -> None:
     found = read({"prompt": "q", "answer_a": "x", "answer_b": "y", "score_a": 2.0, "score_b": float("nan")})
-    assert (rows(found), len(found.bad)) == ([], 1)
+    assert (rows(found), len(converted(found).bad)) == ([], 1)
 
 
 def test_a_rejected_response_beside_a_conversation_makes_a_pair() -> None:
@@ -111,12 +112,12 @@ def test_a_tree_with_a_circle_equal_ranks_or_orphans_is_named() -> None:
         return {"message_id": name, "parent_id": parent, "text": name, "role": role, "rank": rank}
 
     circle = read(node("a", "b", "prompter"), node("b", "a", "assistant", 0), node("c", "a", "assistant", 1))
-    assert "circle" in circle.bad[0][1].detail
+    assert "circle" in converted(circle).bad[0][1].detail
     equal = read(
         node("a", None, "prompter"), node("b", "a", "assistant", 0), node("c", "a", "assistant", 0),
         node("d", "gone", "assistant", 1),
     )  # fmt: skip
-    assert [why for _, why in equal.left_out] == [
+    assert [why for _, why in converted(equal).left_out] == [
         "the message that it answers is not here", "all scores are equal", "all scores are equal",
     ]  # fmt: skip
 
@@ -137,7 +138,7 @@ def test_a_tree_with_a_circle_equal_ranks_or_orphans_is_named() -> None:
     ],
 )
 def test_a_record_of_another_form_is_malformed(records: list[Record]) -> None:
-    assert read(*records).bad[0][1].reason == "malformed"
+    assert converted(read(*records)).bad[0][1].reason == "malformed"
 
 
 @pytest.mark.parametrize(
@@ -205,4 +206,4 @@ def test_a_signed_preference_is_for_the_first_answer_below_zero() -> None:
     record = {"domain": "x", "context": TALK[:3], "response1": "A", "response2": "B"}
     found = read(*(record | {"overall_preference": vote} for vote in (-2, 3, 0)))
     assert rows(found) == [pair(TALK[:3], "A", "B"), pair(TALK[:3], "B", "A")]
-    assert found.left_out == [("f:3", "a tie")]
+    assert converted(found).left_out == [("f:3", "a tie")]

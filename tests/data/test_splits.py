@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Row, check_leaks
+from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Role, Row, check_leaks, stored
 from rlhf_tasks.data.splits import cap_train, complete, fill_splits
 from rlhf_tasks.errors import UserError
 
@@ -24,12 +24,16 @@ def pairs(names: range) -> list[Row]:
     ]
 
 
+def fill(given: dict[Role, dict[Split, list[Row]]], seed: int = 1) -> Corpus:
+    return fill_splits(stored(given), seed=seed, sizes=SIZES)
+
+
 def prompts_of(corpus: Corpus, role: str, split: Split) -> set[str]:
     return {row["prompt"] for row in corpus[role][split]}  # type: ignore[index]
 
 
 def test_all_rows_of_a_prompt_go_to_one_split_and_none_is_lost() -> None:
-    corpus = fill_splits({"sft": {"train": demos(range(100), per_prompt=3)}}, seed=1, sizes=SIZES)
+    corpus = fill({"sft": {"train": demos(range(100), per_prompt=3)}})
     held = {split: prompts_of(corpus, "sft", split) for split in SPLITS}
     assert (len(held["train"]), len(held["validation"]), len(held["test"])) == (85, 5, 10)
     assert sum(len(rows) for rows in corpus["sft"].values()) == 300
@@ -37,31 +41,34 @@ def test_all_rows_of_a_prompt_go_to_one_split_and_none_is_lost() -> None:
 
 def test_split_depends_on_prompts_and_seed_not_on_the_order_of_rows() -> None:
     rows = demos(range(100))
-    forward = fill_splits({"sft": {"train": rows}}, seed=1, sizes=SIZES)
-    backward = fill_splits({"sft": {"train": rows[::-1]}}, seed=1, sizes=SIZES)
-    other = fill_splits({"sft": {"train": rows}}, seed=2, sizes=SIZES)
+    forward = fill({"sft": {"train": rows}})
+    backward = fill({"sft": {"train": rows[::-1]}})
+    other = fill({"sft": {"train": rows}}, seed=2)
     assert prompts_of(forward, "sft", "test") == prompts_of(backward, "sft", "test")
     assert prompts_of(forward, "sft", "test") != prompts_of(other, "sft", "test")
 
 
 def test_a_held_out_split_takes_at_most_a_quarter_of_the_prompts() -> None:
-    corpus = fill_splits({"sft": {"train": demos(range(9))}}, seed=1, sizes=SIZES)
+    corpus = fill({"sft": {"train": demos(range(9))}})
     assert [len(corpus["sft"][split]) for split in SPLITS] == [5, 2, 2]
 
 
 def test_roles_hold_out_the_same_prompts() -> None:
-    given: Corpus = {"preferences": {"train": pairs(range(100))}, "sft": {"train": demos(range(100))}}
-    corpus = fill_splits(given, seed=1, sizes=SIZES)
+    given: dict[Role, dict[Split, list[Row]]] = {
+        "preferences": {"train": pairs(range(100))},
+        "sft": {"train": demos(range(100))},
+    }
+    corpus = fill(given)
     for split in SPLITS:
         assert prompts_of(corpus, "sft", split) == prompts_of(corpus, "preferences", split)
 
 
 def test_given_splits_stay_and_missing_ones_are_filled_without_a_leak() -> None:
-    given: Corpus = {
+    given: dict[Role, dict[Split, list[Row]]] = {
         "sft": {"train": demos(range(60)), "validation": demos(range(60, 70))},
         "preferences": {"train": pairs(range(0, 80, 2)), "test": pairs(range(1, 20, 2))},
     }
-    corpus = fill_splits(given, seed=1, sizes=SIZES)
+    corpus = fill(given)
     assert prompts_of(corpus, "sft", "validation") == {f"q {i}" for i in range(60, 70)}
     assert prompts_of(corpus, "preferences", "test") == {f"q {i}" for i in range(1, 20, 2)}
     assert len(corpus["sft"]["test"]) == 10
@@ -76,17 +83,17 @@ def test_given_splits_stay_and_missing_ones_are_filled_without_a_leak() -> None:
 
 
 def test_comparisons_of_posts_that_sft_trains_on_still_get_a_test_split() -> None:
-    given: Corpus = {
+    given: dict[Role, dict[Split, list[Row]]] = {
         "sft": {"train": demos(range(50)), "validation": demos(range(50, 60)), "test": demos(range(60, 70))},
         "preferences": {"train": pairs(range(40)), "validation": pairs(range(40, 50))},
     }  # fmt: skip
-    corpus = fill_splits(given, seed=1, sizes=SIZES)
+    corpus = fill(given)
     assert [len(corpus["preferences"][split]) for split in SPLITS] == [30, 10, 10]
 
 
 def test_demonstrations_come_from_chosen_answers_and_prompts_from_demonstrations() -> None:
     twice = [*pairs(range(8)), *pairs(range(8))]
-    full = complete(fill_splits({"preferences": {"train": twice}}, seed=1, sizes=SIZES))
+    full = complete(fill({"preferences": {"train": twice}}))
     assert [len(full["preferences"][split]) for split in SPLITS] == [8, 4, 4]
     assert [len(full["sft"][split]) for split in SPLITS] == [4, 2, 2]
     first = full["sft"]["test"][0]
@@ -98,11 +105,11 @@ def test_demonstrations_come_from_chosen_answers_and_prompts_from_demonstrations
 
 def test_a_split_without_rows_is_an_error_that_names_it() -> None:
     with pytest.raises(UserError, match="sft/validation, sft/test, prompts/validation, prompts/test"):
-        complete(fill_splits({"sft": {"train": demos(range(3))}}, seed=1, sizes=SIZES))
+        complete(fill({"sft": {"train": demos(range(3))}}))
 
 
 def test_max_rows_caps_train_rows_only_and_keeps_their_order() -> None:
-    corpus = complete(fill_splits({"sft": {"train": demos(range(100))}}, seed=1, sizes=SIZES))
+    corpus = complete(fill({"sft": {"train": demos(range(100))}}))
     capped = cap_train(corpus, 20, seed=1)
     kept = [row["source"] for row in capped["sft"]["train"]]
     assert len(kept) == 20
@@ -110,4 +117,4 @@ def test_max_rows_caps_train_rows_only_and_keeps_their_order() -> None:
     assert [row["prompt"] for row in capped["prompts"]["train"]] == [
         r["prompt"] for r in capped["sft"]["train"]
     ]
-    assert capped["sft"]["test"] == corpus["sft"]["test"]
+    assert list(capped["sft"]["test"]) == list(corpus["sft"]["test"])

@@ -222,7 +222,9 @@ def test_no_tokenizer_reads_a_text_that_is_too_long_for_any(
         return found
 
     monkeypatch.setattr(tokenizer, "train", lambda s, texts, n: train(s, seen(texts), n))
-    monkeypatch.setattr(tokenizer, "continue_prompts", lambda words, *texts: count(words, *map(seen, texts)))
+    monkeypatch.setattr(
+        tokenizer, "continue_prompts", lambda words, *texts, **how: count(words, *map(seen, texts), **how)
+    )
     files = {"data.source": "files", "data.path": "rows.jsonl", "data.num_validation": 4, "data.num_test": 4}
     with pytest.raises(UserError, match=r"rows\.jsonl:41: too_long: completion has 500,000 characters"):
         run(files)

@@ -233,6 +233,7 @@ class Counted:
     sizes: list[int]
     seen: list[int] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
+    sets: list[str] = field(default_factory=list)
 
     def weight(self, rows: Sequence[int]) -> float:
         return len(rows)
