@@ -713,8 +713,8 @@ def _voted(shape: _Shape) -> list[Reading]:
             )
         return one > two
 
-    found = (_converted(is_first, line) for line in shape.table.lines)
-    strange = [one for one in found if isinstance(one, Unusable)]
+    judged = (_converted(is_first, line) for line in shape.table.lines)
+    strange = [one for one in judged if isinstance(one, Unusable)]
     if vote is not None and strange:
         raise UserError(
             f"{shape.table.name}: {strange[0]}, as in {len(strange)} row(s); write the column as {a} or {b} "
