@@ -17,7 +17,7 @@ from typer import Option
 
 from rlhf_tasks import config, console, presets
 from rlhf_tasks.cli.review import project
-from rlhf_tasks.config import STAGES, Config
+from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, inputs
 from rlhf_tasks.project.paths import Paths
@@ -39,17 +39,18 @@ def run(
     settings = config.load(paths.params)
     inputs.write(paths)  # for `dvc status`
     reasons, seconds = changed(paths), durations.read(paths.home)
+    total = len({*dvc_files.graph(paths.root)} - {dvc_files.INPUTS})
     if dry:
         rows = [[name, why, took(seconds, [name])] for name, why in reasons.items()]
-        console.table(f"{len(rows)} of {len(STAGES)} stages would run", ["stage", "why", "last time"], rows)
+        console.table(f"{len(rows)} of {total} stages would run", ["stage", "why", "last time"], rows)
         return 0
     name = run_name(paths, settings)
     if reasons:
-        console.say(f"{name}: {len(reasons)} of {len(STAGES)} stages run: {', '.join(reasons)}")
+        console.say(f"{name}: {len(reasons)} of {total} stages run: {', '.join(reasons)}")
         console.say(f"They took, when they last ran: {took(seconds, [*reasons])}. Ctrl-C keeps their state.")
         console.say(f"Tables and samples: {paths.home / 'logs'}/STAGE-….log")
     else:
-        console.say(f"Nothing has changed: the results of all {len(STAGES)} stages are here")
+        console.say(f"Nothing has changed: the results of all {total} stages are here")
     if (status := _repro(paths, name)) == 0 and "report" not in reasons:  # it shows the card itself
         from rlhf_tasks.report import card
 
