@@ -38,7 +38,7 @@ AUTO = 0
 def _tokens_or_auto(value: Any) -> Any:
     if value == "auto":
         return AUTO
-    if isinstance(value, bool) or not isinstance(value, int) or value == AUTO:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError("must be auto, or a whole number of tokens above 0")
     return value
 
