@@ -109,9 +109,8 @@ def test_given_pairs_alone_load_no_model(models_here: Path) -> None:
 
 def test_progress_counts_the_responses(models_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run()
-    assert (
-        "preferences: 72/72 responses" in capsys.readouterr().out
-    )  # two samples, (12 + 3 + 3) prompts, twice
+    shown = capsys.readouterr().out  # two samples, (12 + 3 + 3) prompts, twice
+    assert "preferences  100% of 72 responses" in shown
 
 
 def test_without_reward_training_nothing_is_sampled(models_here: Path) -> None:
