@@ -59,7 +59,7 @@ def launched(layout: str, **changes: Any) -> dict[str, Any]:
 
 def ran(stage: Stage) -> tuple[layouts.Written, list[float]]:
     """What the stage wrote, and the norms of its gradients: Adam hides a wrong scale."""
-    assert rlhf(stage).stdout.count(f"{stage}: done in") == 1, "the first rank alone speaks"
+    assert rlhf(stage).stdout.count(f"{stage}  done in") == 1, "the first rank alone speaks"
     norms = [float(row["train/grad_norm"]) for row in curve(stage) if row["train/grad_norm"]]
     return layouts.Written.of(Path(), stage), norms
 
