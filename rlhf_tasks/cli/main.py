@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"rlhf: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would end the interpreter's own end
         return stopped.status
     except KeyboardInterrupt:
         print("rlhf: interrupted", file=sys.stderr)

@@ -110,15 +110,18 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
     def parent() -> dict[str, str]:
         return context.parent(Ancestor(1, "rlhf", "sft"), "sft-k")
 
-    for name in ("RLHF_PARENT_RUN", "DVC_EXP_NAME"):
+    for name in ("RLHF_PARENT_RUN", "DVC_EXP_NAME", "RLHF_RUN_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(processes, "start", lambda ancestor: f"boot-{ancestor.pid}")
     by_dvc = {"key": f"dvc-{platform.node()}:3:boot-3", "owner": "dvc"}
     assert parent() == by_dvc
     monkeypatch.setenv("DVC_EXP_NAME", "mine")
-    assert parent() == by_dvc | {"dvc.exp": "mine"}
+    assert parent() == by_dvc | {"dvc.exp": "mine", "name": "mine"}
     monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
-    assert parent() == {"key": "flow-1", "owner": "flow"}, "a flow tags its run with its experiment itself"
+    of_flow = {"key": "flow-1", "owner": "flow", "name": "mine"}
+    assert parent() == of_flow, "a flow tags its run with its experiment itself"
+    monkeypatch.setenv("RLHF_RUN_NAME", "default-7f3a")
+    assert parent()["name"] == "default-7f3a"
 
 
 def under(monkeypatch: pytest.MonkeyPatch, process: str, **tags: str) -> None:
