@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,6 +30,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -248,6 +250,9 @@ def fetch_tokenizer(source: str, revision: str | None) -> Path:
 
 def _fetch(source: str, revision: str | None, kinds: list[str]) -> Path:
     """A folder with the files of these kinds: the source, or the hub's cached snapshot."""
+    folder, file = packaged.gguf(source)
+    if file:
+        return Path(_tokenizer_of_gguf(folder, **file).name)
     if not is_hub_id(source):
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -256,6 +261,14 @@ def _fetch(source: str, revision: str | None, kinds: list[str]) -> Path:
         return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
     except (OSError, ValueError) as error:
         raise ContractError(f"cannot fetch {source} at {revision}: {error} ({NO_HUB})") from error
+
+
+@cache
+def _tokenizer_of_gguf(folder: str, gguf_file: str) -> tempfile.TemporaryDirectory[str]:
+    """The tokenizer that a GGUF file holds, in a folder that this process removes at its end."""
+    made = tempfile.TemporaryDirectory(prefix="rlhf-gguf-")
+    AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file).save_pretrained(made.name)
+    return made
 
 
 # ------------------------------------------------------------------------ reward and value models

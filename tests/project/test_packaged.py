@@ -11,7 +11,8 @@ import torch
 from rlhf_tasks.config import Model
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import load_causal
+from rlhf_tasks.models.contracts import check_same_tokenizer
+from rlhf_tasks.models.load import fetch_tokenizer, load_causal
 from rlhf_tasks.project import inputs, packaged
 from rlhf_tasks.project.paths import Paths
 
@@ -66,6 +67,8 @@ def test_smollm2_is_read_from_its_package_and_saved_as_a_plain_model(tmp_path: P
     model = load_causal(SMOLLM2)
     assert (words.eos_token, model.num_parameters()) == ("<|im_end|>", 134_515_008)
     model.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    check_same_tokenizer(tmp_path, fetch_tokenizer(SMOLLM2, None))  # as `sft.from` does
     again = load_causal(tmp_path)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
