@@ -32,7 +32,7 @@ MAX_BEFORE = 100  # former champions in the tag
 MAX_TAG = 5000  # characters, as MLflow allows
 MAX_REASON = 160  # characters
 NOT_FOUND, ALREADY_EXISTS = "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"
-DESCRIPTION = "Policies that `rlhf promote` judged (`promotion` in params.yaml). DVC keeps their weights."
+DESCRIPTION = "Policies that the gate judged (`promotion` in params.yaml). DVC keeps their weights."
 
 
 class Unreachable(Exception):
