@@ -107,6 +107,11 @@ def machine_memory() -> int:
     return min(found)
 
 
+def has_gpu() -> bool:
+    """Whether torch computes on a GPU here."""
+    return _torch_has_cuda() and bool(gpu_memories())
+
+
 def gpu_memories() -> list[int]:
     """The bytes of memory of each NVIDIA GPU that this process may use; empty without one."""
     size, found = ctypes.c_size_t(), []

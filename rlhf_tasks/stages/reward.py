@@ -11,6 +11,8 @@ subtracted from every score, so that demonstrations score zero on average.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,9 +46,9 @@ from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.reward_model import RewardModel
-from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.tracking import Tracker, context
 from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.distributed import Distributed
+from rlhf_tasks.training.distributed import PATIENCE, Distributed, alone
 from rlhf_tasks.training.supervised import Sums, save, train
 
 NONE_MADE = """\
@@ -58,12 +60,14 @@ Row = dict[str, Any]
 
 
 def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write models/reward and models/reward_heldout, one after the other.
+    """Write models/reward and models/reward_heldout: one after the other, or at once in a process each.
 
     Metrics on the test pairs, for the optimised model (and for the other under `heldout/`): accuracy
     with its interval and by origin, margin, calibration error, length_correlation. With `train: false`
     the folders hold only a README, and there are no metrics.
     """
+    if context.is_worker() and config.launch.num_processes == 1:
+        return _side_by_side(config, paths, tracker)
     dist, metrics = Distributed(config.launch, config.seed), dict[str, float]()
     for out in (paths.reward, paths.reward_heldout):
         if config.reward.train:
@@ -73,6 +77,23 @@ def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
                 (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
     dist.barrier()
     return metrics
+
+
+def _side_by_side(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
+    """Make the model of this worker alone; the first one gets metrics and curves of the other."""
+    is_main = context.is_main_rank()
+    dist, out = alone(config.launch, config.seed), paths.reward if is_main else paths.reward_heldout
+    metrics = _make_reward_model(dist, config, paths, tracker, out)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, is_master=False, timeout=PATIENCE)
+    if not is_main:
+        store.set(out.name, json.dumps([metrics, tracker.history()]))
+        return metrics
+    of_heldout, curves = json.loads(store.get(paths.reward_heldout.name))
+    for row in curves:
+        step = int(row.pop("step"))
+        tracker.metrics(row, step=step)
+    return metrics | of_heldout
 
 
 def _make_reward_model(

@@ -59,8 +59,8 @@ def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
         harness.check(settings.judge.retention.tasks, paths.root)  # before the training, not after it
     if stage in launch.TRAINING and not context.is_worker():
         launch.check_machines(settings.launch)
-    if launch.is_needed(stage, settings.launch):
-        return launch.run(paths, stage, settings.launch)
+    if launch.is_needed(stage, settings.launch) or launch.trains_side_by_side(stage, settings):
+        return launch.run(paths, stage, settings)
     start = time.monotonic()
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
     with (

@@ -38,6 +38,7 @@ from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch, stopping
 
 if TYPE_CHECKING:
@@ -227,6 +228,8 @@ class Checkpoint:
             "launch.offload": view.launch.offload,
             "launch.precision": "fp32" if dist.is_float32 else "bf16",
             "device": dist.device.type,
+            "side by side": context.is_worker()
+            and dist.world_size == 1,  # else a loop has both models' curves
         }
         self._saved_at = self._step_began_at = time.monotonic()
         self._step_seconds = self._save_seconds = 0.0  # what the last ones took

@@ -41,6 +41,7 @@ from rlhf_tasks.models.load import copy_to
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.project.precision import resolve
 from rlhf_tasks.training import sharding
+from rlhf_tasks.training.launch import without_worker
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -400,6 +401,17 @@ class Distributed:
             torch.cuda.set_rng_state(state["cuda"], self.device)
         np.random.set_state(state["numpy"])
         random.setstate(state["python"])
+
+
+def alone(launch: Launch, seed: int) -> Distributed:
+    """This worker as if the launch had no others: for work that each of them does by itself."""
+    known = dict(os.environ)
+    try:
+        for name in known.keys() - without_worker(known).keys():
+            del os.environ[name]
+        return Distributed(launch, seed)
+    finally:
+        os.environ.update(known)
 
 
 def free_memory(device: torch.device) -> float:

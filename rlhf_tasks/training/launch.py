@@ -20,9 +20,9 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_tasks.config import Launch, Stage
+from rlhf_tasks.config import Config, Launch, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, processes
+from rlhf_tasks.project import atomic, precision, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures, stopping
@@ -45,6 +45,29 @@ def is_needed(stage: Stage, launch: Launch) -> bool:
     """True if this process must start workers instead of running the stage itself."""
     several = launch.num_processes > 1 or launch.num_machines > 1 or launch.parallelism != "ddp"
     return stage in TRAINING and several and not context.is_worker()
+
+
+def trains_side_by_side(stage: Stage, settings: Config) -> bool:
+    """Whether the stage's two models are trained at once, in a worker each: `reward.side_by_side`."""
+    reward, launch = settings.reward, settings.launch
+    return (
+        stage == "reward"
+        and reward.side_by_side
+        and reward.train
+        and reward.source is None
+        and (launch.num_processes, launch.num_machines, launch.parallelism) == (1, 1, "ddp")
+        and num_threads(os.environ) > 1
+        and not precision.has_gpu()
+        and not context.is_worker()
+    )
+
+
+def num_threads(environment: Mapping[str, str]) -> int:
+    """The threads that a stage in one process has: OMP_NUM_THREADS, or all cores that it may use."""
+    # a cluster may have given this process a few of the machine's CPUs
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = environment.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() else cpus
 
 
 def check_machines(launch: Launch) -> None:
@@ -102,9 +125,8 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
         )
     else:
         words += ["--multi_gpu"]
-    # a cluster may have given this process a few of the machine's CPUs
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = environment.get("OMP_NUM_THREADS") or str(max(1, cpus * num_machines // num_processes))
+    threads = environment.get("OMP_NUM_THREADS")
+    threads = threads or str(max(1, num_threads(environment) * num_machines // num_processes))
     words += ["--num_cpu_threads_per_process", threads]
     if num_machines == 1:
         words += ["--main_process_port", "0"]  # any free port, so that two runs can share a machine
@@ -126,16 +148,20 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
     return [*launcher, *words, "--module", "rlhf_tasks.cli", stage]
 
 
-def run(paths: Paths, stage: Stage, launch: Launch) -> int:
+def run(paths: Paths, stage: Stage, settings: Config) -> int:
     """Start the workers of a stage and wait. Returns their exit status.
 
     Raises:
         UserError: for a launch that is not possible, or that a worker reported.
     """
-    words = command(paths, stage, launch, os.environ)
+    launch, environment = settings.launch, dict(os.environ)
+    if trains_side_by_side(stage, settings):
+        launch = launch.model_copy(update={"num_processes": 2})
+        environment["OMP_NUM_THREADS"] = str(num_threads(environment) // 2)
+    words = command(paths, stage, launch, environment)
     if launch.num_machines > 1 and LAUNCHES in os.environ and os.environ["MACHINE_RANK"] == "0":
         announce(Path(os.environ[LAUNCHES]), stage)
-    return supervise(stage, words, os.environ)
+    return supervise(stage, words, environment)
 
 
 def announce(folder: Path, stage: Stage) -> None:

@@ -17,12 +17,13 @@ import psutil
 import pytest
 import torch
 
-from rlhf_tasks.config import STAGES, Launch
+from rlhf_tasks.config import STAGES, Config, Launch
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import processes
+from rlhf_tasks.project import precision, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.training import failures, launch, stopping
+from tests import small
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +57,25 @@ def test_only_training_stages_are_launched_and_only_for_several_processes(
     assert [stage for stage in STAGES if launch.is_needed(stage, section(**values))] == needed
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert not launch.is_needed("ppo", section(**values)), "a worker launches nothing"
+
+
+@pytest.mark.parametrize(
+    ("threads", "values", "expected"),
+    [
+        ("4", {}, True),
+        ("1", {}, False),
+        ("4", {"reward.side_by_side": False}, False),
+        ("4", {"launch.num_processes": 2}, False),
+    ],
+)
+def test_reward_models_are_trained_side_by_side_on_several_threads(
+    threads: str, values: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "has_gpu", lambda: False)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    settings = Config.model_validate(small.params({"reward.side_by_side": True, **values}))
+    assert launch.trains_side_by_side("reward", settings) == expected
+    assert not launch.trains_side_by_side("sft", settings)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,35 @@ def test_ppo_takes_steps_in_bf16(toy_project: Path, features: str, layout: str) 
     changed = any(not torch.equal(after[key].bfloat16(), before[key].bfloat16()) for key in before)
     assert changed == (metrics("ppo")["selected_episode"] > 0), "the weights from before training may be best"
     assert all(torch.isfinite(value).all() for value in after.values())
+
+
+def test_reward_models_side_by_side_are_those_made_one_after_the_other(
+    toy_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one thread each. A stopped run saves the state of both, and goes on from it."""
+    outs = ("models/reward", "models/reward_heldout")
+    toy.write_params(
+        reward={"side_by_side": True, "num_epochs": 4, "batch_size": 4}, resume={"every_seconds": 1e-6}
+    )
+    rlhf("reward")
+    expected = [weights(out) for out in outs], curve("reward"), metrics("reward")
+    shutil.rmtree(".rlhf/state")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    command = [sys.executable, "-m", "rlhf_tasks.cli", "reward"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stopped:
+        while {file.parent.name for file in Path(".rlhf/state").rglob("step-*")} != {
+            "reward",
+            "reward_heldout",
+        }:
+            assert stopped.poll() is None, stopped.communicate()[0]
+            time.sleep(0.02)
+        stopped.terminate()
+        output = stopped.communicate()[0]
+    assert stopped.returncode == 128 + signal.SIGTERM, output
+    assert "resumed from the snapshot" in rlhf("reward").stdout
+    for out, before in zip(outs, expected[0], strict=True):
+        assert all(torch.equal(before[name], value) for name, value in weights(out).items())
+    assert (curve("reward"), metrics("reward")) == expected[1:]
 
 
 @pytest.mark.parametrize(
