@@ -57,10 +57,11 @@ def models_of(value: str, adapter: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("truncation", "value", "adapter"),
     [
-        *((truncation, "separate", False) for truncation in TRUNCATIONS),
+        ("eos_trick_replace", "separate", False),
+        *(pytest.param(kind, "separate", False, marks=pytest.mark.slow) for kind in TRUNCATIONS[1:]),
         ("bootstrap", "shared", False),
         ("eos_trick_replace", "shared", True),
-        ("none", "separate", True),
+        pytest.param("none", "separate", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
@@ -80,7 +81,11 @@ KL_IN_LOSS = {"kl__kind": "in_loss", "kl__estimator": "k3", "kl_coef": 0.01}
 
 @pytest.mark.parametrize(
     ("advantages", "adapter", "kl"),
-    [("rloo", False, {}), ("group", False, KL_IN_LOSS), ("group", True, {})],
+    [
+        ("rloo", False, {}),
+        ("group", False, KL_IN_LOSS),
+        pytest.param("group", True, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_token_is_learned_without_a_critic(advantages: str, adapter: bool, kl: dict[str, Any]) -> None:
     changes: dict[str, Any] = without_critic(advantages) | kl | {"schedule": "linear"}

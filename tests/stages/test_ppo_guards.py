@@ -87,7 +87,11 @@ def kl_too_high(patch: pytest.MonkeyPatch, bad: Collection[int]) -> None:
     ("changes", "rollouts"),
     [
         (EVERYTHING, 3),
-        ({"ppo.lora": {"r": 4, "alpha": 8.0}, "ppo.advantages.critic.lora": {"r": 4, "alpha": 8.0}}, 2),
+        pytest.param(
+            {"ppo.lora": {"r": 4, "alpha": 8.0}, "ppo.advantages.critic.lora": {"r": 4, "alpha": 8.0}},
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["everything", "lora"],
 )

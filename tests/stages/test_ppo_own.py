@@ -54,7 +54,9 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("name", "processes"), [("gspo", 2), ("estimator", 1)])
+@pytest.mark.parametrize(
+    ("name", "processes"), [("gspo", 2), pytest.param("estimator", 1, marks=pytest.mark.slow)]
+)
 def test_an_example_takes_the_same_steps_however_its_batch_is_cut(
     name: str, processes: int, models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
