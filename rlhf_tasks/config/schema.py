@@ -640,9 +640,10 @@ class Config(Section):
             "judge.judges": any(
                 isinstance(one, RewardModelJudge) and one.is_of_pipeline for one in self.judge.judges
             ),
+            "ppo.guards.gap_max": getattr(self.ppo.guards, "gap_max", None) is not None,
         }
         named = ", ".join(key for key, uses_reward_model in users.items() if uses_reward_model)
         if named and not self.reward.train:
             yield f"reward.train is false, but a reward model is needed by {named}; set it to true"
         if not named and self.reward.train:
-            yield "reward.train is true, but no scorer, critic or judge uses one; set it to false"
+            yield "reward.train is true, but no scorer, critic, judge or guard uses one; set it to false"
