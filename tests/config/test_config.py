@@ -285,10 +285,13 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
             "promotion.judge='a' uses ./a, which PPO optimises",
         ),
         ({"ppo.scorers": [A], "ppo.select_by": {"judge": BY_A}}, "select_by: ./a is also a scorer"),
-        ({**NO_USER, "ppo.scorers": [A]}, "reward.train is true, but no scorer, critic or judge uses one"),
+        (
+            {**NO_USER, "ppo.scorers": [A]},
+            "reward.train is true, but no scorer, critic, judge or guard uses one",
+        ),
         (
             {**NO_USER, "ppo.scorers": [DUMMY]},
-            "reward.train is true, but no scorer, critic or judge uses one",
+            "reward.train is true, but no scorer, critic, judge or guard uses one",
         ),
         ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.url: must begin with http:// or https://"),
         ({"ppo.scorers": [{**HTTP, "url": "http://:8000/score"}]}, "scorers.0.url: must begin with http://"),

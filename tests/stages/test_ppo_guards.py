@@ -104,8 +104,8 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_curves(
     changes = {"resume.every_seconds": 1e-6, **changes}
     monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
     metrics, series = run(**changes)
-    weights, samples, rollouts = contracts.fingerprint(POLICY), table("samples"), table("rollouts")
-    assert len(rollouts) == 2 * 16, "the first and the last update, once each"
+    weights, samples, kept = contracts.fingerprint(POLICY), table("samples"), table("rollouts")
+    assert len(kept) == 2 * 16, "the first and the last update, once each"
     monkeypatch.setenv("RLHF_STATE_DIR", "killed")
     with killed_after(rollouts):
         run(**changes)
@@ -113,7 +113,7 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_curves(
     assert plain([again]) == plain([metrics])
     assert plain(series_again) == plain(series)
     assert contracts.fingerprint(POLICY) == weights
-    assert (table("samples"), table("rollouts")) == (samples, rollouts)
+    assert (table("samples"), table("rollouts")) == (samples, kept)
 
 
 FAR = {"ppo.learning_rate": 3e-3, "ppo.kl_coef": 1e-4, "ppo.total_episodes": 96}
