@@ -1,10 +1,10 @@
 """What `ppo.guards.gap_max` does to over-optimisation: `python -m benchmarks.gap_guard 1 2 3`.
 
-The preset `over_optimised` with a KL penalty of a tenth of the default, which a guard can raise, without and with
-the guard. Each seed has a clone of the committed state under `.rlhf/gap_guard/SEED`, in which only PPO and the
-judge run again for another variant. Every finished cell is a line of `.rlhf/gap_guard/cells.jsonl`, so that an
-interrupted benchmark continues. One runs at a time, on one thread. Writes the table of
-docs/results/over-optimisation.md.
+The preset `over_optimised` with a KL penalty of a tenth of the default, which a guard can raise, without and
+with the guard. Each seed has a clone of the committed state under `.rlhf/gap_guard/SEED`, in which only PPO,
+the judge and the report run again for another variant. Every finished cell is a line of
+`.rlhf/gap_guard/cells.jsonl`, so that an interrupted benchmark continues. One runs at a time, on one thread.
+Writes the table of docs/results/over-optimisation.md.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     """A row per cell, by seed and then by variant."""
     order = list(VARIANTS)
     lines = [
-        "| Seed | Guard on the gap | Trips | Gold win rate, kept checkpoint | KL | Gold win rate, last weights "
-        "| KL | Gap |",
+        "| Seed | Guard on the gap | Trips | Gold win rate, kept checkpoint | KL "
+        "| Gold win rate, last weights | KL | Gap |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for cell in sorted(cells, key=lambda one: (one["seed"], order.index(one["guard"]))):

@@ -329,7 +329,7 @@ class Reward(Trained):
     """Two reward models: one that PPO optimizes, one held out for selection and judging."""
 
     train: bool = True
-    """Whether reward models are made; false if no scorer, critic or judge uses one."""
+    """Whether reward models are made; false if no scorer, critic, judge or guard uses one."""
     learning_rate: t.PositiveFloat = 1e-3
     schedule: Schedule = "linear"
     batch_size: t.BatchSize = 16
