@@ -32,7 +32,7 @@ def test_the_page_shows_each_rollout_and_says_which_are_kept(tmp_path: Path) -> 
         "2 of 256 rollouts of update 3, episode 768: guard gap tripped .",
         "at most 32 rollouts of an update",
         "1 post 0 sampled as number 1 2 −1.50 3.50 0.100 −0.200 10",
-        "3 post 2 sampled as number 4 0.600 0.600 0 0.400 −0.200 13 no end within 9 tokens",
+        "3 post 2 sampled as number 4 no end within 9 tokens 0.600 0.600 0 0.400 −0.200 13",
         "1 · reward_ model , under the rule eos_trick_replace",
     ):
         assert expected.replace(" .", ".") in found.text
