@@ -363,7 +363,9 @@ def test_rollouts_are_kept_by_prompt_with_what_ppo_learned() -> None:
     )
     one.state.start = [[1.0, 2.0], [0.0, 1.0]]
     kl = torch.tensor([[0.5, 1.0, 9.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.25], [0.0, 0.0, 9.0]])
+    before = torch.get_rng_state()
     rows = one.rollout_rows(rollout, ["a", "b", "a", "b"], kl)
+    assert torch.equal(torch.get_rng_state(), before), "training draws the same numbers with and without"
     assert [row["prompt"] for row in rows] == ["a", "a", "b", "b"]
     texts = [small.tokenizer().decode(ids) for ids in ([7], [7, 8], [8, 9, 10], [8])]
     assert [row["response"] for row in rows] == texts
