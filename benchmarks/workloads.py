@@ -44,6 +44,8 @@ class NoEvaluator(Evaluator):
     def show(self, *_: object, **__: object) -> list[dict[str, Any]]:
         return []
 
+    rollout_rows = show
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

@@ -294,13 +294,17 @@ class Ptx(Section):
 class Guards(Section):
     """Checks of the metrics after each update."""
 
-    action: Literal["warn", "stop", "roll_back"] = "stop"
-    """What a trip does: print a warning, stop the stage, or return to the last good checkpoint and multiply
-    kl_coef; NaN and infinity stop the stage even with `warn`."""
+    action: Literal["warn", "stop", "roll_back", "raise_kl"] = "stop"
+    """What a trip does: print a warning, stop the stage, return to the last good checkpoint and multiply
+    kl_coef, or multiply kl_coef and continue (`raise_kl`); NaN and infinity stop the stage even with `warn`
+    and `raise_kl`."""
     kl_min: t.FiniteFloat = 0.0
     """Smallest objective/kl_k1, in nats per response; two standard errors below it are allowed."""
     kl_max: t.PositiveFloat = 10.0
     """Largest objective/kl_k1, in nats per response."""
+    gap_max: t.PositiveFloat | None = None
+    """Largest eval/standardized_gap between the optimised and the held-out reward, in standard deviations, at
+    each evaluation (`num_selections`); null: no check."""
     ratio_min: t.PositiveFloat = 0.1
     """Smallest mean probability ratio, val/ratio."""
     ratio_max: t.PositiveFloat = 2.0
@@ -310,11 +314,12 @@ class Guards(Section):
     eos_share_min: t.Fraction = 0.5
     """Smallest share of responses that end, relative to the best so far; two standard errors are allowed."""
     patience: t.PositiveInt = 3
-    """Updates in a row outside a limit after which the guard trips; NaN and infinity trip at once."""
+    """Updates in a row outside a limit after which the guard trips; NaN, infinity and gap_max trip at
+    once."""
     checkpoint_every: t.PositiveInt = 8
-    """Updates between two checkpoints for a roll back."""
+    """Updates between two checkpoints for a roll back; with gap_max checkpoints are at the evaluations."""
     kl_coef_factor: Annotated[float, Field(gt=1)] = 2.0
-    """Factor by which kl_coef grows at each roll back."""
+    """Factor by which kl_coef grows at each roll back, or with `raise_kl` at each trip."""
     max_roll_backs: t.PositiveInt = 3
     """Number of roll backs after which a trip stops the stage."""
 
@@ -424,8 +429,8 @@ class Ppo(Section):
     """Checks that warn, stop or roll back; null: no checks."""
 
     num_sample_generations: t.Count = 10
-    """Times that responses to validation prompts are shown and stored, evenly from start to end; 1: at the
-    end."""
+    """Times that responses to validation prompts are shown and stored, evenly from start to end, with
+    rollouts of the same updates; 1: at the end."""
     num_selections: t.PositiveInt = 4
     """Number of evaluations of the policy on the selection prompts, besides the one before training; the best
     weights are kept."""
@@ -509,8 +514,9 @@ class Ppo(Section):
             yield "kl.kind=in_loss with kl_coef=0 is no penalty at all; raise kl_coef, or set it to in_reward"
         if adaptive is not None and is_zero:
             yield "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; set it to a small value"
-        if self.guards is not None and self.guards.action == "roll_back" and is_zero:
-            yield "guards.action=roll_back multiplies kl_coef, and kl_coef=0 would stay 0; raise it"
+        action = None if self.guards is None else self.guards.action
+        if action in ("roll_back", "raise_kl") and is_zero:
+            yield f"guards.action={action} multiplies kl_coef, and kl_coef=0 would stay 0; raise it"
         if adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon:
             yield "adaptive_kl.horizon must exceed rollout_batch_size · clip: kl_coef would turn negative"
         if sync is not None and sync.every > self.total_episodes // self.rollout_batch_size:

@@ -329,7 +329,7 @@ class Reward(Trained):
     """Two reward models: one that PPO optimizes, one held out for selection and judging."""
 
     train: bool = True
-    """Whether reward models are made; false if no scorer, critic or judge uses one."""
+    """Whether reward models are made; false if no scorer, critic, judge or guard uses one."""
     side_by_side: bool = False
     """Whether one process on a CPU becomes two, and each trains one of the two models on half of the cores:
     faster where a model is too small for all cores, in twice the memory. A GPU trains one after the other."""
@@ -643,9 +643,10 @@ class Config(Section):
             "judge.judges": any(
                 isinstance(one, RewardModelJudge) and one.is_of_pipeline for one in self.judge.judges
             ),
+            "ppo.guards.gap_max": getattr(self.ppo.guards, "gap_max", None) is not None,
         }
         named = ", ".join(key for key, uses_reward_model in users.items() if uses_reward_model)
         if named and not self.reward.train:
             yield f"reward.train is false, but a reward model is needed by {named}; set it to true"
         if not named and self.reward.train:
-            yield "reward.train is true, but no scorer, critic or judge uses one; set it to false"
+            yield "reward.train is true, but no scorer, critic, judge or guard uses one; set it to false"

@@ -22,16 +22,18 @@ from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import TokenBudget, collate_rows, sizes
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.judging.judges.comparisons import check_failures
 from rlhf_tasks.models.ends import closed, has_ended
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError
+from rlhf_tasks.ppo.advantages import ROUNDING, group_deviations
 from rlhf_tasks.ppo.kl import k1
-from rlhf_tasks.ppo.metrics import Metrics, standard_error
+from rlhf_tasks.ppo.metrics import Metrics, moments, standard_error, standardized_gaps
 from rlhf_tasks.ppo.rewards import truncated_scores
-from rlhf_tasks.ppo.rollout import Reference, Scorers, interleave, raise_on_all_ranks
+from rlhf_tasks.ppo.rollout import Reference, Rollout, Scorers, interleave, raise_on_all_ranks
 from rlhf_tasks.ppo.sampler import Sampler, response_ends
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses, Scorer
@@ -39,6 +41,15 @@ from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed
 
 NUM_SAMPLE_PROMPTS = 4
+NUM_ROLLOUTS = 32  # of an update, that are kept to be read
+UNFINISHED = {
+    "eos_trick_replace": "missing_eos_score replaces its score",
+    "eos_trick_subtract": "missing_eos_score is added to its score",
+    "bootstrap": "the critic's value of its last state replaces its score",
+    "bootstrap_add": "the critic's value of its last state is added to its score",
+    "none": "it keeps its score",
+}
+"""By `ppo.truncation`, what becomes of the score of a response without an end."""
 SELECTED_NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "selected_heldout_score"}
 
 
@@ -55,6 +66,8 @@ class EvaluationState:
     """The samples shown so far, rows of samples.parquet."""
     responses: list[dict[str, Any]] = field(default_factory=list)
     """The responses of each evaluation, rows of answers.parquet, from which the judge's curve is made."""
+    start: list[list[float]] = field(default_factory=list)
+    """Mean and standard deviation of the scores before training, optimised and held-out: the gap's units."""
 
 
 class Scored(NamedTuple):
@@ -166,6 +179,16 @@ class Evaluator:
         if result.heldout is not None:
             metrics["eval/heldout_scores"] = float(result.heldout.mean())
             metrics["eval/reward_gap"] = metrics["eval/scores"] - metrics["eval/heldout_scores"]
+            state.start = state.start or [moments(result.scores), moments(result.heldout)]
+            gaps = standardized_gaps(result.scores, result.heldout, *state.start)
+            if gaps is not None:
+                metrics["eval/standardized_gap"] = float(gaps.mean())
+            elif self._config.guards is not None and self._config.guards.gap_max is not None:
+                raise UserError(
+                    f"ppo.guards.gap_max={self._config.guards.gap_max:g} is in standard deviations of the "
+                    "optimised and the held-out score before training, and one of them is the same for all "
+                    "selection prompts; set it to null, or change ppo.scorers"
+                )
         if self._judge is not None:
             metrics["eval/win_rate"] = self._judge.win_rate(
                 self._prompts, texts, self._references, self._columns
@@ -203,6 +226,67 @@ class Evaluator:
         state.samples += rows
         return rows
 
+    @torch.no_grad()
+    def rollout_rows(
+        self,
+        state: EvaluationState,
+        rollout: Rollout,
+        prompts: Sequence[str],
+        kl: Tensor,
+        *,
+        episode: int,
+        update: int,
+    ) -> list[dict[str, Any]]:
+        """Rows of rollouts.parquet: all responses to the first prompts, at most NUM_ROLLOUTS, by prompt.
+
+        `rollout` is that of all ranks with its advantages; its B `prompts` and its `kl` (B, R) belong to it.
+        Scores are under the EOS rule, before scaling; those of each scorer are as it gave them.
+
+        Raises:
+            NonFiniteError: on all ranks, if a held-out score is NaN or infinite.
+        """
+        config, num_samples = self._config, self._config.samples_per_prompt
+        num_prompts, mask = len(prompts) // num_samples, rollout.mask
+        rows = [i + num_prompts * j for i in range(num_prompts) for j in range(num_samples)][:NUM_ROLLOUTS]
+        texts, queries, ids = (
+            [values[i] for i in rows] for values in (prompts, rollout.queries, rollout.responses)
+        )
+        scores = self._under_eos_rule(rollout.scores[rows], ids)
+        heldout = self._heldout_scores(texts, queries, ids)
+        gaps = None if heldout is None else standardized_gaps(scores, heldout, *state.start)
+        numbers = {
+            "score": scores,
+            **{f"scorer/{name}": part[rows] for name, part in rollout.parts.items()},
+            **({} if heldout is None else {"heldout": heldout}),
+            **({} if gaps is None else {"gap": gaps}),
+            "kl": torch.where(mask, kl, 0).sum(1)[rows],
+            "advantage": ((rollout.advantages * mask).sum(1) / mask.sum(1))[rows],
+        }
+        cap = config.sampler.importance_cap if config.sampler.kind == "vllm" else None
+        equal = torch.zeros(len(prompts), dtype=torch.bool)
+        if config.critic is None and num_samples > 1:  # the returns of a response's tokens are all its own
+            returns = rollout.returns[:, 0].double()
+            largest = returns.view(num_samples, -1).abs().amax(0)
+            equal = (group_deviations(returns, num_samples) <= ROUNDING * largest).repeat(num_samples)
+        responses = response_texts(self._tokenizer, queries, self._closed(ids))
+        found = []
+        for at, (i, response) in enumerate(zip(rows, responses, strict=True)):
+            notes, length = [], len(ids[at])
+            if not rollout.ended[i]:
+                notes.append(f"no end within {length} tokens: {UNFINISHED[config.truncation.kind]}")
+            if cap is not None and (capped := int((rollout.importance[i] >= cap).sum())):
+                notes.append(f"{capped} of {length} tokens have the largest importance weight, {cap:g}")
+            if equal[i]:
+                notes.append(
+                    "all responses to the prompt have the same return, so that none has an advantage"
+                )
+            found.append(
+                {"episode": episode, "update": update, "rollouts": len(prompts), "prompt": texts[at]}
+                | {"response": response, "length": length, "notes": "; ".join(notes)}
+                | {name: float(values[at]) for name, values in numbers.items()}
+            )
+        return found
+
     # ----------------------------------------------------------------------- sampling and scoring
 
     @torch.no_grad()
@@ -212,15 +296,10 @@ class Evaluator:
         Raises:
             NonFiniteError: on all ranks, if a number is NaN or infinite; the responses are its `batch`.
         """
-        dist, prompts, tokenizer = self._dist, self._prompts[:count], self._tokenizer
-        queries, ids = encode(tokenizer, prompts), sampler.respond(prompts, self._seed, update)
+        prompts = self._prompts[:count]
+        queries, ids = encode(self._tokenizer, prompts), sampler.respond(prompts, self._seed, update)
         scores, parts = self.score(queries, ids)
-        heldout = None
-        if self._heldout is not None:
-            own, batch = self._own(queries, ids)
-            found = raise_on_all_ranks(dist, lambda: self._score_heldout(own), batch)
-            heldout = self._under_eos_rule(interleave(dist.all_gather_object(found)), ids)
-        return Scored(queries, ids, scores, heldout, parts)
+        return Scored(queries, ids, scores, self._heldout_scores(prompts, queries, ids), parts)
 
     @torch.no_grad()
     def score(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -291,9 +370,25 @@ class Evaluator:
         whole: Tensor = interleave(dist.all_gather_object(result))
         return whole
 
-    def _score_heldout(self, rows: Responses) -> Tensor:
-        assert self._heldout is not None
-        scores = self._heldout(rows)
-        if not bool(scores.isfinite().all()):
-            raise NonFiniteError("models/reward_heldout gave NaN or infinity")
-        return scores
+    def _heldout_scores(
+        self, prompts: Sequence[str], queries: Sequence[Ids], responses: Sequence[Ids]
+    ) -> Tensor | None:
+        """(B,) by models/reward_heldout, under the EOS rule; each rank scores a share. None without it.
+
+        Raises:
+            NonFiniteError: on all ranks, if a score is NaN or infinite; the responses are its `batch`.
+        """
+        if (heldout := self._heldout) is None:
+            return None
+        dist = self._dist
+        prompts, queries, own = (dist.shard_rows(rows) for rows in (prompts, queries, responses))
+        rows = Responses.of_ids(prompts, queries, self._closed(own), self._tokenizer)
+
+        def score() -> Tensor:
+            scores = heldout(rows)
+            if not bool(scores.isfinite().all()):
+                raise NonFiniteError("models/reward_heldout gave NaN or infinity")
+            return scores
+
+        found = raise_on_all_ranks(dist, score, {"prompts": prompts, "responses": own})
+        return self._under_eos_rule(interleave(dist.all_gather_object(found)), responses)

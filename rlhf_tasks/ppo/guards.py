@@ -76,12 +76,21 @@ class Guards:
         self._most_ended = max(self._most_ended, ended)
 
     def check(self, metrics: Mapping[str, float]) -> list[GuardTrip]:
-        """The guards that trip at this update; a condition that keeps failing trips its guard once."""
+        """The guards that trip at this update, whose metrics include those of its evaluation, if it has one.
+
+        A condition that keeps failing trips its guard once, but with `raise_kl` again after as many updates.
+        `gap` trips at each evaluation above the bound: it is a mean over all selection prompts.
+        """
         failed = {trip.name: trip for trip in self._failed(metrics)}
         self._most_ended = max(self._most_ended, 1 - metrics["val/truncated_share"])
         self._first = self._first or [metrics["val/response_length"], metrics["val/repetition"]]
         self._failures = {name: self._failures.get(name, 0) + 1 for name in failed}
-        return [failed[name] for name, count in self._failures.items() if count == self._settings.patience]
+        patience, acts_again = self._settings.patience, self._settings.action == "raise_kl"
+        return [
+            failed[name]
+            for name, count in self._failures.items()
+            if name == "gap" or count == patience or (acts_again and count % patience == 0)
+        ]
 
     @property
     def all_passed(self) -> bool:
@@ -110,6 +119,14 @@ class Guards:
                 "kl_high",
                 f"objective/kl_k1 = {kl:.2f} exceeds {settings.kl_max:g}",
                 "the reward is over-optimised: kl_coef is too low or learning_rate too high",
+            )
+        gap = metrics.get("eval/standardized_gap")
+        if settings.gap_max is not None and gap is not None and gap > settings.gap_max:
+            yield GuardTrip(
+                "gap",
+                f"eval/standardized_gap = {gap:.2f} exceeds {settings.gap_max:g}",
+                "the reward is over-optimised, models/reward_heldout does not follow it: kl_coef is too low, "
+                "or the reward model knows too few pairs",
             )
         if not settings.ratio_min <= ratio <= settings.ratio_max:
             yield GuardTrip(

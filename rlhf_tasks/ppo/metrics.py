@@ -101,6 +101,29 @@ def group_metrics(returns: Tensor, num_samples: int) -> Metrics:
     return {"val/group_deviation": float(group_deviations(returns, num_samples).mean())}
 
 
+def moments(values: Tensor) -> list[float]:
+    """Mean and standard deviation of (B,) numbers, the deviation with the divisor B."""
+    values = values.double()
+    return [float(values.mean()), float(values.std(correction=0))]
+
+
+def standardized_gaps(
+    scores: Tensor, heldout: Tensor, start: Sequence[float], heldout_start: Sequence[float]
+) -> Tensor | None:
+    """(B,) how much further the optimised score has risen than the held-out one; None without a unit.
+
+        gap = (score − μ) / σ − (heldout − μ_h) / σ_h
+
+    μ and σ are the `moments` of the initial policy's responses: there the mean gap is 0, whatever the zero
+    and the scale of the two scores. Gao et al. 2022, arXiv 2210.10760, section 2, compare proxy and gold
+    rewards as a function of the KL, recentred at the initial policy, the gold one in standard deviations.
+    """
+    (mean, deviation), (heldout_mean, heldout_deviation) = start, heldout_start
+    if not deviation or not heldout_deviation:  # all responses had one score
+        return None
+    return (scores.double() - mean) / deviation - (heldout.double() - heldout_mean) / heldout_deviation
+
+
 def perplexity(nats: float) -> float:
     """exp of the mean −log p of a token; infinite above some 700 nats, where no float holds it."""
     return math.exp(nats) if nats < LARGEST_NATS else math.inf

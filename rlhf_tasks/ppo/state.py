@@ -90,6 +90,8 @@ class TrainState:
     """Episodes that were rolled back: curves continue behind them, so that no point is overwritten."""
     trips: list[dict[str, Any]] = field(default_factory=list)
     """The guards' trips with the episode of the curves, those before a roll back included."""
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    """Rollouts that are kept to be read, rows of rollouts.parquet, those before a roll back included."""
     rollback_target: dict[str, Any] = field(default_factory=dict)
     """The training state that `guards.action: roll_back` returns to."""
     rollback_candidate: dict[str, Any] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class TrainState:
 
 ROLLED_BACK = ("kl_coef", "penalty_beta", "update", "warmup_losses", "was_evaluated")
 """Fields that a roll back returns to, and that are numbers or lists of numbers."""
-NOT_ROLLED_BACK = ("num_rollouts", "roll_backs", "undone_episodes", "trips")
+NOT_ROLLED_BACK = ("num_rollouts", "roll_backs", "undone_episodes", "trips", "rollouts")
 """Fields that a roll back leaves as they are."""
 
 
@@ -212,7 +214,10 @@ def initial_state(
 
 
 def keep_rollback_target(dist: Distributed, config: Ppo, state: TrainState) -> None:
-    """Keep what a roll back returns to: the start, then states whose next rollout passed all guards."""
+    """Keep what a roll back returns to: the start, then states whose next rollout passed all guards.
+
+    With `gap_max` these are states whose gap an evaluation has just measured.
+    """
     guards = config.guards
     if guards is None or state.guards is None or guards.action != "roll_back":
         return
@@ -223,6 +228,8 @@ def keep_rollback_target(dist: Distributed, config: Ppo, state: TrainState) -> N
     if passed and state.rollback_candidate:
         state.rollback_target = state.rollback_candidate
     is_due = passed and state.update % guards.checkpoint_every == 0
+    if guards.gap_max is not None:
+        is_due = passed and "eval/standardized_gap" in state.metrics
     state.rollback_candidate = on_cpu(state.rollback_state(dist)) if is_due else {}
 
 
@@ -230,6 +237,8 @@ def handle_trips(
     dist: Distributed, config: Ppo, state: TrainState, trips: Sequence[GuardTrip], tracker: Tracker
 ) -> bool:
     """Whether an update's trips, all of which are recorded, were answered by a roll back.
+
+    With `raise_kl` they raise kl_coef, once for all of them.
 
     Raises:
         GuardTripped: if training is to stop.
@@ -247,6 +256,10 @@ def handle_trips(
     if not trips:
         return False
     trip = min(trips, key=lambda trip: trip.can_be_undone)  # the first that cannot be undone, if there is one
+    if guards is not None and action == "raise_kl" and trip.can_be_undone and trip.name != "non_finite":
+        state.kl_coef *= guards.kl_coef_factor
+        console.say(f"guard {trip}. kl_coef is now {state.kl_coef:g}")
+        return False
     if guards is None or action != "roll_back" or not state.rollback_target or not trip.can_be_undone:
         raise GuardTripped(f"PPO was stopped at update {update} by the guard {trip}")
     if state.roll_backs == guards.max_roll_backs:

@@ -113,6 +113,7 @@ def train(
     kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
     selected_at = selection_updates(config.num_selections, num_updates)
     shown_at = sample_updates(config.num_sample_generations, num_updates)
+    kept_at = {max(1, update) for update in shown_at}  # the first rollout is that of the policy at the start
 
     with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
         # A run that was stopped goes on after its last snapshot, to the same bytes.
@@ -288,7 +289,8 @@ def train(
                         sharding.move_towards(state.reference.model, actor_critic.policy, sync.alpha)
 
                     # 11. Metrics, an evaluation and samples when they are due, and the guards. The axis
-                    # counts undone episodes too, so that a roll back overwrites no point of a curve.
+                    # counts undone episodes too, so that a roll back overwrites no point of a curve. Rollouts
+                    # are kept beside samples, and where a guard trips for the first time.
                     end = clock()
                     metrics |= training | measured
                     metrics |= {
@@ -314,7 +316,19 @@ def train(
                         batch_size, **{key: metrics[name] for key, name in SHOWN.items() if name in metrics}
                     )
                     if state.guards is not None:
-                        trips = state.guards.check(metrics)
+                        trips = state.guards.check(state.metrics)
+                    known = {trip["guard"] for trip in state.trips}
+                    if state.update in kept_at or any(trip.name not in known for trip in trips):
+                        kept = evaluator.rollout_rows(
+                            state.evaluation,
+                            rollout,
+                            [prompts[i] for i in rows] * num_samples,
+                            kl,
+                            episode=int(metrics["episode"]),
+                            update=state.update,
+                        )
+                        state.rollouts += kept
+                        tracker.table("rollouts", kept)
             except NonFiniteError as error:  # on all ranks; what it came from is written out
                 metrics, trips = {}, [write_fault(dist, state, error, faults)]
             state.num_rollouts += 1

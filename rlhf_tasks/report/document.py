@@ -42,9 +42,9 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
+def render(template: str, variables: Mapping[str, Any], script_name: str = "page.js") -> str:
     """A template, filled in. Only the page's own script can run, by its hash."""
-    style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", script_name))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     own = {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
     return environment().get_template(template).render(**own, **variables)

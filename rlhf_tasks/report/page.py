@@ -76,6 +76,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
             *_diagnostics(files.rows(judge_folder / "lengths.parquet"), ("judge", "who", "length", "score")),
         ],
         "training_samples": _of_training(files.rows(ppo_folder / "samples.parquet")),
+        "rollouts": files.rows(ppo_folder / "rollouts.parquet"),
         "lineage": {stage: _links(tree, makers) for stage, tree in lineage.items()},
         "missing": files.missing,
     }

@@ -66,7 +66,7 @@ class Models(NamedTuple):
 
 
 def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write models/policy and evaluation/ppo/{samples.parquet,answers.parquet,guards.json,audit.json}.
+    """Write models/policy and evaluation/ppo/{samples,answers,rollouts}.parquet, guards.json and audit.json.
 
     Reads data/prompts, models/sft, and models/reward and reward_heldout where there are reward models; with
     `ptx: {text: null}` data/sft, with `critic.init: base` models/base; and what its parameters (`PpoView`)
@@ -180,6 +180,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             with whole(paths.ppo_samples) as folder:
                 pq.write_table(pa.Table.from_pylist(evaluation.samples), folder / "samples.parquet")
                 pq.write_table(pa.Table.from_pylist(evaluation.responses), folder / paths.ppo_responses.name)
+                pq.write_table(pa.Table.from_pylist(state.rollouts), folder / "rollouts.parquet")
                 write_json(folder / "guards.json", {"trips": state.trips if state.guards else None})
                 write_json(folder / "audit.json", earnings)
     dist.barrier()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.conftest import Reader
-from tests.report import test_comparison, test_page, workspace
+from tests.report import test_comparison, test_page, test_rollouts, workspace
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -35,6 +35,28 @@ def test_a_planted_script_stays_text_in_the_report(tmp_path: Path, reader: Reade
     workspace.put_training_samples(tmp_path, PLANTED)
     (tmp_path / "report.html").write_text(test_page.written(tmp_path), encoding="utf-8")
     assert_text(reader, (tmp_path / "report.html").as_uri())
+
+
+def test_rollouts_are_sorted_filtered_and_searched_and_a_planted_script_stays_text(
+    tmp_path: Path, reader: Reader
+) -> None:
+    workspace.put_rollouts(tmp_path, PLANTED)
+    (tmp_path / "rollouts.html").write_text(test_rollouts.written(tmp_path), encoding="utf-8")
+    assert_text(reader, (tmp_path / "rollouts.html").as_uri())
+
+    def numbers() -> list[str]:
+        """The responses that are visible, in their order."""
+        shown = reader.page.locator("tbody tr:visible td:nth-child(3)").all_inner_texts()
+        return [text.split("number ")[1][0] for text in shown]
+
+    assert numbers() == ["0", "1", "2", "3", "4"]
+    reader.page.get_by_label("Order").select_option("largest gap first (worst)")
+    assert numbers() == ["1", "2", "0", "4", "3"]
+    reader.page.get_by_label("Update").select_option("768")
+    assert numbers() == ["4", "3"]
+    reader.page.get_by_label("Search").fill("NUMBER 3")
+    assert numbers() == ["3"]
+    assert reader.page.locator("output").inner_text() == "1 of 5 rollouts"
 
 
 def test_a_planted_script_stays_text_in_the_comparison(tmp_path: Path, reader: Reader) -> None:

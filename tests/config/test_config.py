@@ -285,10 +285,13 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
             "promotion.judge='a' uses ./a, which PPO optimises",
         ),
         ({"ppo.scorers": [A], "ppo.select_by": {"judge": BY_A}}, "select_by: ./a is also a scorer"),
-        ({**NO_USER, "ppo.scorers": [A]}, "reward.train is true, but no scorer, critic or judge uses one"),
+        (
+            {**NO_USER, "ppo.scorers": [A]},
+            "reward.train is true, but no scorer, critic, judge or guard uses one",
+        ),
         (
             {**NO_USER, "ppo.scorers": [DUMMY]},
-            "reward.train is true, but no scorer, critic or judge uses one",
+            "reward.train is true, but no scorer, critic, judge or guard uses one",
         ),
         ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.url: must begin with http:// or https://"),
         ({"ppo.scorers": [{**HTTP, "url": "http://:8000/score"}]}, "scorers.0.url: must begin with http://"),
@@ -299,6 +302,7 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
         ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
         ({"ppo.cliprange": 3.0}, "ppo.cliprange: "),
         ({"reward.train": False}, "needed by ppo.scorers, ppo.advantages.critic.init, judge.judges"),
+        ({**small.WITHOUT_REWARD, "ppo.guards.gap_max": 1.0}, "is needed by ppo.guards.gap_max"),
     ],
 )
 def test_ppo_settings_that_contradict_each_other_are_refused_with_the_reason(
@@ -309,7 +313,8 @@ def test_ppo_settings_that_contradict_each_other_are_refused_with_the_reason(
 
 def test_rolling_back_needs_a_positive_kl_coef_and_whole_models() -> None:
     guards = small.params()["ppo"]["guards"] | {"action": "roll_back"}
-    assert "0 would stay 0" in problems({"ppo.guards": guards, "ppo.kl_coef": 0.0})
+    for action in ("roll_back", "raise_kl"):
+        assert "0 would stay 0" in problems({"ppo.guards": guards | {"action": action}, "ppo.kl_coef": 0.0})
     sharded = {"launch.parallelism": "zero2", "launch.num_processes": 2}
     assert "no process holds all of it" in problems({"ppo.guards": guards, **sharded})
     assert "must be below" in problems({"ppo.guards": guards | {"kl_min": 12.0}})

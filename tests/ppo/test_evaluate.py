@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,19 +15,21 @@ from torch import Tensor
 from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.tokenizer import Ids, encode
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import add_lora
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, SelectionJudge
-from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.rollout import AdapterOff, Reference, ReferenceCopy
+from rlhf_tasks.ppo.metrics import Metrics, moments, standardized_gaps
+from rlhf_tasks.ppo.rollout import AdapterOff, Reference, ReferenceCopy, Rollout, interleave
 from rlhf_tasks.ppo.sampler import PolicySampler
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.distributed import Distributed
 from tests import small
 from tests.ppo.ranks import run_ranks
-from tests.ppo.toy import Planted, log_p_alone
+from tests.ppo.toy import Planted, log_p_alone, rollout_of
+from tests.small import EOS
 
 PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
 ROWS = [{"prompt": prompt, "reference": "w1 w2"} for prompt in PROMPTS]
@@ -98,6 +101,9 @@ class Evaluations:
 
     def show(self, episode: int) -> list[dict[str, Any]]:
         return self._evaluator.show(self.state, self._sampler, episode=episode, update=0)
+
+    def rollout_rows(self, rollout: Rollout, prompts: list[str], kl: Tensor) -> list[dict[str, Any]]:
+        return self._evaluator.rollout_rows(self.state, rollout, prompts, kl, episode=16, update=1)
 
 
 def copy_of(seed: int) -> ReferenceCopy:
@@ -298,3 +304,87 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> N
     kl = kl_of_rows(small.causal(), small.causal(seed=7), everything)
     assert first["eval/kl"] == pytest.approx(statistics.fmean(kl), abs=1e-4)
     assert [len(PROMPTS)] * 2 == JUDGED, "responses and references, once each"
+
+
+# ------------------------------------------------------------------------------- the gap, and rollouts
+
+
+def test_the_standardized_gap_is_in_deviations_of_the_scores_before_training() -> None:
+    """Scores 1 and 3 before training have mean 2 and deviation 1, held-out 10 and 14 mean 12 and 2."""
+    start = [moments(torch.tensor(scores)) for scores in ([1.0, 3.0], [10.0, 14.0])]
+    assert start == [[2.0, 1.0], [12.0, 2.0]]
+    gaps = standardized_gaps(torch.tensor([5.0, 2.0]), torch.tensor([14.0, 8.0]), *start)
+    assert gaps is not None
+    assert gaps.tolist() == [2.0, 2.0]
+    assert standardized_gaps(torch.ones(2), torch.ones(2), [2.0, 0.0], [12.0, 2.0]) is None
+
+
+class Rising(Recorder):
+    """A scorer by length whose scores are multiplied by 1, 3, 3, …"""
+
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        factor = 3 if self.calls else 1
+        return {name: factor * x for name, x in super().parts(rows).items()}
+
+
+def test_evaluations_measure_the_gap_from_the_first_one() -> None:
+    one = Evaluations(scorer=Rising(), heldout=lambda rows: -length(*rows.given), truncation__kind="none")
+    assert one.evaluate(0)["eval/standardized_gap"] == pytest.approx(0, abs=1e-12)
+    mean, deviation = one.state.start[0]
+    assert deviation > 0
+    gap = one.evaluate(16)["eval/standardized_gap"]
+    assert gap == pytest.approx(2 * mean / deviation), (
+        "the scores are three times as high, the others as before"
+    )
+
+
+def test_scores_without_spread_have_no_gap_and_a_guard_of_it_is_an_error() -> None:
+    flat = {"scorer": Planted(lambda queries, responses: torch.ones(len(queries)))}
+    heldout: Any = {"heldout": lambda rows: length(*rows.given), "truncation__kind": "none"}
+    assert "eval/standardized_gap" not in Evaluations(**flat, **heldout).evaluate(0)
+    with pytest.raises(UserError, match=r"ppo\.guards\.gap_max=1 is in standard deviations"):
+        Evaluations(**flat, **heldout, guards={"gap_max": 1.0}).evaluate(0)
+
+
+def test_rollouts_are_kept_by_prompt_with_what_ppo_learned() -> None:
+    """Two prompts with two responses each; rows 0 and 2 are of the first prompt. Worked by hand."""
+    rollout = rollout_of(
+        [[4], [5], [4], [5]],
+        [[7, EOS], [8, 9, 10], [7, 8, EOS], [8, EOS]],
+        3,
+        torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        advantages=torch.tensor([[1.0, 3.0, 0.0], [1.0, 1.0, 4.0], [-1.0, -1.0, -1.0], [0.0, 0.0, 0.0]]),
+        returns=torch.tensor([[5.0, 5.0, 0.0], [6.0, 6.0, 6.0], [5.0, 5.0, 5.0], [8.0, 8.0, 0.0]]),
+    )
+    one = Evaluations(
+        heldout=lambda rows: length(*rows.given),
+        advantages={"kind": "rloo", "samples_per_prompt": 2},
+        truncation={"kind": "eos_trick_replace", "missing_eos_score": -1.5},
+    )
+    one.state.start = [[1.0, 2.0], [0.0, 1.0]]
+    kl = torch.tensor([[0.5, 1.0, 9.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.25], [0.0, 0.0, 9.0]])
+    before = torch.get_rng_state()
+    rows = one.rollout_rows(rollout, ["a", "b", "a", "b"], kl)
+    assert torch.equal(torch.get_rng_state(), before), "training draws the same numbers with and without"
+    assert [row["prompt"] for row in rows] == ["a", "a", "b", "b"]
+    texts = [small.tokenizer().decode(ids) for ids in ([7], [7, 8], [8, 9, 10], [8])]
+    assert [row["response"] for row in rows] == texts
+    assert [row["score"] for row in rows] == [1.0, 3.0, -1.5, 4.0]
+    assert [row["scorer/planted"] for row in rows] == [1.0, 3.0, 2.0, 4.0], "as the scorer gave it"
+    assert [row["heldout"] for row in rows] == [2.0, 3.0, -1.5, 2.0]
+    assert [row["gap"] for row in rows] == [0 - 2, 1 - 3, -1.25 + 1.5, 1.5 - 2]
+    assert [row["kl"] for row in rows] == [1.5, 0.25, 3.0, 0.0]
+    assert [row["advantage"] for row in rows] == [2.0, -1.0, 2.0, 0.0]
+    assert [row["length"] for row in rows] == [2, 3, 3, 2]
+    same = "all responses to the prompt have the same return, so that none has an advantage"
+    cut = "no end within 3 tokens: missing_eos_score replaces its score"
+    assert [row["notes"] for row in rows] == [same, same, cut, ""]
+    many = replace(
+        rollout,
+        **{
+            field.name: interleave([getattr(rollout, field.name)] * 20)
+            for field in fields(rollout)
+            if field.name != "pad"
+        },
+    )
+    assert len(one.rollout_rows(many, ["a"] * 80, kl.repeat(20, 1))) == 32

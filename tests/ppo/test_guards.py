@@ -51,6 +51,21 @@ def test_a_guard_trips_where_its_metric_leaves_the_range(metrics: dict[str, floa
     assert trips(metrics) == [name]
 
 
+def test_the_gap_trips_at_each_evaluation_above_its_bound_and_is_off_by_default() -> None:
+    """Updates without an evaluation have no gap; `patience` does not count for it."""
+    low, high = ({"eval/standardized_gap": gap} for gap in (0.9, 1.1))
+    updates = ({}, low, {}, high, {}, high, low)
+    assert config.Guards().gap_max is None
+    assert trips(*updates) == [None] * 7
+    assert trips(*updates, gap_max=1.0, patience=3) == [None, None, None, "gap", None, "gap", None]
+
+
+def test_with_raise_kl_a_condition_that_keeps_failing_trips_again() -> None:
+    high = {"objective/kl_k1": 12.0}
+    found = trips(*[high] * 5, patience=2, action="raise_kl")
+    assert found == [None, "kl_high", None, "kl_high", None]
+
+
 @pytest.mark.parametrize(
     ("bound", "error", "name"),
     [

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.workloads import NoEvaluator
 from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.ppo.evaluate import EvaluationState
 from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
+from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.state import handle_trips
 from rlhf_tasks.ppo.train import sample_updates, selection_updates
@@ -235,3 +238,66 @@ def test_a_run_resumed_after_a_roll_back_ends_with_the_same_bytes(tmp_path: Path
         assert untimed(list(resumed.updates)) == series[step - 1 :]
         assert torch.equal(resumed.weights, whole.weights)
         assert resumed.state.trips == whole.state.trips
+
+
+class Gaps(NoEvaluator):
+    """Every second update is evaluated; the gap is 2 at the evaluations of these episodes, else 0."""
+
+    def __init__(self, *episodes: int) -> None:
+        self._episodes = episodes
+
+    def evaluate(self, state: EvaluationState, sampler: Any, *, episode: int, update: int) -> Metrics:
+        return {"eval/standardized_gap": 2.0 * (episode in self._episodes)}
+
+
+GAP: dict[str, Any] = ROLL_BACK | {"gap_max": 1.0}
+SIX: dict[str, Any] = {"total_episodes": 96, "num_selections": 3, "reference_seed": 7}
+
+
+def test_a_gap_rolls_back_to_the_last_evaluation_within_the_bound(tmp_path: Path) -> None:
+    """The evaluation after update 4 has a gap: what followed the one after update 2 is discarded."""
+    one = toy(evaluator=Gaps(64), guards=GAP, **SIX)
+    history = list(one.updates)
+    assert [trip["guard"] for trip in one.state.trips] == ["gap"]
+    assert [m["objective/kl_coef"] for m in history] == pytest.approx([0.05] * 4 + [0.5] * 4)
+    assert [m["episode"] for m in history] == [16 * n for n in range(1, 9)]
+    assert history[4]["objective/raw_scores"] == history[2]["objective/raw_scores"], "update 3 again"
+
+
+def test_raise_kl_multiplies_kl_coef_at_each_trip_and_continues() -> None:
+    one = toy(evaluator=Gaps(32, 64), guards=GAP | {"action": "raise_kl", "kl_coef_factor": 1.5}, **SIX)
+    history = list(one.updates)
+    assert [m["episode"] for m in history] == [16 * n for n in range(1, 7)]
+    expected = [0.05] * 2 + [0.075] * 2 + [0.1125] * 2
+    assert [m["objective/kl_coef"] for m in history] == pytest.approx(expected)
+    assert len(one.state.trips) == 2
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_a_gap_warns_or_stops(action: str) -> None:
+    one = toy(evaluator=Gaps(64), guards=GAP | {"action": action}, **SIX)
+    if action == "warn":
+        assert len(list(one.updates)) == 6
+    else:
+        with pytest.raises(GuardTripped, match=r"update 4 by the guard gap: eval/standardized_gap = 2\.00"):
+            list(one.updates)
+    assert [trip["guard"] for trip in one.state.trips] == ["gap"]
+
+
+def test_raise_kl_stops_at_nan(tmp_path: Path) -> None:
+    one = toy(NanIn(2), guards=GAP | {"action": "raise_kl"}, faults=tmp_path)
+    with pytest.raises(GuardTripped, match="update 1 by the guard non_finite"):
+        list(one.updates)
+
+
+@pytest.mark.parametrize("action", ["roll_back", "raise_kl"])
+def test_a_run_resumed_around_a_gap_ends_with_the_same_bytes(action: str) -> None:
+    changes: dict[str, Any] = {"evaluator": Gaps(64), "guards": GAP | {"action": action}, **SIX}
+    whole = toy(snapshots=(memory := Memory()), **changes)
+    series = untimed(list(whole.updates))
+    assert len(series) == (8 if action == "roll_back" else 6)
+    for step in (2, 3, 4, 5):
+        resumed = toy(snapshots=Memory({step: memory.saved[step]}), **changes)
+        assert untimed(list(resumed.updates)) == series[step:]
+        assert torch.equal(resumed.weights, whole.weights)
+        assert resumed.state.kl_coef == whole.state.kl_coef

@@ -182,7 +182,7 @@ def test_hostile_text_stays_text_and_nothing_is_loaded_from_anywhere(whole: Path
     assert "49" not in re.findall(r"\d+", found.text)
     assert not [key for _, attributes in found.tags for key in attributes if key.startswith("on")]
     sources = [a[key] for _, a in found.tags for key in ("src", "href", "srcset", "data") if key in a]
-    assert [s for s in sources if not (s or "").startswith(("#", "data:", "x"))] == []
+    assert [s for s in sources if not (s or "").startswith(("#", "data:", "x"))] == ["rollouts.html"]
     assert re.findall(r"https?://|@import|url\(", html) == []
     policy = next(a for a in found.of("meta") if a.get("http-equiv") == "Content-Security-Policy")
     assert "default-src 'none'" in (policy["content"] or "")
@@ -246,7 +246,7 @@ def test_headings_links_figures_and_boxes_are_accessible(whole: Path) -> None:
     assert all(after <= before + 1 for before, after in pairwise(levels))
     ids = [a["id"] for _, a in found.tags if "id" in a]
     assert len(ids) == len(set(ids))
-    assert {a["href"] for a in found.of("a")} <= {f"#{i}" for i in ids}
+    assert {a["href"] for a in found.of("a")} <= {f"#{i}" for i in ids} | {"rollouts.html"}
     labels = " ".join(a["aria-label"] or "" for a in found.of("svg") if a.get("role") == "img")
     assert labels.count(", by ") == len(found.of("svg")) > 6
     assert "KL of the rollouts from 0.500 to 4.32" in labels
@@ -267,9 +267,13 @@ def test_labels_are_words_and_break_between_them_only(whole: Path) -> None:
     assert "<code>objective/<wbr>kl</code>" in html, "the list of a stage's metrics has the names too"
 
 
-def test_the_stage_writes_one_file_and_logs_it(whole: Path) -> None:
-    tracker = Mock()
+@pytest.mark.parametrize("has_rollouts", [True, False])
+def test_the_stage_writes_its_pages_and_logs_them(whole: Path, has_rollouts: bool) -> None:
+    if not has_rollouts:
+        (whole / "evaluation/ppo/rollouts.parquet").unlink()
+    tracker, names = Mock(), ["index.html", "rollouts.html"][: 1 + has_rollouts]
     assert report.run(small.view("report", {"seed": 7}), Paths(whole), tracker) == {}
-    assert [path.name for path in (whole / "reports").iterdir()] == ["index.html"]
-    assert tracker.artifact.call_args_list == [call(whole / "reports/index.html")]
+    assert sorted(path.name for path in (whole / "reports").iterdir()) == names
+    assert tracker.artifact.call_args_list == [call(whole / "reports" / name) for name in names]
+    assert ("rollouts.html" in (whole / "reports/index.html").read_text(encoding="utf-8")) == has_rollouts
     assert "Seed 7" in Document((whole / "reports/index.html").read_text(encoding="utf-8")).text

@@ -93,6 +93,18 @@ def put_training_samples(root: Path, text: str = "") -> None:
     put_rows(root / "evaluation/ppo/samples.parquet", "episode prompt response score", *rows)
 
 
+def put_rollouts(root: Path, text: str = "") -> None:
+    """Three rollouts of the first update and two of the third; the second one's gap is the largest."""
+    columns = "episode update rollouts prompt response length notes score heldout gap kl advantage"
+    numbers = ((0.5, 0.4, 0.1), (2.0, -1.5, 3.5), (-1.0, -1.0, 0.25), (0.7, 0.9, -0.5), (0.6, 0.6, 0.0))
+    rows = []
+    for i, (score, heldout, gap) in enumerate(numbers):
+        episode, update, note = (256, 1, "") if i < 3 else (768, 3, "no end within 9 tokens")
+        texts = f"post {i // 2} {text}", f"sampled as number {i} {text}"
+        rows.append((episode, update, 256, *texts, 9 + i, note, score, heldout, gap, 0.1 * i, -0.2))
+    put_rows(root / "evaluation/ppo/rollouts.parquet", columns, *rows)
+
+
 def put_verdict(root: Path, num_criteria: int = 3) -> None:
     names = ("key", "title", "value", "relation", "bound", "lacking", "standard_error", "margin", "passed")
     rows = (
@@ -120,6 +132,7 @@ def put_all(root: Path) -> None:
     put_verdict(root)
     put_responses(root)
     put_training_samples(root)
+    put_rollouts(root)
     # The policy leads on prompt 2 (by .75) and 0 (by .25), ties on 1 and lags on 3.
     scores = ((0, 1.0, 0.75, 0.5), (1, 0.5, 0.5, 0.5), (2, 1.0, 1.0, 0.25), (3, 0.0, 0.25, 0.75))
     put_rows(

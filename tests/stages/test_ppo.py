@@ -160,7 +160,7 @@ def test_a_policy_names_the_reward_model_that_it_was_trained_on(models_here: Pat
 
 
 def test_metrics_have_the_fields_names_and_samples_their_columns(models_here: Path) -> None:
-    metrics, history = run()
+    metrics, history = run(**{"ppo.truncation.kind": "none"})  # no response of these models ends
     names = "eps lr episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward "
     names += "objective/scores policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg "
     names += "loss/value_avg val/clipfrac_avg val/ratio val/ratio_var val/num_eos_tokens"
@@ -178,6 +178,12 @@ def test_metrics_have_the_fields_names_and_samples_their_columns(models_here: Pa
     assert [row["episode"] for row in answers] == [at for at in (0, 16, 32, 48) for _ in range(num_prompts)]
     assert all(given[row["prompt"]] == row["reference"] for row in answers)
     assert list(answers[0]) == ["episode", "prompt", "reference", "response"]
+    rollouts = pq.read_table(SAMPLES / "rollouts.parquet").to_pylist()
+    assert [row["update"] for row in rollouts] == [1] * 16 + [3] * 16
+    columns = "episode update rollouts prompt response length notes score scorer/reward_model heldout gap kl"
+    assert list(rollouts[0]) == [*columns.split(), "advantage"]
+    assert sum(row["kl"] for row in rollouts[16:]) / 16 == pytest.approx(metrics["objective/kl"], abs=1e-5)
+    assert sum(row["score"] for row in rollouts[16:]) / 16 == pytest.approx(metrics["objective/scores"])
     assert load_causal(POLICY) is not None
     identity = contracts.read_identity(POLICY)
     assert identity["parents"]["sft"] == contracts.fingerprint(Path("models/sft"))

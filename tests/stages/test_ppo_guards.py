@@ -24,6 +24,10 @@ from tests import small
 from tests.stages.test_ppo import POLICY, SAMPLES, SETTINGS, run
 
 
+def table(name: str) -> Any:
+    return pq.read_table(SAMPLES / f"{name}.parquet").to_pylist()
+
+
 def plain(series: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if k != "eps" and not k.startswith("time/")} for row in series]
 
@@ -104,7 +108,8 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_curves(
     changes = {"resume.every_seconds": 1e-6, **changes}
     monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
     metrics, series = run(**changes)
-    weights, samples = contracts.fingerprint(POLICY), pq.read_table(SAMPLES / "samples.parquet")
+    weights, samples, kept = contracts.fingerprint(POLICY), table("samples"), table("rollouts")
+    assert len(kept) == 2 * 16, "the first and the last update, once each"
     monkeypatch.setenv("RLHF_STATE_DIR", "killed")
     with killed_after(rollouts):
         run(**changes)
@@ -112,7 +117,7 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_curves(
     assert plain([again]) == plain([metrics])
     assert plain(series_again) == plain(series)
     assert contracts.fingerprint(POLICY) == weights
-    assert pq.read_table(SAMPLES / "samples.parquet") == samples
+    assert (table("samples"), table("rollouts")) == (samples, kept)
 
 
 FAR = {"ppo.learning_rate": 3e-3, "ppo.kl_coef": 1e-4, "ppo.total_episodes": 96}
@@ -156,6 +161,8 @@ def test_with_action_warn_training_continues_after_a_trip(
     trips = json.loads((SAMPLES / "guards.json").read_text(encoding="utf-8"))["trips"]
     assert [(f"guard.{trip['guard']}", trip["message"]) for trip in trips] == tracker.events
     assert all(trip["episode"] % 16 == 0 for trip in trips)
+    kept = {row["episode"] for row in table("rollouts")}
+    assert kept == {16, trips[0]["episode"], 96}, "beside samples, and where the guard trips first"
 
 
 def test_a_roll_back_returns_to_the_last_good_state_and_raises_kl_coef(
@@ -171,6 +178,8 @@ def test_a_roll_back_returns_to_the_last_good_state_and_raises_kl_coef(
     assert metrics["episode"] == 128
     assert metrics["objective/kl_coef"] == pytest.approx(1e-3)
     assert metrics["guards/trips"] == 1, "trips are not rolled back"
+    kept = {row["episode"]: row["update"] for row in table("rollouts")}
+    assert kept == {16: 1, 64: 4, 128: 6}, "nor are the rollouts that are kept"
     assert "Rolled back from update 4 to 2; kl_coef is now 0.001" in capsys.readouterr().out
 
 
