@@ -8,7 +8,7 @@ PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
 FLOWS = (PIPELINE, SWEEP, WATCH)
 POOL = "rlhf"
 SLOTS = "gpu"  # the global concurrency limit
-STOPPED = "Stopped"  # the state of a run that ended because the service was stopped
+STOPPED, OUT_OF_TIME = "Stopped", "Out of time"  # states of runs that the service, or a deadline, has ended
 UI = "/v2"  # the path of Prefect's pages that open by default
 
 QUIET = {
