@@ -83,8 +83,13 @@ def apply(
         values, seconds = config.in_force(_params(root)), preset_seconds(client, pool)
         for flow, name, description, schedules in (
             (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
-            (pipeline, "nightly", "An example of a schedule: every night, with the newest data.", [nightly]),
-            (data_watch, "on-data-change", "Check every hour whether the data changed.", [hourly]),
+            (
+                pipeline,
+                "scheduled",
+                "An example of a schedule: every night, with the newest data.",
+                [nightly],
+            ),
+            (data_watch, "watch", "Check every hour whether the data changed.", [hourly]),
             (sweep, "sweep", "Compare settings over seeds.", []),
         ):
             runs = f"{settings.PIPELINE}/{name_in(pool, 'pipeline')}"
@@ -194,8 +199,8 @@ def form(flow: Flow[..., Any], values: Mapping[str, Any], seconds: Mapping[str, 
         field["description"] += f" Default: {default}, from params.yaml. Range: {bounds}."
     if "preset" in fields:
         took = {name: f" ({console.duration(most)} here)" for name, most in seconds.items()}
-        lines = [f"- {name}: {presets.summary(name)}{took.get(name, '')}" for name in presets.names()]
-        fields["preset"]["description"] += "\n\n" + "\n".join(lines)
+        lines = [f" • {name}: {presets.summary(name)}{took.get(name, '')}" for name in presets.names()]
+        fields["preset"]["description"] += "".join(lines)
     return schema
 
 

@@ -188,11 +188,12 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
     name, share = inputs, 0.0  # the present stage, and how much of it is done
 
     def show(*doing: str) -> int:
-        """Show the percentage that is done, how each stage ended, and what the run does now."""
+        """Show the percentage that is done, what the run does now, and how each stage ended."""
         done = sum(weights[stage] for stage in how) + (0.0 if name in how else share * weights[name])
         percent = round(100 * done / sum(weights.values()))
-        description = "; ".join([*(f"{stage}: {result}" for stage, result in how.items()), *doing])
-        update_progress_artifact(progress, float(percent), description=description)
+        now = ", ".join([f"{percent}%", *doing])
+        ends = "; ".join(f"{stage}: {result}" for stage, result in how.items())
+        update_progress_artifact(progress, float(percent), description=f"{now}  \n{ends}".rstrip())
         return percent
 
     def follow(doing: Mapping[str, Any]) -> None:
@@ -200,8 +201,8 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
         nonlocal share
         share, left = doing["share"], doing["left"]
         later = sum(weights[stage] for stage in stages if stage not in (*how, name))
-        whole = f", {console.duration(left + later)} of the run" if is_known and later else ""
-        show(f"{name}: {doing['work']}, {console.duration(left)} left{whole}")
+        whole = f"{console.duration(left + later)} left of the run" if is_known and later else ""
+        show(f"{name}: {console.duration(left)} left", doing["work"], *filter(None, [whole]))
 
     dvc = replace(dvc, follow=follow)
     with Slots(dvc.deadline) as slots:

@@ -33,9 +33,9 @@ TYPED: dict[str, dict[str, Any]] = {
     "rlhf-sweep/sweep": {
         "grid": {"ppo.kl_coef": [0.1, 0.2]}, "seeds": [4],
         "preset": "smoke", "name": "typed", "revision": "HEAD", "metrics": ["ppo/selected_kl"],
-        "curves": ["val/ratio"], "parallel": 3, "deployment": "rlhf-pipeline/nightly",
+        "curves": ["val/ratio"], "parallel": 3, "deployment": "rlhf-pipeline/scheduled",
     },
-    "rlhf-data-watch/on-data-change": {"preset": "smoke", "deployment": "rlhf-pipeline/nightly"},
+    "rlhf-data-watch/watch": {"preset": "smoke", "deployment": "rlhf-pipeline/scheduled"},
 }  # fmt: skip
 DEFAULTS: dict[str, list[Any]] = {
     "seeds": [1, 2, 3],

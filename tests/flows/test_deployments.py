@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of Prefect and its server
 ]
 Made = Callable[[], list[dict[str, Any]]]
-RUNS, CHECKS = f"{settings.PIPELINE}/pipeline", f"{settings.WATCH}/on-data-change"
+RUNS, CHECKS = f"{settings.PIPELINE}/pipeline", f"{settings.WATCH}/watch"
 
 
 def deployment(name: str) -> Any:
