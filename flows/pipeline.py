@@ -11,11 +11,13 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
@@ -25,7 +27,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from prefect.utilities.urls import url_for
 
-from flows import promotion, request, results, settings, stage_tasks, watch, workplace
+from flows import promotion, request, results, settings, stage_tasks, watch, worker, workplace
 from flows.outcome import Outcome
 from flows.programs import OutOfTime
 from flows.slots import Slots
@@ -193,7 +195,8 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
         percent = round(100 * done / sum(weights.values()))
         now = ", ".join([f"{percent}%", *doing])
         ends = "; ".join(f"{stage}: {result}" for stage, result in how.items())
-        update_progress_artifact(progress, float(percent), description=f"{now}  \n{ends}".rstrip())
+        with suppress(httpx.HTTPError):  # the server is away: the stages go on
+            update_progress_artifact(progress, float(percent), description=f"{now}  \n{ends}".rstrip())
         return percent
 
     def follow(doing: Mapping[str, Any]) -> None:
@@ -269,12 +272,20 @@ def run_in_checkout() -> int:
     Where PREFECT_API_URL names no server, Prefect starts one that ends with this process.
 
     Raises:
-        UserError: if params.yaml is invalid, before Prefect starts anything.
+        UserError: if params.yaml is invalid, before Prefect starts anything; and if the server is gone.
     """
     request.resolve(Path.cwd(), Request(), None)
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
-    state: State[Any] = pipeline(where="checkout", return_state=True)
+    if address := os.environ.get("PREFECT_API_URL"):
+        worker.check_server(address)
+    try:
+        state: State[Any] = pipeline(where="checkout", return_state=True)
+    except httpx.TransportError as error:
+        raise UserError(
+            f"the Prefect server is gone ({error}); start it and give the command again, which goes on where "
+            "this run stopped"
+        ) from None
     if state.is_completed():
         return 0
     reason = state.result(raise_on_failure=False)

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect import get_run_logger
 
 from rlhf_tasks.project import processes
@@ -53,7 +52,7 @@ def run(
     Args:
         logger: The logger of the lines; by default that of the present Prefect run.
         deadline: When it is interrupted, by `time.monotonic`.
-        follow: Is called every few seconds, in a thread of its own. The server may be away meanwhile.
+        follow: Is called every few seconds, in a thread of its own.
 
     Raises:
         OutOfTime: at the deadline, when the program has ended.
@@ -83,8 +82,7 @@ def run(
 
     def show() -> None:
         while not ended.wait(FOLLOW_SECONDS):
-            with suppress(httpx.HTTPError):
-                follow()
+            follow()
 
     # In threads: an interrupt that arrives during a logging call is swallowed there, and would be lost.
     ended = threading.Event()

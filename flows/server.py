@@ -1,4 +1,4 @@
-"""Prefect's command line with a server on SQLite that waits for the database: `python -m flows.server server start`.
+"""Prefect with a server on SQLite that waits for the database: `python -m flows.server server start`.
 
 By default a transaction begins as a reader. If another one has written when it wants to write, SQLite refuses
 it at once ("database is locked"): clients repeat the request after 2 s, pages show an error, and some writes
