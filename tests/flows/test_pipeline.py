@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -155,15 +156,31 @@ def test_common_fields_are_overrides_and_an_empty_one_is_none() -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_deadline_ends_a_run_with_its_state_and_a_later_one_goes_on(root: Path) -> None:
-    lines = ["trap 'touch ../../../kept; exit 130' INT", "while true; do sleep 0.1; done"]
+def test_a_deadline_ends_a_run_with_its_state_and_a_later_one_goes_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        """An hour passes when the second stage has begun."""
+
+        sleep = staticmethod(time.sleep)
+
+        def monotonic(self) -> float:
+            return time.monotonic() + 3600 * (root / "begun").exists()
+
+    monkeypatch.setattr(programs, "time", Clock())
+    lines = [
+        "trap 'touch ../../../kept; exit 130' INT",
+        "touch ../../../begun",
+        "while :; do sleep 0.1; done",
+    ]
     toy.write_script(root, ["[ -e ../../../kept ] || {", *lines, "}", toy.SECOND.strip()])
-    state: Any = flows_pipeline.pipeline(max_hours=0.002, return_state=True)
+    state: Any = flows_pipeline.pipeline(max_hours=0.5, return_state=True)
     assert (state.type, state.name) == (StateType.CANCELLED, "Out of time")
-    assert state.message == "max_hours=0.002 is over; state kept at 50%; Retry resumes"
+    assert state.message == "max_hours=0.5 is over; state kept at 50%; Retry resumes"
     assert (root / "kept").exists(), "the stage was interrupted, not killed"
     assert list((root / ".rlhf/workspaces").iterdir()) == []
-    state = flows_pipeline.pipeline(max_hours=1, return_state=True)
+    (root / "begun").unlink()
+    state = flows_pipeline.pipeline(max_hours=0.5, return_state=True)
     assert state.message.startswith("ran second"), "the first stage is restored"
 
 
