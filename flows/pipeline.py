@@ -164,7 +164,9 @@ def pipeline(
             watch.note(asked, values, data)
         return outcome.state()
     except OutOfTime as error:
-        return Cancelled(name=settings.OUT_OF_TIME, message=f"max_hours={max_hours:g} is over; {error}")
+        ended = StageFailed(f"max_hours={max_hours:g} is over; {error}")
+        request.silence(ended)
+        return Cancelled(name=settings.OUT_OF_TIME, message=str(ended), data=ended)
     except (UserError, StageFailed) as error:
         return request.refused(error)
 
