@@ -206,8 +206,8 @@ def test_a_run_shows_its_percentage_and_the_time_left(root: Path) -> None:
 
     stages_only()
     assert seen == [
-        "38.0 38%, first: 15s left, 50% of 3 epochs, 25s left of the run",
-        "88.0 88%, second: 15s left, 50% of 3 epochs  \nfirst: ran",
+        "38 38%, first: 15s left, 50% of 3 epochs, 25s left of the run",
+        "88 88%, second: 15s left, 50% of 3 epochs  \nfirst: ran",
     ]
 
 
