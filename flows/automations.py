@@ -25,7 +25,10 @@ SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not 
 LOST = "rlhf: a run that is silent has crashed"
 NOTIFY = "rlhf: notify of the ends of runs"
 HEARTBEAT = "prefect.flow-run.heartbeat"
-ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, *outcome.VERDICTS)
+ENDS = (
+    *("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, settings.OUT_OF_TIME),
+    *outcome.VERDICTS,
+)
 NOTIFIED = ("Failed", "Crashed", "Promoted", "Not promoted")
 LOG, WEBHOOK = "rlhf-log", "rlhf-webhook"  # the blocks
 LOG_KEY = "rlhf-notifications"  # the artifact whose versions are the notifications

@@ -8,6 +8,7 @@ schedule is switched on or off.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,23 +17,27 @@ from typing import Any
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, GlobalConcurrencyLimitCreate, WorkPoolCreate
-from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import State
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.schedules import Cron, Interval
 from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import automations, devices, settings, workplace
+from flows import automations, devices, request, settings, workplace
 from flows.pipeline import pipeline
 from flows.slots import find_limit
 from flows.sweep import sweep
 from flows.watch import data_watch
+from rlhf_tasks import config, console, presets
+from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
 OWNER = "project:"  # begins the tag with the owner of a deployment, in a work pool of any type
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
 OPEN = FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}})
 
 
@@ -75,10 +80,16 @@ def apply(
             _check_owner(client, root, pool, variables)
         _make_limit(client, gpu_slots)
         automations.apply(client)
+        values, seconds = config.in_force(_params(root)), preset_seconds(client, pool)
         for flow, name, description, schedules in (
             (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
-            (pipeline, "nightly", "An example of a schedule: every night, with the newest data.", [nightly]),
-            (data_watch, "on-data-change", "Check every hour whether the data changed.", [hourly]),
+            (
+                pipeline,
+                "scheduled",
+                "An example of a schedule: every night, with the newest data.",
+                [nightly],
+            ),
+            (data_watch, "watch", "Check every hour whether the data changed.", [hourly]),
             (sweep, "sweep", "Compare settings over seeds.", []),
         ):
             runs = f"{settings.PIPELINE}/{name_in(pool, 'pipeline')}"
@@ -92,7 +103,15 @@ def apply(
                 job_variables=variables,
                 entrypoint_type=EntrypointType.MODULE_PATH,
             )
-            _register(client, flow, made)
+            _register(client, flow, made, form(flow, values, seconds))
+
+
+def _params(root: Path) -> Config:
+    """The values of params.yaml; the defaults if it is invalid, which a run will say."""
+    try:
+        return config.load(root / "params.yaml")
+    except UserError:
+        return Config()
 
 
 def name_in(pool: str, name: str) -> str:
@@ -132,12 +151,12 @@ def _make_limit(client: SyncPrefectClient, slots: int | None) -> None:
         client.upsert_global_concurrency_limit_by_name(settings.SLOTS, slots)
 
 
-def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any) -> None:
+def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any, form: dict[str, Any]) -> None:
     """Make a deployment, or update only those fields of an existing one that users do not change."""
     try:
         existing = client.read_deployment_by_name(f"{flow.name}/{made.name}")
     except ObjectNotFound:
-        client.update_deployment(made.apply(), DeploymentUpdate(parameter_openapi_schema=form(flow)))
+        client.update_deployment(made.apply(), DeploymentUpdate(parameter_openapi_schema=form))
         return
     is_there = existing.work_pool_name == made.work_pool_name
     theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
@@ -149,25 +168,57 @@ def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any) -> Non
         work_pool_name=made.work_pool_name,
         work_queue_name=existing.work_queue_name if is_there else None,  # without it, an update changes it
         job_variables=existing.job_variables | made.job_variables,
-        parameter_openapi_schema=form(flow),
+        parameter_openapi_schema=form,
     )
     client.update_deployment(existing.id, update)
 
 
-def form(flow: Flow[..., Any]) -> dict[str, Any]:
-    """The fields of the run form. One that may be None is a plain field without a default.
+def form(flow: Flow[..., Any], values: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of the run form; the server refuses any others. Texts name values, ranges and presets.
 
-    Prefect's server takes that as well as None if it is left empty. As the flow describes such a field, the
-    form has an editor for it only after a click on its type.
+    A field that may be None is a plain one without a default: Prefect's server takes that as well as None
+    if it is left empty. As the flow describes such a field, the form has an editor for it only after a click
+    on its type.
+
+    Args:
+        values: Those of params.yaml, by dotted key.
+        seconds: How long a run of each preset took.
     """
     schema = flow.parameters.model_dump()
-    for field in schema["properties"].values():
-        kinds = [kind for kind in field.get("anyOf", []) if kind["type"] != "null"]
-        if kinds:
-            (kind,) = kinds
-            del field["anyOf"], field["default"]
-            field.update(kind)
+    schema["additionalProperties"] = False
+    fields = schema["properties"]
+    common = schema.get("definitions", {}).get("Common", {}).get("properties", {})
+    for field in [*fields.values(), *common.values()]:
+        if "$ref" in field or "anyOf" in field:
+            field.pop("default")
+        for kind in field.pop("anyOf", []):
+            field.update(kind if kind["type"] != "null" else {})
+    for name, field in common.items():
+        bounds = " and ".join(f"{sign} {field[key]:,}" for key, sign in BOUNDS.items() if key in field)
+        default = config.in_yaml(values[request.COMMON[name]])
+        field["description"] += f" Default: {default}, from params.yaml. Range: {bounds}."
+    if "preset" in fields:
+        took = {name: f" ({console.duration(most)} here)" for name, most in seconds.items()}
+        lines = [f" • {name}: {presets.summary(name)}{took.get(name, '')}" for name in presets.names()]
+        fields["preset"]["description"] += "".join(lines)
     return schema
+
+
+def preset_seconds(client: SyncPrefectClient, pool: str) -> dict[str, float]:
+    """How long the runs of each preset took at most, of those that changed nothing else."""
+    runs = client.read_flow_runs(
+        flow_filter=FlowFilter.model_validate({"name": {"any_": [settings.PIPELINE]}}),
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["COMPLETED"]}}}),
+        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
+        sort=FlowRunSort.END_TIME_DESC,
+    )
+    seconds = dict[str, float]()
+    for run in runs:
+        given, took = run.parameters, run.total_run_time.total_seconds()
+        if not given.get("overrides") and not given.get("common"):
+            name = given.get("preset", request.DEFAULT)
+            seconds[name] = max(seconds.get(name, 0.0), took)
+    return seconds
 
 
 def crash_lost_runs() -> None:

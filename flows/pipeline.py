@@ -7,31 +7,39 @@ lineage. Prefect shows the run, logs it and can cancel it. By default a run has 
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
+from prefect.states import Cancelled
 from prefect.utilities.urls import url_for
 
-from flows import promotion, request, results, settings, stage_tasks, watch, workplace
+from flows import promotion, request, results, settings, stage_tasks, watch, worker, workplace
 from flows.outcome import Outcome
+from flows.programs import OutOfTime
 from flows.slots import Slots
 from flows.stage_tasks import Dvc, StageFailed, StageRefused
+from rlhf_tasks import console
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import dvc_cli, dvc_files, git, workspaces
+from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking
+from rlhf_tasks.training import checkpoint
 
 PUSH_RETRIES, PUSH_DELAY_SECONDS = 2, 10.0  # the delay doubles
 DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "restoring", "run": "running"}
@@ -46,6 +54,7 @@ DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "res
 )
 def pipeline(
     preset: request.PresetName = request.DEFAULT,
+    common: request.Common = request.NONE,
     seed: request.Seed | None = None,
     overrides: request.Overrides = {},  # noqa: B006  Prefect shows it in the form
     where: request.Where = "workspace",
@@ -53,6 +62,7 @@ def pipeline(
     name: request.ExperimentName | None = None,
     push: bool = False,
     promote: bool = True,
+    max_hours: request.Hours | None = None,
 ) -> State[Any]:
     """Bring every stage of dvc.yaml up to date, one after the other.
 
@@ -61,6 +71,7 @@ def pipeline(
 
     Args:
         preset: Changes of params.yaml for this run; `rlhf preset` lists the presets. default: no preset.
+        common: What runs change most often. An empty field has the preset's value, else that of params.yaml.
         seed: Replaces the seed of params.yaml. The same seed gives the same result.
         overrides: Single values by dotted key, for any key of params.yaml; they replace the preset's values.
         where: workspace: a git worktree of a commit, whose result becomes a DVC experiment. checkout: the
@@ -70,10 +81,13 @@ def pipeline(
             and a short id, such as smoke-kl_coef=0.05-seed=2-7f3a. The flow run gets it too.
         push: Send the results to the DVC remote at the end.
         promote: Let the gate decide at the end whether the policy becomes the champion.
+        max_hours: End the training after this time, with a snapshot: Retry, and a run with the same
+            parameters, resume from it. The default is no limit.
     """
+    deadline = math.inf if max_hours is None else time.monotonic() + 3600 * max_hours
     try:
         # 1. What the run works on, as it finds it at its start.
-        asked = Request(request.preset_of(preset), seed, overrides)
+        asked = request.asked(preset, seed, common, overrides)
         root, run = Path.cwd(), str(flow_run.get_id())
         commit = request.commit_of(root, where, revision, name)
         text, values, changes = request.resolve(root, asked, commit)
@@ -112,7 +126,7 @@ def pipeline(
             # 3. The stages, then the experiment, the remote and the gate.
             folder = workspace.folder if workspace else root
             environment = workplace.stage_environment(workspace, run, chosen)
-            dvc = Dvc(folder, environment, values.service.grace_seconds)
+            dvc = Dvc(folder, environment, values.service.grace_seconds, deadline=deadline)
             how = run_stages(list(dvc_files.graph(folder)), values, dvc)
             saved, experiment = workplace.saved_experiment(workspace, chosen, name is not None)
             outcome = Outcome(
@@ -149,6 +163,10 @@ def pipeline(
             results.show(replace(outcome, notes=notes), folder, pages)
             watch.note(asked, values, data)
         return outcome.state()
+    except OutOfTime as error:
+        ended = StageFailed(f"max_hours={max_hours:g} is over; {error}")
+        request.silence(ended)
+        return Cancelled(name=settings.OUT_OF_TIME, message=str(ended), data=ended)
     except (UserError, StageFailed) as error:
         return request.refused(error)
 
@@ -158,6 +176,7 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
 
     Raises:
         StageFailed: if a stage fails; the later ones do not start.
+        OutOfTime: at the deadline, with what is kept.
     """
     progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description="comparing")
     how = dict[str, str]()
@@ -166,15 +185,34 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
     if (inputs := dvc_files.INPUTS) in names:  # it always runs, before DVC compares, and without a slot
         names, plans = sorted(names, key=lambda name: name != inputs), ["run"]
         policies[inputs] = policies[inputs].model_copy(update={"gpu_slots": 0})
-    total = len({*names} - {inputs})
+    stages = [name for name in names if name != inputs]
+    seconds = durations.read(Paths(dvc.folder).home)  # of the last time
+    is_known = all(seconds.get(stage) for stage in stages)
+    weights = {stage: seconds[stage] if is_known else 1.0 for stage in stages} | {inputs: 0.0}
+    name, share = inputs, 0.0  # the present stage, and how much of it is done
 
-    def show(*doing: str) -> None:
-        """The share of the stages that are done; how each of them ended, and what the run does now."""
-        description = "; ".join([*(f"{stage}: {result}" for stage, result in how.items()), *doing])
-        update_progress_artifact(progress, float(round(100 * len(how) / total)), description=description)
+    def show(*doing: str) -> int:
+        """Show the percentage that is done, what the run does now, and how each stage ended."""
+        done = sum(weights[stage] for stage in how) + (0.0 if name in how else share * weights[name])
+        percent = round(100 * done / sum(weights.values()))
+        now = ", ".join([f"{percent}%", *doing])
+        ends = "; ".join(f"{stage}: {result}" for stage, result in how.items())
+        with suppress(httpx.HTTPError):  # the server is away: the stages go on
+            update_progress_artifact(progress, float(percent), description=f"{now}  \n{ends}".rstrip())
+        return percent
 
-    with Slots() as slots:
+    def follow(doing: Mapping[str, Any]) -> None:
+        """Show how far the present stage is, as it writes that itself."""
+        nonlocal share
+        share, left = doing["share"], doing["left"]
+        later = sum(weights[stage] for stage in stages if stage not in (*how, name))
+        whole = f"{console.duration(left + later)} left of the run" if is_known and later else ""
+        show(f"{name}: {console.duration(left)} left", doing["work"], *filter(None, [whole]))
+
+    dvc = replace(dvc, follow=follow)
+    with Slots(dvc.deadline) as slots:
         for number, name in enumerate(names):
+            share = 0.0
             try:
                 plans = plans or dvc.plans(names[number:])
                 plan = plans.pop(0)
@@ -186,19 +224,25 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
                 # Called, not submitted: the thread of a submitted task would train on after a cancellation.
                 stage = stage_tasks.stage_task(name, policies[name])
                 state: Any = stage(name, dvc, plan, gpus, return_state=True)
+                if state.name == settings.OUT_OF_TIME:
+                    raise OutOfTime
                 if not state.is_completed():
                     error: BaseException = state.result(raise_on_failure=False)
                     if isinstance(error, TimeoutError):
                         error = StageFailed(f"stage {name} was ended: {state.message}")
                     raise error
             except BaseException as error:
-                show(f"{name}: {'failed' if isinstance(error, Exception) else 'stopped'}")
+                if share and not checkpoint.point(Paths(dvc.folder), name):
+                    share = 0.0  # a retry starts the stage anew
+                percent = show(f"{name}: {'failed' if isinstance(error, Exception) else 'stopped'}")
+                if isinstance(error, OutOfTime):
+                    raise OutOfTime(results.kept(percent)) from None
                 raise
             if name != inputs:
                 how[name] = "cached" if state.name == "Cached" else "ran"
             if not any(policies[later].gpu_slots for later in names[number + 1 :]):
                 slots.release()
-    show()
+        show()
     return how
 
 
@@ -230,12 +274,20 @@ def run_in_checkout() -> int:
     Where PREFECT_API_URL names no server, Prefect starts one that ends with this process.
 
     Raises:
-        UserError: if params.yaml is invalid, before Prefect starts anything.
+        UserError: if params.yaml is invalid, before Prefect starts anything; and if the server is gone.
     """
     request.resolve(Path.cwd(), Request(), None)
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
-    state: State[Any] = pipeline(where="checkout", return_state=True)
+    if address := os.environ.get("PREFECT_API_URL"):
+        worker.check_server(address)
+    try:
+        state: State[Any] = pipeline(where="checkout", return_state=True)
+    except httpx.TransportError as error:
+        raise UserError(
+            f"the Prefect server is gone ({error}); start it and give the command again, which goes on where "
+            "this run stopped"
+        ) from None
     if state.is_completed():
         return 0
     reason = state.result(raise_on_failure=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rlhf_tasks.project import processes
 from rlhf_tasks.tracking.context import STAGE_RUN
 
 DRAIN_SECONDS = 5.0  # for the last lines: a process that outlives the program may hold its output open
-POLL_SECONDS = 0.1
+POLL_SECONDS, FOLLOW_SECONDS = 0.1, 3.0
 # DVC's advice for people at a terminal, after every stage
 HINT = re.compile(
     r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`"
@@ -29,12 +30,19 @@ HINT = re.compile(
 Logger = logging.Logger | logging.LoggerAdapter[Any]
 
 
+class OutOfTime(KeyboardInterrupt):
+    """The run's deadline is over. It unwinds like an interrupt, so that MLflow shows the run as KILLED."""
+
+
 def run(
     command: Sequence[str],
     folder: Path,
     environment: Mapping[str, str],
     grace_seconds: float,
     logger: Logger | None = None,
+    *,
+    deadline: float = math.inf,
+    follow: Callable[[], None] = lambda: None,
 ) -> tuple[int, list[str]]:
     """Run a program and log its lines as they come. Returns its exit status and its lines.
 
@@ -43,6 +51,11 @@ def run(
 
     Args:
         logger: The logger of the lines; by default that of the present Prefect run.
+        deadline: When it is interrupted, by `time.monotonic`.
+        follow: Is called every few seconds, in a thread of its own.
+
+    Raises:
+        OutOfTime: at the deadline, when the program has ended.
     """
     logger, lines = logger or get_run_logger(), list[str]()
     process = subprocess.Popen(
@@ -67,13 +80,21 @@ def run(
                     lines.append(line)
                     logger.info("%s", line)
 
-    # In a thread: an interrupt that arrives during a logging call is swallowed there, and would be lost.
-    reader = threading.Thread(target=read, daemon=True)
+    def show() -> None:
+        while not ended.wait(FOLLOW_SECONDS):
+            follow()
+
+    # In threads: an interrupt that arrives during a logging call is swallowed there, and would be lost.
+    ended = threading.Event()
+    reader, follower = (threading.Thread(target=target, daemon=True) for target in (read, show))
     reader.start()
+    follower.start()
     try:
         # Not one long wait: a signal that the kernel hands to another thread would not end it.
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
+            if time.monotonic() > deadline:
+                raise OutOfTime
     except BaseException:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
@@ -85,7 +106,9 @@ def run(
         process.wait()
         raise
     finally:
-        reader.join(DRAIN_SECONDS)
+        ended.set()
+        for thread in (reader, follower):
+            thread.join(DRAIN_SECONDS)
     return process.returncode, lines
 
 

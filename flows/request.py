@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 from prefect import get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Failed
-from pydantic import Field
+from pydantic import ConfigDict, Field, create_model
 
 from rlhf_tasks import config, presets
 from rlhf_tasks.config import Config
-from rlhf_tasks.config.types import LAST_SEED
+from rlhf_tasks.config.types import LAST_SEED, descriptions, section_of
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, git
@@ -31,9 +31,53 @@ DEFAULT = "default"
 PresetName = Annotated[str, Field(json_schema_extra={"enum": [DEFAULT, *presets.names()]})]
 Seed = Annotated[int, Field(ge=0, le=LAST_SEED)]
 Overrides = Annotated[dict[str, Any], Field(examples=[{"ppo.kl_coef": 0.05}])]
+Hours = Annotated[float, Field(gt=0, le=10_000)]
 Where = Literal["workspace", "checkout"]
 ExperimentName = Annotated[str, Field(pattern=NAME)]
 Revision = Annotated[str, Field(min_length=1, examples=["HEAD", "v1.0", "3f2a9c1"])]
+
+
+# What presets and people change most; `seed` is a field of its own.
+COMMON = {
+    "kl_coef": "ppo.kl_coef",
+    "learning_rate": "ppo.learning_rate",
+    "total_episodes": "ppo.total_episodes",
+    "rollout_batch_size": "ppo.rollout_batch_size",
+    "num_ppo_epochs": "ppo.num_ppo_epochs",
+    "response_length": "ppo.response_length",
+    "temperature": "ppo.temperature",
+    "reward_epochs": "reward.num_epochs",
+    "sft_epochs": "sft.num_epochs",
+}
+
+
+def _field(key: str) -> Any:
+    """The field of a key of params.yaml, with its type, range and description; None changes nothing."""
+    section, _, name = key.partition(".")
+    owner = section_of(Config, section, {})
+    assert owner is not None
+    field = owner.model_fields[name]
+    kind: Any = Annotated[field.annotation, *field.metadata]  # type: ignore[valid-type]
+    return kind | None, Field(None, title=key, description=descriptions(owner)[name])
+
+
+Common: Any = create_model(
+    "Common", __config__=ConfigDict(extra="forbid"), **{name: _field(key) for name, key in COMMON.items()}
+)
+NONE = Common()
+
+
+def asked(preset: str | None, seed: int | None, common: Any, overrides: dict[str, Any] | None) -> Request:
+    """The request of the form's fields.
+
+    Raises:
+        UserError: for a value that is given twice.
+    """
+    fields = Common.model_validate(common or {}).model_dump(exclude_none=True)
+    given, overrides = {COMMON[name]: value for name, value in fields.items()}, overrides or {}
+    if twice := [*given.keys() & overrides]:
+        raise UserError(f"{', '.join(twice)}: `common` and `overrides` both give it; leave it out of one")
+    return Request(preset_of(preset), seed, given | overrides)
 
 
 def preset_of(name: str | None) -> str | None:

@@ -15,6 +15,8 @@ from rlhf_tasks import config
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.tracking import catalogue
+from rlhf_tasks.tracking.pipeline import REPORT
+from rlhf_tasks.tracking.record import PIPELINE
 
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
 
@@ -34,6 +36,11 @@ def run_keys(folder: Path, stages: Sequence[str]) -> dict[str, str]:
     return {stage: str(lineage["rlhf.run"]) for stage, lineage in read.items()}
 
 
+def kept(percent: float) -> str:
+    """What a run says that was stopped at this percentage."""
+    return f"state kept at {percent:.0f}%; Retry resumes"
+
+
 def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
     """Create the artifacts: a table of all metrics beside those of the last run, and one page."""
     artifact: Any = Artifact.get(METRICS_KEY)
@@ -42,7 +49,28 @@ def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
     if values:
         caption = f"metrics of {outcome.name} and of the run before it"
         create_table_artifact(metric_rows(values, last), key=METRICS_KEY, description=caption)
-    create_markdown_artifact(page(outcome, folder, values, last, pages), key=RESULTS_KEY)
+    text = page(outcome, folder, values, last, pages)
+    create_markdown_artifact(text, key=RESULTS_KEY, description=summary(outcome, values, pages))
+
+
+def summary(outcome: Outcome, values: Mapping[str, float], pages: Mapping[str, str]) -> str:
+    """The verdict, the policy's win rates and the links: what the list of artifacts shows of a run."""
+    names = [
+        (name, re.fullmatch(r"judge/([^/]+)/policy_vs_([^/]+)/win_rate", name)) for name in headlines(values)
+    ]
+    rates = [
+        f"{values[name]:.1%} over {catalogue.placeholder_in_words(parts[2])}, by {parts[1]}"
+        for name, parts in names
+        if parts
+    ]
+    verdict = [f"**{outcome.verdict}**: {outcome.reason}"] if outcome.verdict else []
+    return "  \n".join([*verdict, *rates, links(pages)])  # hard breaks: the list cuts long lines
+
+
+def links(pages: Mapping[str, str]) -> str:
+    """The addresses of the report and of the run in MLflow."""
+    names = {"report": REPORT, "MLflow": PIPELINE}
+    return ", ".join(f"[{name}]({pages[key]})" for name, key in names.items() if key in pages)
 
 
 def metric_rows(values: Mapping[str, float], last: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -78,8 +106,7 @@ def page(
     where = f"commit `{outcome.revision}`"
     if outcome.experiment:
         where += f", experiment `{outcome.name}`: `dvc exp apply {outcome.name}` restores it"
-    mlflow = f" [MLflow]({pages['pipeline']})" if "pipeline" in pages else ""
-    parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}.{mlflow}"]
+    parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}. {links(pages)}"]
     shown = {name: f"{last[name]:.4g}" if name in last else "–" for name in headlines(values)}
     overview = [{"metric": n, "this run": f"{values[n]:.4g}", "last run": old} for n, old in shown.items()]
     others = len(values) - len(shown)

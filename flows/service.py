@@ -173,7 +173,7 @@ class Service:
             command = dashboard.server_command(self.home, port)
             environment = dashboard.server_environment(os.environ)
         else:
-            words = ["-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+            words = ["-m", "flows.server", "server", "start", "--host", HOST, "--port", str(port)]
             command = [sys.executable, *words]
             own = settings.prefect(self.home, f"http://{HOST}:{port}")
             environment = {**settings.QUIET, **os.environ, **own}
@@ -231,7 +231,8 @@ class Service:
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         """What Prefect's API answers. Raises one of NO_ANSWER."""
-        response = httpx.post(f"{self.url('prefect')}/api/{path}", json=dict(body), timeout=10.0)
+        address = f"{self.url('prefect')}/api/{path}"
+        response = httpx.post(address, json=dict(body), timeout=10.0, auth=settings.login(os.environ))
         return response.raise_for_status().json()
 
     # ------------------------------------------------------------------------------------ down
@@ -264,9 +265,9 @@ class Service:
             set_state(run, type="CANCELLING", name="Cancelling")
         while (left := in_progress()) and time.monotonic() < deadline:
             time.sleep(processes.POLL_SECONDS)
-        for run in runs - left:
-            message = "the service was stopped; Retry resumes the run"
-            set_state(run, type="CANCELLED", name=settings.STOPPED, message=message)
+        for run in self._post("flow_runs/filter", {"flow_runs": {"id": {"any_": [*(runs - left)]}}}):
+            message = f"the service was stopped; {run['state']['message']}"
+            set_state(run["id"], type="CANCELLED", name=settings.STOPPED, message=message)
 
     def end_runs(self) -> None:
         """End the flow runs before their worker, which would kill them before they have saved their state."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
 FLOWS = (PIPELINE, SWEEP, WATCH)
 POOL = "rlhf"
 SLOTS = "gpu"  # the global concurrency limit
-STOPPED = "Stopped"  # the state of a run that ended because the service was stopped
+STOPPED, OUT_OF_TIME = "Stopped", "Out of time"  # states of runs that the service, or a deadline, has ended
 UI = "/v2"  # the path of Prefect's pages that open by default
+
+SERVER_LOGIN, CLIENT_LOGIN = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"  # USER:PASSWORD
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -43,3 +46,10 @@ def prefect(home: Path, url: str) -> dict[str, str]:
         **HEARTBEAT,
         "PREFECT_CLIENT_MAX_RETRIES": "10",  # so that a run waits for a server that restarts
     }
+
+
+def login(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """The user and the password of the service's Prefect server, if it requires them."""
+    text = environment.get(SERVER_LOGIN) or environment.get(CLIENT_LOGIN)
+    user, _, password = (text or "").partition(":")
+    return (user, password) if text else None

@@ -7,6 +7,7 @@ free slot shows the state `Waiting for gpu`. No torch here.
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Pending, Running
 
 from flows import devices, settings
+from flows.programs import OutOfTime
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.training import launch as launching
@@ -55,7 +57,9 @@ def find_limit(client: SyncPrefectClient, name: str) -> GlobalConcurrencyLimitRe
 class Slots:
     """The slots that a run holds, and the GPUs that they are; at the end of the block they are free again."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float = math.inf) -> None:
+        self._deadline = deadline
+        """When a wait for slots ends, by `time.monotonic`."""
         self._leases: list[tuple[str, ExitStack]] = []
         """The GPU of each slot, and what ends its lease; without GPUs it is an empty text."""
 
@@ -76,13 +80,14 @@ class Slots:
             return max(number, launch.num_processes // launch.num_machines)
         return number
 
-    def hold(self, number: int, show: Callable[[str], None]) -> bool:
+    def hold(self, number: int, show: Callable[[str], object]) -> bool:
         """Hold this many slots; True if the run had to wait. `show` gets a line that says what it waits for.
 
         Slots that the run has already stay with it. A run outside the service needs none: there is no limit.
 
         Raises:
             UserError: if there are never as many.
+            OutOfTime: at the deadline.
         """
         while len(self._leases) > number:
             self._leases.pop()[1].close()
@@ -101,6 +106,8 @@ class Slots:
                     show_waiting(client, run, reason)
                     show(reason)
                     shown = reason
+                if time.monotonic() > self._deadline:
+                    raise OutOfTime
                 time.sleep(POLL_SECONDS)
             if shown:
                 client.set_flow_run_state(run, Running())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,9 +16,10 @@ from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import task_run
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from flows import devices, programs, settings, stage_plan
+from rlhf_tasks import console
 from rlhf_tasks.config import TaskPolicy
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -45,6 +48,10 @@ class Dvc:
     """Time that an interrupted stage has to save its state."""
     logger: programs.Logger | None = None
     """By default that of the Prefect run which reproduces a stage."""
+    deadline: float = math.inf
+    """When a stage is interrupted, by `time.monotonic`."""
+    follow: Callable[[Mapping[str, Any]], None] = lambda doing: None
+    """Is called every few seconds with what a stage does, as `console` writes it."""
 
     def plans(self, stages: Sequence[str]) -> list[Plan]:
         """What `dvc repro` will do with the first of these stages: all that are unchanged, and one more."""
@@ -70,13 +77,30 @@ class Dvc:
         Raises:
             StageRefused: if the stage has written that the user can fix its failure, or lacks a dep.
             StageFailed: for any other failure.
+            OutOfTime: at the deadline.
         """
         command = [sys.executable, "-P", "-m", "dvc", "--wait-for-lock", "repro", "--single-item", stage]
         seen = {devices.VISIBLE: ",".join(gpus)} if gpus else {}
         with tempfile.TemporaryDirectory(prefix="rlhf-flow-") as scratch:
-            report = Path(scratch) / "failure.json"
-            environment = {**self.environment, **seen, failures.FAILURE: str(report)}
-            status, lines = programs.run(command, self.folder, environment, self.grace_seconds, self.logger)
+            report, progress = Path(scratch) / "failure.json", Path(scratch) / "progress.json"
+            files = {failures.FAILURE: str(report), console.PROGRESS: str(progress)}
+
+            def follow() -> None:
+                try:
+                    doing = json.loads(progress.read_text(encoding="utf-8"))
+                except (OSError, ValueError):  # there is none yet, or it is being written
+                    return
+                self.follow(doing)
+
+            status, lines = programs.run(
+                command,
+                self.folder,
+                {**self.environment, **seen, **files},
+                self.grace_seconds,
+                self.logger,
+                deadline=self.deadline,
+                follow=follow,
+            )
             failure = failures.reported(report)
         if status == 0:
             return
@@ -112,7 +136,7 @@ def stage_task(name: str, policy: TaskPolicy) -> Task[Any, Any]:
 
 @task(cache_policy=NO_CACHE, persist_result=False, log_prints=False)
 def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[Any]:
-    """Run or restore one stage. The state is `Cached` if nothing had to run.
+    """Run or restore one stage. The state is `Cached` if nothing had to run, `Out of time` at the deadline.
 
     Raises:
         StageFailed: if the stage fails.
@@ -123,7 +147,10 @@ def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[An
     for line in (begin, f"uses {', '.join(gpus)}" if gpus else ""):
         if line:
             get_run_logger().info("%s", line)
-    dvc.reproduce(name, gpus)
+    try:
+        dvc.reproduce(name, gpus)
+    except programs.OutOfTime:
+        return Cancelled(name=settings.OUT_OF_TIME, message="the run's deadline is over")
     if plan == "restore":
         return Completed(name="Cached", message="DVC restored its outs from an earlier run")
     return Completed(message=f"ran; {begin}" if begin else "ran")

@@ -76,7 +76,8 @@ def data_watch(
     parameters = {} if preset == request.DEFAULT else {"preset": preset}
     try:
         given = {"where": "workspace", **parameters_of(deployment), **parameters}
-        asked = Request(request.preset_of(given.get("preset")), given.get("seed"), given.get("overrides"))
+        fields = (given.get(name) for name in ("preset", "seed", "common", "overrides"))
+        asked = request.asked(*fields)
         commit = request.commit_of(Path.cwd(), given["where"], given.get("revision"), given.get("name"))
         _, values, _ = request.resolve(Path.cwd(), asked, commit)
     except UserError as error:
@@ -130,7 +131,8 @@ def start_run(
         if not is_over or state.is_completed():
             after = f", after {', '.join(failed)} failed" if failed else ""
             return Completed(message=f"the data changed: its run is {name}{after}")
-        if (state.is_cancelling() or state.is_cancelled()) and state.name != settings.STOPPED:
+        resumes = state.name in (settings.STOPPED, settings.OUT_OF_TIME)
+        if (state.is_cancelling() or state.is_cancelled()) and not resumes:
             given = "".join(f" --param {key}={value}" for key, value in parameters.items())
             return Failed(
                 message=f"the data changed, but its run {name} was cancelled and is not repeated. Start one "

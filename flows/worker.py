@@ -30,6 +30,17 @@ def work(pool: str) -> NoReturn:
     os.execv(sys.executable, command(pool))
 
 
+def check_server(address: str) -> None:
+    """Raises UserError if no server answers at the address of PREFECT_API_URL."""
+    try:
+        httpx.get(f"{address.rstrip('/')}/health", timeout=10.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(
+            f"the server of PREFECT_API_URL={address} does not answer ({error}); start it, or change the "
+            "address"
+        ) from None
+
+
 def register(pool: str, *, makes_pool: bool) -> None:
     """Register this project's deployments at the server of PREFECT_API_URL.
 
@@ -46,11 +57,7 @@ def register(pool: str, *, makes_pool: bool) -> None:
             "PREFECT_API_URL is not set; set it to the address of the server, such as http://127.0.0.1:4200/api"
         )
     dvc_files.graph(Path.cwd())  # refuses a folder without a project
-    server = f"the server of PREFECT_API_URL={address}"
-    try:
-        httpx.get(f"{address}/health", timeout=10.0)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UserError(f"{server} does not answer ({error}); start it, or change the address") from None
+    check_server(address)
     for variable, value in {**settings.QUIET, **settings.HEARTBEAT}.items():
         os.environ.setdefault(variable, value)
     from prefect.exceptions import PrefectHTTPStatusError
@@ -63,6 +70,7 @@ def register(pool: str, *, makes_pool: bool) -> None:
         if error.response.status_code != httpx.codes.UNAUTHORIZED:
             raise
         raise UserError(
-            f"{server} refuses the login: set PREFECT_API_AUTH_STRING to its USER:PASSWORD"
+            f"the server of PREFECT_API_URL={address} refuses the login: set PREFECT_API_AUTH_STRING to its "
+            "USER:PASSWORD"
         ) from None
     console.say(f"deployments are registered at {address} for the pool {pool}")

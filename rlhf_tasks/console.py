@@ -3,14 +3,19 @@
 A stage of the pipeline prints little: one line of progress, `5/9 reward  62% of 3 epochs  1m10s left`, and
 what a person must know. Its tables and remarks go to a log file (`stage`, `log_to`). It prints plain lines if
 stdout is not a terminal. The command line makes all ranks but the first quiet: their calls do nothing.
+
+The program that started the stage may follow its own work (not what is inside it, such as an evaluation) by
+the file of $RLHF_PROGRESS_FILE: `{"share": 0.62, "work": "62% of 3 epochs", "left": 70.0}`, left in seconds.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +24,8 @@ import rich.console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+PROGRESS = "RLHF_PROGRESS_FILE"
+WRITE_SECONDS = 1.0  # at least this far apart
 PLAIN_SHARE = 0.1  # without a terminal, a line per tenth of the work …
 PLAIN_SECONDS = 5.0  # … and at least this far apart
 SILENT_SECONDS = 10.0  # after which a person wonders whether the process lives
@@ -133,7 +140,8 @@ class Console:
             finally:
                 self._is_drawing = False
         else:
-            lines = _Lines(self, description, total, unit)
+            file = os.environ.get(PROGRESS) if description == self._stage else None
+            lines = _Lines(self, description, total, unit, file)
             yield lines
             lines.finish()
 
@@ -185,9 +193,12 @@ class _Bar(_Work):
 
 
 class _Lines(_Work):
-    def __init__(self, console: Console, description: str, total: float, unit: str) -> None:
+    def __init__(
+        self, console: Console, description: str, total: float, unit: str, file: str | None = None
+    ) -> None:
         super().__init__(total, unit)
         self._console, self._name = console, console.name(description)
+        self._file, self._written_at = file, -math.inf
         self._shown_done, self._shown_at = 0.0, self.start
         self._metrics: Mapping[str, float] = {}
 
@@ -198,6 +209,11 @@ class _Lines(_Work):
     def advance(self, n: float = 1, **metrics: float) -> None:
         self.done += n
         self._metrics = metrics or self._metrics
+        if self._file and n and time.monotonic() - self._written_at >= WRITE_SECONDS:
+            self._written_at = time.monotonic()
+            doing = {"share": self.done / self.total, "work": self.share, "left": self.left()}
+            with suppress(OSError):  # nobody follows it any more
+                Path(self._file).write_text(json.dumps(doing), encoding="utf-8")
         due = self.done - self._shown_done >= PLAIN_SHARE * self.total
         if due and time.monotonic() - self._shown_at >= PLAIN_SECONDS:
             self._show()
@@ -206,12 +222,16 @@ class _Lines(_Work):
         if self.done > self._shown_done:
             self._show()
 
+    def left(self) -> float:
+        """Seconds until the end, at the speed so far."""
+        seconds = time.monotonic() - self.start
+        return max(self.total - self.done, 0) * seconds / (self.done - self.skipped)
+
     def _show(self) -> None:
         self._shown_done, self._shown_at = self.done, time.monotonic()
-        seconds = self._shown_at - self.start
-        left = max(self.total - self.done, 0) * seconds / (self.done - self.skipped)
         is_over = self.done >= self.total * ALMOST
-        time_text = f"in {duration(seconds)}" if is_over else f"{duration(left)} left"
+        seconds = self._shown_at - self.start
+        time_text = f"in {duration(seconds)}" if is_over else f"{duration(self.left())} left"
         parts = [self._name, self.share, time_text, _latest(self._metrics)]
         self._console.say("  ".join(part for part in parts if part))
 

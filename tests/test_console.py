@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,25 @@ def test_a_stage_prints_its_number_and_writes_tables_to_a_log(clock: Clock, tmp_
     assert written[:5] == ["samples", "query | score", "two lines | 20000", "bf16", "a guard acted"]
     console.remark("without a log it is printed")
     assert out.getvalue().endswith("without a log it is printed\n")
+
+
+def test_a_stage_writes_its_own_progress_for_whoever_started_it(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "progress.json"
+    monkeypatch.setenv(console.PROGRESS, str(file))
+    made = Console(io.StringIO())
+    with made.stage("ppo", 6, 9), made.progress("ppo", 8, unit="episodes") as bar:
+        bar.skip(2)
+        clock.now += 3.0
+        with made.progress("judge gold", 4) as inner:
+            inner.advance()
+        assert not file.exists(), "an evaluation is not the stage"
+        bar.advance(3)
+        assert json.loads(file.read_text()) == {"share": 0.625, "work": "62% of 8 episodes  1/s", "left": 3.0}
+        file.unlink()
+        bar.advance(1)
+        assert not file.exists(), "once a second at most"
 
 
 def test_interrupted_work_is_not_shown_as_finished(clock: Clock) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import pairwise
+from collections.abc import Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -18,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from docs.generator.text import Lines, prose, sentence
 from rlhf_tasks.config import Config, Section
-from rlhf_tasks.config.types import kinds, sections
+from rlhf_tasks.config.types import descriptions, kinds, sections
 
 BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", "≥"), (Lt, "lt", "<"), (Le, "le", "≤"))
 
@@ -146,19 +142,6 @@ def _either(parts: Sequence[str]) -> str:
 def _value(value: Any) -> str:
     """A value as YAML holds it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-@cache
-def descriptions(section: type[Section]) -> Mapping[str, str]:
-    """The docstrings below the fields of a section, by field; Python does not keep them at run time."""
-    found: dict[str, str] = {}
-    for owner in reversed(section.__mro__):
-        if issubclass(owner, Section):
-            body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
-            for field, below in pairwise(body):
-                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    found[ast.unparse(field.target)] = ast.literal_eval(below.value)
-    return found
 
 
 def _described(section: type[Section], key: str) -> str:

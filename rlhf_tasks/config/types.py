@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
@@ -114,6 +118,19 @@ def section_of(owner: type[Section] | None, key: str, given: Mapping[str, Any]) 
         return None
     kind, found = given.get("kind", getattr(field.default, "kind", None)), sections(field.annotation)
     return next((one for one in found if kind is None or kind in kinds(one)), None)
+
+
+@cache
+def descriptions(section: type[Section]) -> Mapping[str, str]:
+    """The docstrings below the fields of a section, by field; Python does not keep them at run time."""
+    found: dict[str, str] = {}
+    for owner in reversed(section.__mro__):
+        if issubclass(owner, Section):
+            body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
+            for field, below in pairwise(body):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    found[ast.unparse(field.target)] = ast.literal_eval(below.value)
+    return found
 
 
 def pinned_revision(value: str) -> str:

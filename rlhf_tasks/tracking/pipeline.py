@@ -22,6 +22,7 @@ from rlhf_tasks.tracking import context, curves
 from rlhf_tasks.tracking.record import PIPELINE, DamagedRecordError, NullRecord, Record, pending
 from rlhf_tasks.tracking.sync import Sender, delivered
 
+REPORT = "report/index.html"  # its place among the artifacts of the run
 NAME, NOTE = "mlflow.runName", "mlflow.note.content"
 LINKS_SECONDS = 10.0  # until MLflow was imported and has the flow's run
 
@@ -49,7 +50,7 @@ class Pipeline:
                 self._record.append("results", values=curves.results(stage, metrics))
         self.tags(gate(paths))
         if (report := paths.reports / "index.html").exists():
-            self._record.keep("report/index.html", report)
+            self._record.keep(REPORT, report)
 
     def last_error(self) -> str | None:
         """Why MLflow does not receive the run or one of its stages; None if it receives all of them."""
@@ -66,7 +67,8 @@ class Pipeline:
         return None
 
     def pages(self, keys: Mapping[str, str]) -> dict[str, str]:
-        """`{stage: address}` of the pages of the runs with these keys, and `pipeline` for this run.
+        """`{stage: address}` of the pages of the runs with these keys, `pipeline` for this run, REPORT for its
+        report.
 
         The result is empty if no server is known, or it does not answer: a missing link must not fail a run.
         """
@@ -78,7 +80,10 @@ class Pipeline:
 
         tags = {stage: ("rlhf.run", key) for stage, key in keys.items()}
         named = {**tags, PIPELINE: ("rlhf.pipeline", self._parent)}
-        return runs.pages(uri, self._record.home, self._settings.experiment, server, named)
+        found = runs.pages(uri, self._record.home, self._settings.experiment, server, named)
+        if PIPELINE in found:
+            found[REPORT] = found[PIPELINE].replace("?", f"/artifacts/{REPORT}?")
+        return found
 
 
 def note(facts: Mapping[str, str | None]) -> str:

@@ -27,19 +27,18 @@ ROOT = Path(__file__).parents[2]
 RUNS = "rlhf-pipeline/pipeline"
 TYPED: dict[str, dict[str, Any]] = {
     RUNS: {
-        "preset": "smoke", "seed": 7, "overrides": {"ppo.kl_coef": 0.5}, "where": "checkout",
-        "revision": "HEAD", "name": "typed",
+        "preset": "smoke", "seed": 7, "overrides": {"judge.num_examples": 50}, "where": "checkout",
+        "revision": "HEAD", "name": "typed", "max_hours": 2,
     },
     "rlhf-sweep/sweep": {
         "grid": {"ppo.kl_coef": [0.1, 0.2]}, "seeds": [4],
         "preset": "smoke", "name": "typed", "revision": "HEAD", "metrics": ["ppo/selected_kl"],
-        "curves": ["val/ratio"], "parallel": 3, "deployment": "rlhf-pipeline/nightly",
+        "parallel": 3, "deployment": "rlhf-pipeline/scheduled",
     },
-    "rlhf-data-watch/on-data-change": {"preset": "smoke", "deployment": "rlhf-pipeline/nightly"},
+    "rlhf-data-watch/watch": {"preset": "smoke", "deployment": "rlhf-pipeline/scheduled"},
 }  # fmt: skip
 DEFAULTS: dict[str, list[Any]] = {
     "seeds": [1, 2, 3],
-    "curves": ["objective/kl", "objective/rlhf_reward", "objective/scores", "policy/clipfrac_avg"],
 }
 
 
@@ -55,10 +54,13 @@ def test_every_field_can_be_set(running: Service, reader: Reader, interface: str
         name: not field["default"] for name, field in fields.items() if field.get("type") == "boolean"
     }
     typed = TYPED[deployment] | switched
-    assert set(fields) == set(typed)
+    assert set(fields) - {"common"} == set(typed)
     reader.open(f"{running.url('prefect')}{interface}/deployments/deployment/{made['id']}/run")
     for name, value in typed.items():
         forms.fill(reader.page, interface, name, value)
+    common = {"kl_coef": 0.5} if "common" in fields else {}
+    for name, value in common.items():
+        forms.fill(reader.page, interface, f"ppo.{name}", value)
     before = runs_of(running, made["id"])
     reader.page.get_by_role("button", name="Submit").click()
     new = toy.until(lambda: [run for run in runs_of(running, made["id"]) if run not in before], "the run")
@@ -66,7 +68,9 @@ def test_every_field_can_be_set(running: Service, reader: Reader, interface: str
         name: DEFAULTS.get(name, []) + value if isinstance(value, list) else value
         for name, value in typed.items()
     }
-    assert running.run(new[0])["parameters"] == expected
+    given = running.run(new[0])["parameters"]
+    assert given.pop("common", {}) == common
+    assert given == expected
 
 
 @pytest.mark.parametrize("interface", forms.INTERFACES)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from docs.generator.parameters import descriptions
 from rlhf_tasks.config import Config, Section
-from rlhf_tasks.config.types import kinds, sections
+from rlhf_tasks.config.types import descriptions, kinds, sections
 
 
 def with_inner(section: type[Section]) -> Iterator[type[Section]]:

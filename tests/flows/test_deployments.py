@@ -16,8 +16,10 @@ from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.client.schemas.sorting import DeploymentSort
 from prefect.events import emit_event
 from prefect.events.schemas.events import Event
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flow_engine import FlowRunEngine
 from prefect.server.events.schemas.automations import EventTrigger as ServerTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
@@ -25,6 +27,7 @@ from prefect.states import Completed, Running
 from prefect.variables import Variable
 
 from flows import automations, deployments, pipeline, request, settings, sweep, watch
+from rlhf_tasks import presets
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -37,7 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of Prefect and its server
 ]
 Made = Callable[[], list[dict[str, Any]]]
-RUNS, CHECKS = f"{settings.PIPELINE}/pipeline", f"{settings.WATCH}/on-data-change"
+RUNS, CHECKS = f"{settings.PIPELINE}/pipeline", f"{settings.WATCH}/watch"
 
 
 def deployment(name: str) -> Any:
@@ -67,6 +70,48 @@ def test_applying_again_keeps_what_users_changed(root: Path) -> None:
     assert again.description == first.description, "the description comes from this project"
     (kept,) = again.schedules
     assert (kept.id, kept.active, kept.schedule.interval) == (hourly.id, True, timedelta(minutes=5))
+
+
+def test_the_form_gives_default_unit_and_range_and_refuses_wrong_keys(root: Path) -> None:
+    toy.write_params(root, ppo={"kl_coef": 0.125}, tracking={"enabled": False})
+    deployments.apply(root, None)
+    made = deployment(RUNS)
+    kl_coef = made.parameter_openapi_schema["definitions"]["Common"]["properties"]["kl_coef"]
+    assert kl_coef["title"] == "ppo.kl_coef"
+    assert kl_coef["description"] == (
+        "Weight of the KL penalty, in score units per nat; 0: no penalty. Default: 0.125, from params.yaml. "
+        "Range: ≥ 0."
+    )
+    wrong = ({"comon": {}}, {"common": {"kl_cof": 1}}, {"common": {"kl_coef": -1}}, {"common": {"seed": "x"}})
+    with get_client(sync_client=True) as client:
+        for parameters in wrong:
+            with pytest.raises(PrefectHTTPStatusError, match="409"):
+                client.create_flow_run_from_deployment(made.id, parameters=parameters)
+        empty = {"common": {"kl_coef": None, "temperature": 0.5}, "seed": None, "max_hours": None}
+        client.create_flow_run_from_deployment(made.id, parameters=empty)
+
+
+def test_the_form_has_a_sentence_and_a_recorded_duration_for_each_preset(root: Path) -> None:
+    deployments.apply(root, None)
+    for parameters in ({"preset": "smoke"}, {"preset": "trl", "common": {"kl_coef": 1}}):
+        with get_client(sync_client=True) as client:
+            run = client.create_flow_run_from_deployment(deployment(RUNS).id, parameters=parameters)
+            client.set_flow_run_state(run.id, Running(), force=True)
+            client.set_flow_run_state(run.id, Completed(), force=True)
+    deployments.apply(root, None)
+    text = deployment(RUNS).parameter_openapi_schema["properties"]["preset"]["description"]
+    assert [name for name in presets.names() if f" • {name}: {presets.summary(name)}" not in text] == []
+    assert f"{presets.summary('smoke')} (0s here)" in text
+    assert f"{presets.summary('trl')} (" not in text, "that run changed more than the preset"
+
+
+def test_the_deployments_are_listed_in_the_order_of_use(root: Path) -> None:
+    """Prefect's page sorts them by name."""
+    deployments.apply(root, None)
+    with get_client(sync_client=True) as client:
+        only = DeploymentFilter.model_validate({"tags": {"all_": [f"project:{root}"]}})
+        made = client.read_deployments(deployment_filter=only, sort=DeploymentSort.NAME_ASC)
+    assert [one.name for one in made] == ["pipeline", "scheduled", "sweep", "watch"]
 
 
 def test_a_deployment_keeps_the_queue_that_a_user_chose(root: Path) -> None:
@@ -184,6 +229,7 @@ def test_the_automation_covers_runs_of_these_flows_and_no_others(root: Path) -> 
     trigger = ServerTrigger.model_validate(automation().trigger.model_dump())
     ends = {
         "Completed",
+        "Out of time",
         "Unpushed",
         "Promoted",
         "Not promoted",

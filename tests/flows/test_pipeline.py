@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import git
+from rlhf_tasks.project import durations, git
 from tests.flows import toy
 
 pytestmark = [
@@ -132,7 +133,7 @@ def test_rlhf_flow_ends_as_its_stages_do_and_says_what_each_did(
     assert [record for record in of_flow if record.exc_info] == [], "no traceback"
     assert any(record.getMessage().startswith(message) for record in of_flow)
     artifact: Any = Artifact.get(results.PROGRESS_KEY)
-    assert (artifact.data, artifact.description) == (50.0, "first: ran; second: failed")
+    assert (artifact.data, artifact.description) == (50.0, "50%, second: failed  \nfirst: ran")
 
 
 def test_rlhf_flow_refuses_an_invalid_params_yaml_in_one_message(
@@ -144,6 +145,79 @@ def test_rlhf_flow_refuses_an_invalid_params_yaml_in_one_message(
     assert message.startswith("rlhf: ")
     assert "ppo.kl_coeff: unknown key" in message
     assert "Traceback" not in message
+
+
+def test_common_fields_are_overrides_and_an_empty_one_is_none() -> None:
+    asked = request.asked("smoke", None, {"kl_coef": 0.5, "learning_rate": None}, {"judge.num_examples": 9})
+    assert asked == Request("smoke", None, {"ppo.kl_coef": 0.5, "judge.num_examples": 9})
+    assert request.asked("default", 3, None, None) == Request(None, 3, {})
+    with pytest.raises(UserError, match=r"ppo\.kl_coef: `common` and `overrides` both give it"):
+        request.asked("default", None, request.Common(kl_coef=0.5), {"ppo.kl_coef": 0.5})
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_deadline_ends_a_run_with_its_state_and_a_later_one_goes_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        """An hour passes when the second stage has begun."""
+
+        sleep = staticmethod(time.sleep)
+
+        def monotonic(self) -> float:
+            return time.monotonic() + 3600 * (root / "begun").exists()
+
+    monkeypatch.setattr(programs, "time", Clock())
+    lines = [
+        "trap 'touch ../../../kept; exit 130' INT",
+        "touch ../../../begun",
+        "while :; do sleep 0.1; done",
+    ]
+    toy.write_script(root, ["[ -e ../../../kept ] || {", *lines, "}", toy.SECOND.strip()])
+    state: Any = flows_pipeline.pipeline(max_hours=0.5, return_state=True)
+    assert (state.type, state.name) == (StateType.CANCELLED, "Out of time")
+    assert state.message == "max_hours=0.5 is over; state kept at 50%; Retry resumes"
+    assert (root / "kept").exists(), "the stage was interrupted, not killed"
+    assert list((root / ".rlhf/workspaces").iterdir()) == []
+    (root / "begun").unlink()
+    state = flows_pipeline.pipeline(max_hours=0.5, return_state=True)
+    assert state.message.startswith("ran second"), "the first stage is restored"
+
+
+def test_a_run_shows_its_percentage_and_the_time_left(root: Path) -> None:
+    durations.record(root / ".rlhf", "first", 30.0)
+    durations.record(root / ".rlhf", "second", 10.0)
+    seen = list[str]()
+
+    class Following(Dvc):
+        def plans(self, stages: Sequence[str]) -> list[stage_tasks.Plan]:
+            return ["run"] * len(stages)
+
+        def reproduce(self, stage: str, gpus: Sequence[str] = ()) -> None:
+            self.follow({"share": 0.5, "work": "50% of 3 epochs", "left": 15.0})
+            artifact: Any = Artifact.get(results.PROGRESS_KEY)
+            seen.append(f"{artifact.data} {artifact.description}")
+
+    values = config.load(root / "params.yaml")
+
+    @flow
+    def stages_only() -> None:
+        flows_pipeline.run_stages(["first", "second"], values, Following(root, toy.run_environment(), 5.0))
+
+    stages_only()
+    assert seen == [
+        "38 38%, first: 15s left, 50% of 3 epochs, 25s left of the run",
+        "88 88%, second: 15s left, 50% of 3 epochs  \nfirst: ran",
+    ]
+
+
+def test_a_server_that_is_gone_is_one_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert cli.main(["run", "--flow"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "PREFECT_API_URL=http://127.0.0.1:9/api does not answer" in line
 
 
 class SlowDvc(Dvc):
@@ -203,10 +277,11 @@ def test_every_field_of_the_form_has_a_type_and_a_description() -> None:
         assert [name for name, field in fields.items() if not field.get("description")] == []
         # Prefect's form has no editor for a nullable object or list, and no choice for a nullable enum.
         nullable = [part for field in fields.values() for part in field.get("anyOf", [])]
-        assert {part["type"] for part in nullable} <= {"integer", "string", "null"}
+        assert {part["type"] for part in nullable} <= {"integer", "number", "string", "null"}
         assert not [part for part in nullable if "enum" in part]
     schema = flows_pipeline.pipeline.parameters.model_dump()["properties"]
-    assert set(schema) == {"preset", "seed", "overrides", "where", "revision", "name", "push", "promote"}
+    text = {"overrides", "where", "revision", "name", "push", "promote", "max_hours"}
+    assert set(schema) == {"preset", "common", "seed"} | text
     assert schema["preset"]["default"] == "default"
     assert {"default", "smoke"} <= set(schema["preset"]["enum"])
     assert schema["where"]["enum"] == ["workspace", "checkout"]

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -126,3 +127,23 @@ def test_a_try_says_what_it_begins_with(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(checkpoint, "point", lambda paths, stage: "rollout 12")
     assert stage_tasks.beginning("first", tmp_path, 1) == "resumes from rollout 12 of an earlier run"
     assert stage_tasks.beginning("first", tmp_path, 2) == "attempt 2 resumes from rollout 12"
+
+
+def test_a_deadline_interrupts_a_program_and_its_progress_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "FOLLOW_SECONDS", 0.1)
+    followed = list[bool]()
+    script = "trap 'touch kept; exit 130' INT; while true; do sleep 0.1; done"
+    with pytest.raises(programs.OutOfTime):
+        programs.run(
+            ["sh", "-c", script],
+            tmp_path,
+            toy.run_environment(),
+            5.0,
+            LOGGER,
+            deadline=time.monotonic() + 1.0,
+            follow=lambda: followed.append(True),
+        )
+    assert (tmp_path / "kept").exists()
+    assert followed

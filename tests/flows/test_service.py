@@ -304,7 +304,7 @@ def test_a_sweep_repeats_no_run_and_ends_with_one_comparison(fresh: Service) -> 
 
 @pytest.mark.slow
 def test_the_watch_runs_the_pipeline_only_after_a_change_of_the_data(fresh: Service) -> None:
-    watch = "rlhf-data-watch/on-data-change"
+    watch = "rlhf-data-watch/watch"
     assert fresh.end(fresh.start())["type"] == "COMPLETED"
     assert fresh.end(fresh.start(watch))["message"] == "the data is that of the last completed run"
     (fresh.root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
@@ -334,7 +334,7 @@ def named(service: Service, message: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_an_active_schedule_makes_runs(fresh: Service) -> None:
-    deployment = fresh.call("GET", "/deployments/name/rlhf-pipeline/nightly")
+    deployment = fresh.call("GET", "/deployments/name/rlhf-pipeline/scheduled")
     schedule = deployment["schedules"][0]
     assert not schedule["active"]
     path = f"/deployments/{deployment['id']}/schedules/{schedule['id']}"
