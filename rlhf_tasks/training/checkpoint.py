@@ -240,7 +240,8 @@ class Checkpoint:
         """
         import torch
 
-        snapshot = self._dist.broadcast_object(self._newest_whole() if self._dist.is_main else None)
+        with console.part("checking the snapshots"):
+            snapshot = self._dist.broadcast_object(self._newest_whole() if self._dist.is_main else None)
         if snapshot is None:
             return None
         manifest = read_manifest(snapshot)
