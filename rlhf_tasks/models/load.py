@@ -113,6 +113,7 @@ def copy_to(module: M, device: torch.device) -> M:
 # ------------------------------------------------------------------------------------- loading
 
 
+@console.part("reading the config")
 def load_config(source: str | Path, revision: str | None = None) -> PretrainedConfig:
     """The config of a folder or the hub.
 
@@ -143,8 +144,8 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
     if not file:
         return _load(AutoModelForCausalLM, source, revision)
     # transformers saves no model that it has read from GGUF: its weights go into a new one
-    config = load_config(source)
     with console.part(f"loading {Path(file['gguf_file']).stem}"):
+        config = load_config(source)
         read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(read.state_dict())
