@@ -38,6 +38,9 @@ EVERYTHING = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("snapshots_at_any_cost")
+
+
 class Killed(BaseException):
     pass
 
