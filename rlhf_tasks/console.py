@@ -4,6 +4,10 @@ A stage of the pipeline prints little: one line of progress, `5/9 reward  62% of
 what a person must know. Its tables and remarks go to a log file (`stage`, `log_to`). It prints plain lines if
 stdout is not a terminal. The command line makes all ranks but the first quiet: their calls do nothing.
 
+What takes long names itself (`part`), counted if it can be. A thread of the stage calls `show_life` every
+second, which says after ten silent seconds what is being done, and how much of it is done:
+`6/9 ppo  25% of 8,192 episodes  sampling  12% of 64 responses  20s so far`.
+
 The program that started the stage may follow its own work (not what is inside it, such as an evaluation) by
 the file of $RLHF_PROGRESS_FILE: `{"share": 0.62, "work": "62% of 3 epochs", "left": 70.0}`, left in seconds.
 """
@@ -13,11 +17,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import rich.box
 import rich.console
@@ -29,6 +34,8 @@ WRITE_SECONDS = 1.0  # at least this far apart
 PLAIN_SHARE = 0.1  # without a terminal, a line per tenth of the work …
 PLAIN_SECONDS = 5.0  # … and at least this far apart
 SILENT_SECONDS = 10.0  # after which a person wonders whether the process lives
+STALLED_SECONDS = 30.0  # after which a meter that has not advanced says so
+LONG_PART_SECONDS = 2.0  # after which a part is shown beside a bar; shorter ones would flicker
 LONGEST_PAUSE_SECONDS = 300.0
 ALMOST = 1 - 1e-9  # the sum of an epoch's fractions is not exactly 1
 
@@ -51,14 +58,16 @@ class Console:
         self.quiet = quiet
         self._stage = self._label = ""
         self._log: TextIO | None = None
-        self._is_drawing = False  # a bar, which shows itself that the process lives
-        self._printed_at, self._pause = time.monotonic(), SILENT_SECONDS
+        self._parts: list[_Work] = []  # what is being done, the outermost part first
+        self._began_at = self._advanced_at = self._printed_at = time.monotonic()
+        self._pause = SILENT_SECONDS
 
     @contextmanager
     def stage(self, name: str, number: int, count: int) -> Iterator[None]:
         """Within the block, progress is that of a stage, and begins with `5/9 reward`."""
         before = self._stage, self._label
         self._stage, self._label = name, f"{number}/{count} {name}"
+        self._began_at = time.monotonic()
         try:
             yield
         finally:
@@ -83,12 +92,58 @@ class Console:
             return self._label or description
         return f"{self._label}  {description}"
 
-    def show_life(self, text: str) -> None:
-        """Print `text` if nothing was printed for ten seconds; a log gets it after ever longer pauses."""
-        if self._is_drawing or time.monotonic() - self._printed_at < self._pause:
+    @contextmanager
+    def part(self, description: str, total: float | None = None, unit: str = "") -> Iterator[Meter]:
+        """Within the block, `show_life` names this part of the work; with a `total` it is counted.
+
+        A part within another one follows it. Only the main thread has parts.
+        """
+        if self.quiet or threading.current_thread() is not threading.main_thread():
+            yield Meter()
             return
-        pause = self._pause if self._rich.is_terminal else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-        self.say(text)
+        with self._opened(_Work(self, description, total, unit)) as work:
+            yield work
+
+    @contextmanager
+    def _opened(self, work: W) -> Iterator[W]:
+        if not self._parts:
+            self._pause = SILENT_SECONDS
+        self._parts.append(work)
+        self._advanced_at = time.monotonic()
+        try:
+            yield work
+        finally:
+            self._parts.remove(work)
+            self._advanced_at = time.monotonic()
+            if not self._parts:
+                self._pause = SILENT_SECONDS
+
+    def show_life(self) -> None:
+        """Say what is being done, if nothing was printed for ten seconds.
+
+        A log gets it after ever longer pauses, until another part begins. A meter that has not advanced for
+        thirty seconds says so, whatever the pause.
+        """
+        parts, now = list(self._parts), time.monotonic()
+        begun_at, stalled = parts[-1].start if parts else self._began_at, now - self._advanced_at
+        is_stalled = bool(parts) and parts[-1].total is not None and stalled >= STALLED_SECONDS
+        time_text = (
+            f"no advance for {duration(stalled)}" if is_stalled else f"{duration(now - begun_at)} so far"
+        )
+        if bar := next((part for part in parts if isinstance(part, _Bar)), None):
+            inner = [part.text for part in parts[parts.index(bar) + 1 :]]
+            is_long = is_stalled or (inner and now - begun_at >= LONG_PART_SECONDS)
+            bar.show_inside("  ".join([*inner, time_text]) if is_long else "")
+            return
+        is_news = is_stalled and self._printed_at < self._advanced_at + STALLED_SECONDS
+        silent = now - self._printed_at
+        if silent < self._pause and not (is_news and silent >= SILENT_SECONDS):
+            return
+        pause = SILENT_SECONDS if is_news else self._pause
+        if not self._rich.is_terminal:
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        shown = [self._label, *(part.text for part in parts)] if parts else [self._label, "at work"]
+        self.say("  ".join([*filter(None, shown), time_text]))
         self._pause = pause
 
     def say(self, text: str) -> None:
@@ -127,23 +182,21 @@ class Console:
     ) -> Iterator[Meter]:
         """A meter of `total` units, which shows progress, speed, remaining time and the latest metrics.
 
-        Of a total below `least` it shows nothing.
+        Of a total below `least`, or within another meter, it is a `part`.
         """
-        if self.quiet or total < least:
-            yield Meter()
+        if self.quiet or total < least or any(isinstance(part, _Bar | _Lines) for part in self._parts):
+            with self.part(description, total, unit) as meter:
+                yield meter
         elif self._rich.is_terminal:
-            self._is_drawing = True
-            try:
-                with Progress(*COLUMNS, console=self._rich, transient=True) as bar:
-                    task = bar.add_task(self.name(description), total=total, done="", latest="")
-                    yield _Bar(bar, task, total, unit)
-            finally:
-                self._is_drawing = False
+            with Progress(*COLUMNS, console=self._rich, transient=True) as bar:
+                task = bar.add_task(self.name(description), total=total, done="", latest="", inside="")
+                with self._opened(_Bar(self, description, total, unit, bar, task)) as work:
+                    yield work
         else:
             file = os.environ.get(PROGRESS) if description == self._stage else None
-            lines = _Lines(self, description, total, unit, file)
-            yield lines
-            lines.finish()
+            with self._opened(_Lines(self, description, total, unit, file)) as lines:
+                yield lines
+                lines.finish()
 
 
 COLUMNS = (
@@ -152,23 +205,37 @@ COLUMNS = (
     TextColumn("{task.fields[done]}"),
     TimeRemainingColumn(compact=True),
     TextColumn("{task.fields[latest]}"),
+    TextColumn("{task.fields[inside]}"),
 )
 
 
 class _Work(Meter):
-    """Work that is counted. `skip` is left out of the speed."""
+    """A part of the work, counted if it has a `total`. `skip` is left out of the speed."""
 
-    def __init__(self, total: float, unit: str) -> None:
+    def __init__(self, console: Console, description: str, total: float | None, unit: str) -> None:
+        self._console, self.description = console, description
         self.total, self.unit = total, unit.removesuffix("s") if total == 1 else unit
         self.done = self.skipped = 0.0
         self.start = time.monotonic()
+
+    def advance(self, n: float = 1, **metrics: float) -> None:
+        self.done += n
+        self._console._advanced_at = time.monotonic()
 
     def skip(self, n: float) -> None:
         self.done, self.skipped = self.done + n, self.skipped + n
 
     @property
+    def text(self) -> str:
+        """What is done, and how much of it; the stage's own name stands before it."""
+        named = "" if self.description == self._console._stage else self.description
+        return "  ".join(filter(None, (named, self.share)))
+
+    @property
     def share(self) -> str:
         """Such as `62% of 8192 episodes  46.5/s`; a speed below one a second is left out."""
+        if self.total is None:
+            return ""
         percent = 100 * self.done / self.total if self.total else 100.0
         seconds = time.monotonic() - self.start
         rate = (self.done - self.skipped) / seconds if seconds > 0 else 0.0
@@ -176,9 +243,14 @@ class _Work(Meter):
         return f"{math.floor(percent + 1e-6)}% of {self.total:,.10g} {self.unit}{speed}"
 
 
+W = TypeVar("W", bound=_Work)
+
+
 class _Bar(_Work):
-    def __init__(self, bar: Progress, task: TaskID, total: float, unit: str) -> None:
-        super().__init__(total, unit)
+    def __init__(
+        self, console: Console, description: str, total: float, unit: str, bar: Progress, task: TaskID
+    ) -> None:
+        super().__init__(console, description, total, unit)
         self._bar, self._task = bar, task
 
     def skip(self, n: float) -> None:
@@ -186,18 +258,24 @@ class _Bar(_Work):
         self._bar.update(self._task, completed=self.done)
 
     def advance(self, n: float = 1, **metrics: float) -> None:
-        self.done += n
+        super().advance(n)
         self._bar.update(self._task, advance=n, done=self.share)
         if metrics:
             self._bar.update(self._task, latest=_latest(metrics))
 
+    def show_inside(self, text: str) -> None:
+        """Show beside the bar what is being done within this work."""
+        self._bar.update(self._task, inside=text)
+
 
 class _Lines(_Work):
+    total: float
+
     def __init__(
         self, console: Console, description: str, total: float, unit: str, file: str | None = None
     ) -> None:
-        super().__init__(total, unit)
-        self._console, self._name = console, console.name(description)
+        super().__init__(console, description, total, unit)
+        self._name = console.name(description)
         self._file, self._written_at = file, -math.inf
         self._shown_done, self._shown_at = 0.0, self.start
         self._metrics: Mapping[str, float] = {}
@@ -207,7 +285,7 @@ class _Lines(_Work):
         self._shown_done = self.done
 
     def advance(self, n: float = 1, **metrics: float) -> None:
-        self.done += n
+        super().advance(n)
         self._metrics = metrics or self._metrics
         if self._file and n and time.monotonic() - self._written_at >= WRITE_SECONDS:
             self._written_at = time.monotonic()
@@ -258,7 +336,8 @@ def duration(seconds: float) -> str:
 
 _CONSOLE = Console()
 say, remark, table, name = _CONSOLE.say, _CONSOLE.remark, _CONSOLE.table, _CONSOLE.name
-progress, show_life, stage, log_to = _CONSOLE.progress, _CONSOLE.show_life, _CONSOLE.stage, _CONSOLE.log_to
+progress, part, show_life = _CONSOLE.progress, _CONSOLE.part, _CONSOLE.show_life
+stage, log_to = _CONSOLE.stage, _CONSOLE.log_to
 
 
 def set_quiet(quiet: bool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 
 from rlhf_tasks import console
+from rlhf_tasks.training import checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,6 +51,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "given/a.txt").write_text("given\n", encoding="utf-8")
     console.set_quiet(False)
     return tmp_path
+
+
+@pytest.fixture
+def snapshots_at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`resume.every_seconds` alone says how often snapshots are saved in this process."""
+    monkeypatch.setattr(checkpoint, "SHARE", math.inf)
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures
-from rlhf_tasks.training.stopping import Stopped
+from rlhf_tasks.training import failures, stopping
 
 
 def run(
@@ -37,7 +36,8 @@ def run(
 
         return run_in_checkout()
     settings = config.load(paths.params)
-    inputs.write(paths)  # for `dvc status`
+    with stopping.listening(dvc_files.INPUTS):
+        inputs.write(paths)  # for `dvc status`
     reasons, seconds = changed(paths), durations.read(paths.home)
     total = len({*dvc_files.graph(paths.root)} - {dvc_files.INPUTS})
     if dry:
@@ -128,7 +128,7 @@ def _repro(paths: Paths, name: str) -> int:
                 break
             except KeyboardInterrupt:
                 stopped = signal.SIGINT
-            except Stopped as error:
+            except stopping.Stopped as error:
                 stopped = error.status - 128
             os.killpg(process.pid, signal.SIGINT)
         report = failures.reported(failure)

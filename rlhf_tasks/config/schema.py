@@ -497,7 +497,7 @@ class Resume(Section):
     """Snapshots from which a training stage resumes after a crash or a kill."""
 
     every_seconds: t.PositiveFloat = 60.0
-    """Time between two snapshots, in seconds."""
+    """Least time between two snapshots, in seconds; longer where saving one takes more than 2% of it."""
     keep: t.PositiveInt = 2
     """Number of snapshots kept, in case the last one is damaged."""
 

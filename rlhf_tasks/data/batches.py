@@ -238,18 +238,20 @@ class TokenBudget:
             UserError: if the memory does not suffice for one row.
         """
         waiting = self.cut(rows)
-        while waiting:
-            group = waiting.pop()
-            try:
-                compute(group)
-                continue
-            except torch.OutOfMemoryError:
-                pass  # its traceback holds tensors, and ends here
-            torch.cuda.empty_cache()
-            self._largest = padded_tokens(rows, group) if len(group) > 1 else 0
-            self.lower()
-            left = [i for part in [*waiting, group] for i in part]
-            waiting = [[left[i] for i in part] for part in self.cut([rows[i] for i in left])]
+        with console.part("reading", len(rows), "rows") as meter:
+            while waiting:
+                group = waiting.pop()
+                try:
+                    compute(group)
+                    meter.advance(len(group))
+                    continue
+                except torch.OutOfMemoryError:
+                    pass  # its traceback holds tensors, and ends here
+                torch.cuda.empty_cache()
+                self._largest = padded_tokens(rows, group) if len(group) > 1 else 0
+                self.lower()
+                left = [i for part in [*waiting, group] for i in part]
+                waiting = [[left[i] for i in part] for part in self.cut([rows[i] for i in left])]
 
 
 def padded_tokens(rows: Sequence[int], group: Sequence[int]) -> int:
@@ -278,6 +280,7 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
 # ----------------------------------------------------------------------------------------- files
 
 
+@console.part("loading the tokenizer")
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; a missing pad token is read as EOS (masks don't come from values).
 

@@ -54,6 +54,7 @@ def scratch_rendering() -> Rendering:
     return Rendering(bos="", eos=EOS, chat=None, tokenizer="a tokenizer trained from scratch")
 
 
+@console.part("training the tokenizer")
 def train(shape: Scratch, texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
     """A tokenizer of at most `shape.vocab_size` tokens; the same bytes for the same texts.
 
@@ -141,6 +142,7 @@ def _uncased(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Toke
     return tokenizer
 
 
+@console.part("loading the tokenizer")
 def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a base model that exists; a missing pad token is EOS (masks come from lengths).
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_tasks import console
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import ENGLISH
 from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
@@ -59,9 +60,10 @@ class Probes:
         for name, folder in folders.items():
             tokenizer = load_tokenizer(folder)
             model = place(load_causal(folder), device).eval()
-            results[name] = self._measure(model, tokenizer)
+            with console.part(f"what {name} retains"):
+                results[name] = self._measure(model, tokenizer)
             if self._tasks is not None:
-                with torch.random.fork_rng():
+                with torch.random.fork_rng(), console.part(f"tasks of {name}"):
                     torch.manual_seed(harness.SEED)  # for tasks whose responses are sampled
                     done[name] = self._tasks.do(model, tokenizer)
                 results[name] = results[name].model_copy(update={"tasks": done[name].scores})
@@ -141,12 +143,14 @@ def logprob_sums(
     """Σ log p of each response's tokens after its query; no query may be empty."""
     sums = [0.0] * len(queries)
     device = next(model.parameters()).device
-    for rows in micro_batches(sizes(queries, responses), max_tokens):
-        batch = collate([queries[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
-        batch = batch.to(device)
-        values = response_logprobs(model, batch, temperature).sum(1).tolist()
-        for i, value in zip(rows, values, strict=True):
-            sums[i] = value
+    with console.part("reading", len(sums), "texts") as meter:
+        for rows in micro_batches(sizes(queries, responses), max_tokens):
+            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
+            batch = batch.to(device)
+            values = response_logprobs(model, batch, temperature).sum(1).tolist()
+            for i, value in zip(rows, values, strict=True):
+                sums[i] = value
+            meter.advance(len(rows))
     return sums
 
 

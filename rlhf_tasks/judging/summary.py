@@ -52,7 +52,8 @@ def compare(
     """
     compared = {}
     for a, b in pairs:
-        comparisons = judge.compare(prompts, texts[a], texts[b], columns)
+        with console.part(f"judge {judge.name}: {a} against {b}"):
+            comparisons = judge.compare(prompts, texts[a], texts[b], columns)
         check_failures(judge.name, comparisons, max_failure_share)
         compared[Key(judge.name, a, b)] = comparisons
     return compared

@@ -255,10 +255,9 @@ def _lengths(config: PretrainedConfig) -> tuple[int, int]:
 def _collect(model: PreTrainedModel, results: Iterator[Result]) -> list[Result]:
     """The results; a model that cannot be computed in one of these ways ends them with a failed one."""
     name = type(model).__name__
-    if (size := model.num_parameters()) > SMALL:
-        console.say(f"{name}, {size / 1e6:,.0f} million parameters, is checked before it is trained")
     found: list[Result] = []
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), console.part(f"checking {name}"):
         try:
             found.extend(results)
         except (torch.OutOfMemoryError, disk.DiskFullError):  # of the machine, not of the model

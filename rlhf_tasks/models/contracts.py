@@ -27,7 +27,6 @@ TYPES = {"F": "float", "BF": "bfloat", "C": "complex", "I": "int", "U": "uint"}
 FLOAT8 = {"E4M3": "e4m3fn", "E8M0": "e8m0fnu"}
 """Types in safetensors, without their bits, and torch's names for them where these are not the same."""
 CHUNK = 1 << 24  # bytes read at a time
-HASHED_QUIETLY = 5  # gigabytes; sha256 takes about a second for each
 
 
 class ContractError(UserError):
@@ -95,17 +94,15 @@ def _hash_tensors(files: tuple[Path, ...], versions: tuple[tuple[int, ...], ...]
     A file holds the length of its header (8 bytes), the header (JSON), and the bytes of the tensors.
     `versions` are the size, inode and time of each file: one that has changed is read again.
     """
-    gigabytes = sum(size for size, *_ in versions) / 1e9
-    if gigabytes > HASHED_QUIETLY:
-        console.say(f"{files[0].parent}: {gigabytes:.1f} GB are hashed, in about {gigabytes:.0f} seconds")
     digest = hashlib.sha256()
-    for file in files:
+    for file, (size, *_) in zip(files, versions, strict=True):
         try:
             with safe_open(file, framework="numpy"):
                 pass  # this checks header and sizes
         except SafetensorError as error:
             raise ContractError(f"{file} cannot be read ({error}); {RESTORE}") from None
-        with file.open("rb") as raw:
+        what = f"hashing {file.parent.name}/{file.name}"
+        with file.open("rb") as raw, console.part(what, round(size / 1e6), "MB") as meter:
             length = int.from_bytes(raw.read(8), "little")
             entries: dict[str, Any] = json.loads(raw.read(length))
             for key in sorted(entries.keys() - {"__metadata__"}):
@@ -115,6 +112,7 @@ def _hash_tensors(files: tuple[Path, ...], versions: tuple[tuple[int, ...], ...]
                 raw.seek(start)
                 for position in range(start, end, CHUNK):
                     digest.update(raw.read(min(CHUNK, end - position)))
+                    meter.advance(min(CHUNK, end - position) / 1e6)
     return digest.hexdigest()[:16]
 
 
@@ -163,7 +161,8 @@ def check_same_tokenizer(first: Path, second: Path) -> None:
     """
     from rlhf_tasks.data.batches import load_tokenizer
 
-    difference = _compare_tokenizers(load_tokenizer(first), load_tokenizer(second))
+    with console.part("checking the tokenizers"):
+        difference = _compare_tokenizers(load_tokenizer(first), load_tokenizer(second))
     if difference is not None:
         raise ContractError(
             f"{second} has another tokenizer than {first}: {difference}; use one tokenizer for both"

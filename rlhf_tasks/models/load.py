@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -38,6 +39,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Lora, Scratch, is_hub_id
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
@@ -57,6 +59,7 @@ from rlhf_tasks.project import disk, packaged
 M = TypeVar("M", bound=nn.Module)
 
 NO_HUB = "a hub id needs network access or a filled cache"
+transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own
 
 
 # ------------------------------------------------------------------------------------ creating
@@ -110,6 +113,7 @@ def copy_to(module: M, device: torch.device) -> M:
 # ------------------------------------------------------------------------------------- loading
 
 
+@console.part("reading the config")
 def load_config(source: str | Path, revision: str | None = None) -> PretrainedConfig:
     """The config of a folder or the hub.
 
@@ -140,10 +144,11 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
     if not file:
         return _load(AutoModelForCausalLM, source, revision)
     # transformers saves no model that it has read from GGUF: its weights go into a new one
-    config = load_config(source)
-    read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
+    with console.part(f"loading {Path(file['gguf_file']).stem}"):
+        config = load_config(source)
+        read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     return cast(PreTrainedModel, model.eval())
 
@@ -204,7 +209,8 @@ def _load(
     how = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
     how |= {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
     try:
-        model, info = auto.from_pretrained(source, **how)
+        with console.part(f"loading {Path(source).name}"):
+            model, info = auto.from_pretrained(source, **how)
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(source, error) from error
     except RuntimeError as error:
@@ -258,7 +264,8 @@ def _fetch(source: str, revision: str | None, kinds: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
+        with console.part(f"fetching {source}"):
+            return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
     except (OSError, ValueError) as error:
         raise ContractError(f"cannot fetch {source} at {revision}: {error} ({NO_HUB})") from error
 
@@ -267,7 +274,8 @@ def _fetch(source: str, revision: str | None, kinds: list[str]) -> Path:
 def _tokenizer_of_gguf(folder: str, gguf_file: str) -> tempfile.TemporaryDirectory[str]:
     """The tokenizer that a GGUF file holds, in a folder that this process removes at its end."""
     made = tempfile.TemporaryDirectory(prefix="rlhf-gguf-")
-    AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file).save_pretrained(made.name)
+    with console.part(f"reading the tokenizer of {gguf_file}"):
+        AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file).save_pretrained(made.name)
     return made
 
 
@@ -484,7 +492,7 @@ def save_checkpoint(
         ends = list(ends_of(model, tokenizer, others))
         model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
     size = sum(weights.nbytes for weights in model.state_dict().values())
-    with disk.room(folder.parent, lambda: size):
+    with disk.room(folder.parent, lambda: size), console.part(f"writing {size / 1e6:,.0f} MB of weights"):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,6 @@ from rlhf_tasks.models.tensors import NonFiniteError
 
 CPU_CHECK, GPU_CHECK = 1, 8
 """Tokens from one check of which rows have ended to the next: a check waits for the GPU."""
-SILENT = Meter()
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,13 @@ def sample(
     batch_size: int | None = None,
     num_samples: int = 1,
     share: Share | None = None,
-    meter: Meter = SILENT,
+    meter: Meter | None = None,
 ) -> Samples:
     """Sample responses to each query from softmax(logits / temperature), by default all at once.
 
     The responses to the n queries are followed by the next response to each, until there are `num_samples`. A
-    query whose responses share a batch is computed once for them. `meter` counts the responses.
+    query whose responses share a batch is computed once for them. `meter` counts the responses, by default
+    one of its own.
 
     A row ends when it draws one of `ends`, which is kept as its last token, or reaches `max_new_tokens`. Each
     token takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
@@ -85,15 +86,16 @@ def sample(
     by_length = sorted(range(num_queries), key=lambda i: (len(queries[i]), i))
     order = [row for i in by_length for row in range(i, num_rows, num_queries)]
     result = Samples([[] for _ in order], [torch.empty(0) for _ in order])
-    for start in range(0, len(order), batch_size or len(order)):
-        rows = order[start : start + (batch_size or len(order))]
-        number_of = {query: i for i, query in enumerate(dict.fromkeys(row % num_queries for row in rows))}
-        batch = collate([queries[i] for i in number_of], [[] for _ in number_of], pad).to(model.device)
-        query_of = torch.tensor([number_of[row % num_queries] for row in rows], device=model.device)
-        tokens, logprobs = _decode(model, batch, query_of, uniform[rows], temperature, ends, meter)
-        for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
-            length = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
-            result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
+    with nullcontext(meter) if meter else console.part("sampling", len(order), "responses") as counted:
+        for start in range(0, len(order), batch_size or len(order)):
+            rows = order[start : start + (batch_size or len(order))]
+            number_of = {query: i for i, query in enumerate(dict.fromkeys(row % num_queries for row in rows))}
+            batch = collate([queries[i] for i in number_of], [[] for _ in number_of], pad).to(model.device)
+            query_of = torch.tensor([number_of[row % num_queries] for row in rows], device=model.device)
+            tokens, logprobs = _decode(model, batch, query_of, uniform[rows], temperature, ends, counted)
+            for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
+                length = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
+                result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
     return result
 
 
@@ -104,7 +106,7 @@ def _decode(
     uniform: Tensor,
     temperature: float,
     ends: StopTokens,
-    meter: Meter = SILENT,
+    meter: Meter,
 ) -> tuple[Tensor, Tensor]:
     """(B, R) tokens and log-probs; what follows a row's first end means nothing.
 
@@ -221,7 +223,7 @@ def sample_responses(
     ends: StopTokens | None = None,
     batch_size: int = 256,
     share: Share | None = None,
-    meter: Meter = SILENT,
+    meter: Meter | None = None,
 ) -> list[Ids]:
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
@@ -155,6 +156,7 @@ class Evaluator:
             return "eval/win_rate"
         return None if self._heldout is None else "eval/heldout_scores"
 
+    @console.part("validation")
     def evaluate(self, state: EvaluationState, sampler: Sampler, *, episode: int, update: int) -> Metrics:
         """Sample a response to each selection prompt, score them, and keep the weights if they are best.
 
@@ -207,6 +209,7 @@ class Evaluator:
                 state.best = state.metrics[SELECTED_NAMES[name]] = metrics[name]
         return metrics
 
+    @console.part("samples to show")
     def show(
         self, state: EvaluationState, sampler: Sampler, *, episode: int, update: int
     ) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate, collate_rows, sizes
 from rlhf_tasks.data.columns import Columns
@@ -169,6 +170,7 @@ class Scorers(Protocol):
         """(B,): the weighted sum."""
 
 
+@console.part("scoring")
 @torch.no_grad()
 def score_rollout(
     dist: Distributed,

@@ -219,34 +219,37 @@ def train(
                 # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
                 steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
                 num_epochs = 0
-                while num_epochs < config.num_ppo_epochs:
-                    order: list[int] = torch.randperm(batch_size, generator=state.order_rng).tolist()
-                    for first_row in range(0, batch_size, minibatch_size):
-                        mini = order[first_row : first_row + minibatch_size]  # of all ranks
-                        ptx_rows = state.ptx.take(minibatch_size) if state.ptx and not is_warmup else []
+                num_steps = config.num_ppo_epochs * config.num_mini_batches
+                with console.part("epochs", num_steps, "steps") as meter:
+                    while num_epochs < config.num_ppo_epochs:
+                        order: list[int] = torch.randperm(batch_size, generator=state.order_rng).tolist()
+                        for first_row in range(0, batch_size, minibatch_size):
+                            mini = order[first_row : first_row + minibatch_size]  # of all ranks
+                            ptx_rows = state.ptx.take(minibatch_size) if state.ptx and not is_warmup else []
 
-                        # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
-                        for attempt in dist.attempts(state.budget, state.optimizer):
-                            with attempt:
-                                sums, ptx_sums = accumulate_gradients(
-                                    dist, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
-                                )
+                            # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
+                            for attempt in dist.attempts(state.budget, state.optimizer):
+                                with attempt:
+                                    sums, ptx_sums = accumulate_gradients(
+                                        dist, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
+                                    )
 
-                        # 8. The optimizer step, with the norm of the gradient clipped.
-                        try:
-                            norm = dist.step(state.wrapped, state.optimizer, config.max_grad_norm)
-                        except NonFiniteError as error:
-                            error.batch = vars(rollout) | {"rows": mini}
-                            raise
-                        grad_norms.append(norm)
-                        steps.append(sums)
-                        ptx_steps += [ptx_sums] if ptx_rows else []
-                    num_epochs += 1
-                    # Early stopping: no further epoch once the policy has moved too far from the rollout's.
-                    if config.target_kl is not None:
-                        epoch = TokenSums.means(steps[-config.num_mini_batches :], dist.sum)
-                        if epoch["policy/approxkl_avg"] > config.target_kl:
-                            break
+                            # 8. The optimizer step, with the norm of the gradient clipped.
+                            try:
+                                norm = dist.step(state.wrapped, state.optimizer, config.max_grad_norm)
+                            except NonFiniteError as error:
+                                error.batch = vars(rollout) | {"rows": mini}
+                                raise
+                            meter.advance()
+                            grad_norms.append(norm)
+                            steps.append(sums)
+                            ptx_steps += [ptx_sums] if ptx_rows else []
+                        num_epochs += 1
+                        # Early stopping: no more epochs once the policy is too far from the rollout's.
+                        if config.target_kl is not None:
+                            epoch = TokenSums.means(steps[-config.num_mini_batches :], dist.sum)
+                            if epoch["policy/approxkl_avg"] > config.target_kl:
+                                break
 
                 # 9. What the epochs have measured, in means over the tokens of all minibatches.
                 training = ratio_metrics(
@@ -442,6 +445,7 @@ def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
     return len(losses) > 2 and min(losses[-2:]) > (1 - warmup.settled) * min(losses[:-2])
 
 
+@console.part("the KL of the epochs")
 @torch.no_grad()
 def _divergence(dist: Distributed, config: Ppo, state: TrainState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""

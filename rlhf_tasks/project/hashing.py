@@ -9,12 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_tasks import console
 from rlhf_tasks.project import atomic
 
 NOT_DATA = ("__pycache__",)
 """Folders below a folder that do not belong to it, as in .dvcignore."""
 LARGE = 1 << 20
 """The least bytes of a file whose md5 is worth keeping."""
+CHUNK = 1 << 24  # bytes read at a time
 
 
 def dvc_md5(path: Path, known: Path | None = None) -> str:
@@ -23,7 +25,7 @@ def dvc_md5(path: Path, known: Path | None = None) -> str:
     Like DVC, it follows links to files and skips links to folders, and it skips NOT_DATA. The JSON file
     `known` keeps the md5 of large files, so that they are read again only after a change.
     """
-    md5 = _file_md5 if known is None else functools.partial(_known_md5, known)
+    md5 = functools.partial(_known_md5, known)
     if path.is_file():
         return md5(path)
     files = (file for file in path.rglob("*") if file.is_file())
@@ -36,22 +38,28 @@ def dvc_md5(path: Path, known: Path | None = None) -> str:
     return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
 
 
-def _file_md5(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "md5").hexdigest()
+def _digest(file: Path, name: str) -> str:
+    """The hash of a file by the algorithm of this name, in hex digits."""
+    digest = hashlib.new(name)
+    megabytes = round(file.stat().st_size / 1e6)
+    with file.open("rb") as content, console.part(f"hashing {file.name}", megabytes, "MB") as meter:
+        while chunk := content.read(CHUNK):
+            digest.update(chunk)
+            meter.advance(len(chunk) / 1e6)
+    return digest.hexdigest()
 
 
-def _known_md5(memory: Path, file: Path) -> str:
+def _known_md5(memory: Path | None, file: Path) -> str:
     """The md5 of a file; that of a large one is kept by its path, size, time of change and inode."""
     status, path = file.stat(), str(file.resolve())
-    if status.st_size < LARGE:
-        return _file_md5(file)
+    if memory is None or status.st_size < LARGE:
+        return _digest(file, "md5")
     state, known = [status.st_size, status.st_mtime_ns, status.st_ino], dict[str, list[Any]]()
     with suppress(OSError, ValueError):  # a file that is damaged is as good as none: it only saves time
         known = dict(json.loads(memory.read_text(encoding="utf-8")))
     if known.get(path, [])[:-1] != state:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        known[path] = [*state, _file_md5(file)]
+        known[path] = [*state, _digest(file, "md5")]
         atomic.write_json(memory, known)
     return str(known[path][-1])
 
@@ -67,11 +75,8 @@ def file_hash(path: Path) -> str:
 
 def sha256_of_files(folder: Path) -> dict[str, str]:
     """sha256 of every file below a folder, by relative path; 64 hex digits."""
-    sums = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            sums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return sums
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {file.relative_to(folder).as_posix(): _digest(file, "sha256") for file in files}
 
 
 def json_sha256(content: Any) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rlhf_tasks import config
+from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, Config, ModelView, Stage
 from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED
 from rlhf_tasks.config.stages import PRECISION
@@ -98,6 +98,7 @@ class Inputs:
 # ----------------------------------------------------------------------------------- written and read
 
 
+@console.part("collecting the inputs")
 def write(paths: Paths) -> None:
     """Write inputs/STAGE.json for every stage of dvc.yaml that has parameters.
 

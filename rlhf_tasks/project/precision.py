@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import psutil
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Config, Precision
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, packaged
@@ -87,9 +88,10 @@ def _shape_of_gguf(file: Path, cache: Path) -> tuple[int, int, int]:
     name = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     known: dict[str, list[int]] = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
     if name not in known:
-        from gguf import GGUFReader
+        with console.part(f"reading {file.name}"):
+            from gguf import GGUFReader
 
-        fields = GGUFReader(file).fields
+            fields = GGUFReader(file).fields
         family = fields["general.architecture"].contents()
         keys = ("embedding_length", "block_count", "feed_forward_length")
         known[name] = [int(fields[f"{family}.{key}"].contents()) for key in keys]
@@ -110,6 +112,12 @@ def machine_memory() -> int:
 def has_gpu() -> bool:
     """Whether torch computes on a GPU here."""
     return _torch_has_cuda() and bool(gpu_memories())
+
+
+def free_memory() -> int:
+    """The bytes of memory that this process can still take, in its container too."""
+    own = machine_memory() - int(psutil.Process().memory_info().rss)
+    return min(int(psutil.virtual_memory().available), own)
 
 
 def gpu_memories() -> list[int]:

@@ -51,11 +51,12 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
             raise UserError(f"model.base: scratch has no text to learn from. {PROMPTS_ALONE}")
         console.say(f"Note: {PROMPTS_ALONE}")
     # 2. What can be checked without token ids.
-    rows.check_sizes(corpus, data.max_prompt_tokens, data.max_completion_tokens, problems)
-    corpus = rows.without(corpus, problems)  # no step below reads a text that is too long for all of them
-    rows.check_texts(corpus, rendering.eos, problems)
-    rows.check_duplicates(corpus, problems)
-    rows.check_leaks(corpus, problems)
+    with console.part("checking the rows"):
+        rows.check_sizes(corpus, data.max_prompt_tokens, data.max_completion_tokens, problems)
+        corpus = rows.without(corpus, problems)  # no step below reads a text that is too long for all of them
+        rows.check_texts(corpus, rendering.eos, problems)
+        rows.check_duplicates(corpus, problems)
+        rows.check_leaks(corpus, problems)
     # 3. The tokenizer, and lengths in its tokens.
     num_rows = sum(len(found) for tables in corpus.values() for found in tables.values())
     if scratch is not None:
@@ -182,6 +183,7 @@ def _within_limits(corpus: Corpus, lengths: Mapping[Role, Lengths], data: Data) 
     }
 
 
+@console.part("writing the rows")
 def _write(paths: Paths, corpus: Corpus, words: PreTrainedTokenizerBase, problems: Problems) -> None:
     for role in ROLES:
         with atomic.whole(paths.rows(role)) as folder:

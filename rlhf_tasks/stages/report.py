@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhf_tasks import console
 from rlhf_tasks.config import ReportView
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
@@ -9,6 +10,7 @@ from rlhf_tasks.report import document, page, rollouts
 from rlhf_tasks.tracking import Tracker, context
 
 
+@console.part("drawing the page")
 def run(config: ReportView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write reports/index.html from the files of the other stages, and rollouts.html if PPO has kept some.
 

@@ -71,7 +71,8 @@ def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
         if tokens := getattr(getattr(view, stage, None), "micro_batch_tokens", None):
             console.remark(f"{stage}: {view.launch.precision}, at most {tokens:,} tokens a micro-batch")
         with tracking.open_run(paths, stage, view, key=claim.key) as tracker:
-            module = importlib.import_module(module_of(stage))
+            with console.part("loading its libraries"):
+                module = importlib.import_module(module_of(stage))
             metrics: dict[str, float] = module.run(view, paths, tracker)
             if not is_main:
                 return 0

@@ -45,6 +45,7 @@ class Sender(threading.Thread):
         self._is_over = threading.Event()
         self._has_reported = False
 
+    @console.part("waiting for MLflow")
     def close(self, seconds: float) -> None:
         """Deliver the rest, at most so long."""
         self._is_over.set()

@@ -8,7 +8,9 @@
 
 What a loop keeps is its `TrainState` (`ppo/state.py`, `training/supervised.py`) and the tracker's curves:
 weights, moments, generators, the position in the data, the best weights, and for PPO coefficients, guards
-and scaling. `resume.every_seconds` and `resume.keep` say how often, and how many.
+and scaling. `resume.keep` says how many, and `resume.every_seconds` how often: less often where saving takes
+more than 2% of the time. One process makes the files in memory, and trains on while a thread writes them;
+several processes wait for the disk.
 
 The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
@@ -19,12 +21,14 @@ must be on a disk that all of them share. No torch at import.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +40,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, StageView
 from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage
+from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch, stopping
@@ -48,6 +52,7 @@ State = dict[str, Any]
 """Nested: tensors, numbers, strings, lists, None. What is under `shared` is equal on all ranks, and written
 once; `training` is a `Distributed.training_state`."""
 FINISHED, MANIFEST, TRAINING = "finished", "manifest.json", "training"
+SHARE = 0.02  # the most of the training time that snapshots may take
 SHARE_A_DISK = "snapshots must be on a disk that all machines share: set RLHF_STATE_DIR to a folder there"
 
 
@@ -205,8 +210,9 @@ def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterato
     folder = dist.broadcast_object(state_folder(paths, view.stage, identity) / name)
     with stopping.listening(view.stage) as listener:
         checkpoint = Checkpoint(dist, folder, identity, view, listener)
-        with listener.deferring(checkpoint.plan):
+        with checkpoint.writer, listener.deferring(checkpoint.plan):
             yield checkpoint
+            checkpoint.wait()
 
 
 class Checkpoint:
@@ -233,6 +239,9 @@ class Checkpoint:
         }
         self._saved_at = self._step_began_at = time.monotonic()
         self._step_seconds = self._save_seconds = 0.0  # what the last ones took
+        self._cost = 0.0  # the seconds of training that the last snapshot took
+        self.writer = ThreadPoolExecutor(1, "snapshots")
+        self._writing: Future[tuple[float, float]] | None = None
         self._ended_by = 0  # the signal that all ranks have agreed on
 
     def load(self) -> State | None:
@@ -243,7 +252,9 @@ class Checkpoint:
         """
         import torch
 
-        snapshot = self._dist.broadcast_object(self._newest_whole() if self._dist.is_main else None)
+        self.wait()
+        with console.part("checking the snapshots"):
+            snapshot = self._dist.broadcast_object(self._newest_whole() if self._dist.is_main else None)
         if snapshot is None:
             return None
         manifest = read_manifest(snapshot)
@@ -287,19 +298,27 @@ class Checkpoint:
         return None
 
     def due(self) -> bool:
-        """True if a snapshot is due after this step: by the time, or because a signal ends the stage."""
+        """True if a snapshot is due after this step: by the time, or because a signal ends the stage.
+
+        The time is `resume.every_seconds`, or longer, so that snapshots take no more than `SHARE` of it.
+        """
+        if self._writing is not None and self._writing.done():
+            self.wait()
         now = time.monotonic()
         self._step_seconds, self._step_began_at = now - self._step_began_at, now
-        is_late = now - self._saved_at >= self._settings.every_seconds
+        is_late = now - self._saved_at >= max(self._settings.every_seconds, self._cost / SHARE)
         agreed = self._dist.max(2 * self._listener.received + is_late)  # one rank may have the signal first
         self._ended_by = agreed // 2
         return agreed > 0
 
+    @console.part("saving a snapshot")
     def save(self, step: int, state: State) -> None:
         """Save the state after a step; ends the stage if it has received a signal.
 
+        One process makes the files in memory, and a thread writes them while it trains on.
+
         Raises:
-            DiskFullError: if it does not fit on the disk; the snapshots before it stand.
+            DiskFullError: if it does not fit on the disk, or the last one did not; those before it stand.
             UserError: if the machines do not share a disk.
             Stopped: after a signal.
         """
@@ -307,6 +326,7 @@ class Checkpoint:
 
         dist, snapshot, began_at = self._dist, self.folder / f"step-{step:09d}", time.monotonic()
         partial = self.folder / f".{snapshot.name}.partial"
+        self.wait()
         if dist.is_main:
             for stale in self.folder.glob(".step-*"):
                 shutil.rmtree(stale)
@@ -315,40 +335,83 @@ class Checkpoint:
         # all have looked before one writes and fails
         if blind := dist.max(0 if partial.exists() else dist.rank + 1):
             raise UserError(f"rank {blind - 1} cannot read {partial}; {SHARE_A_DISK}")
-        try:
-            with disk.room(self.folder, lambda: _num_bytes(state)):
-                together = {key: state[key] for key in ("shared", TRAINING) if key in state}
-                own = {key: value for key, value in state.items() if key not in together}
-                if callable(write := together.get(TRAINING)):
-                    (partial / TRAINING).mkdir(exist_ok=True)
-                    write(partial / TRAINING)
-                    del together[TRAINING]
-                parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": together} if dist.is_main else {})
-                for name, part in parts.items():
+        together = {key: state[key] for key in ("shared", TRAINING) if key in state}
+        own = {key: value for key, value in state.items() if key not in together}
+        made = {"made_by": self._made_by, "threads": torch.get_num_threads()}
+        manifest = {"step": step, **made, "identity": self._identity}
+        size, copies = _num_bytes(state), dict[str, io.BytesIO]()
+        with self._room(partial, size):
+            if is_sharded := callable(write := together.get(TRAINING)):
+                (partial / TRAINING).mkdir(exist_ok=True)
+                write(partial / TRAINING)
+                del together[TRAINING]
+            is_beside = dist.world_size == 1 and not is_sharded and 2 * size < precision.free_memory()
+            parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": together} if dist.is_main else {})
+            for name, part in parts.items():
+                if is_beside:
+                    torch.save(part, copies.setdefault(name, io.BytesIO()))
+                else:
                     torch.save(part, partial / name)
                     atomic.fsync(partial / name)  # another machine cannot do it for this one
-                dist.barrier()
-                if dist.is_main:
-                    made = {"made_by": self._made_by, "threads": torch.get_num_threads()}
-                    sums = hashing.sha256_of_files(partial)
-                    manifest = {"step": step, **made, "identity": self._identity, "files": sums}
-                    atomic.write_json(partial / MANIFEST, manifest)
-                    atomic.finish(partial, snapshot)
-                    for old in sorted(self.folder.glob("step-*"), reverse=True)[self._settings.keep :]:
-                        shutil.rmtree(old)
+            dist.barrier()
+            if is_beside:
+                self._writing = self.writer.submit(self._write, copies, partial, snapshot, manifest, size)
+            elif dist.is_main:
+                self._complete(partial, snapshot, manifest)
+        dist.barrier()
+        self._saved_at = self._step_began_at = time.monotonic()
+        self._save_seconds = self._cost = self._saved_at - began_at
+        if self._ended_by:
+            self.wait()
+            console.say(
+                f"{self.folder.name}: saved a snapshot after step {step}; the same command resumes from it"
+            )
+            self._listener.act(self._ended_by)
+
+    def _write(
+        self,
+        copies: Mapping[str, io.BytesIO],
+        partial: Path,
+        snapshot: Path,
+        manifest: Mapping[str, Any],
+        size: int,
+    ) -> tuple[float, float]:
+        """In the thread: write the files of a snapshot; the seconds that it took, of them those of a CPU."""
+        began_at, cpu_began_at = time.monotonic(), time.thread_time()
+        with self._room(partial, size):
+            for name, copy in copies.items():
+                (partial / name).write_bytes(copy.getbuffer())
+            self._complete(partial, snapshot, manifest)
+        return time.monotonic() - began_at, time.thread_time() - cpu_began_at
+
+    def _complete(self, partial: Path, snapshot: Path, manifest: Mapping[str, Any]) -> None:
+        """Give the written files their manifest and their name, and remove the oldest snapshot."""
+        sums = hashing.sha256_of_files(partial)
+        atomic.write_json(partial / MANIFEST, {**manifest, "files": sums})
+        atomic.finish(partial, snapshot)
+        for old in sorted(self.folder.glob("step-*"), reverse=True)[self._settings.keep :]:
+            shutil.rmtree(old)
+
+    @contextmanager
+    def _room(self, partial: Path, size: int) -> Iterator[None]:
+        """`disk.room` for the files of a snapshot, which give their room back if they do not fit."""
+        try:
+            with disk.room(self.folder, lambda: size):
+                yield
         except disk.DiskFullError:
             for file in filter(Path.is_file, partial.rglob("*")):  # others may still be writing there
                 with suppress(OSError):
                     os.truncate(file, 0)  # or nothing else could be written
             raise
-        dist.barrier()
-        self._saved_at = self._step_began_at = time.monotonic()
-        self._save_seconds = self._saved_at - began_at
-        if self._ended_by:
-            console.say(
-                f"{self.folder.name}: saved a snapshot after step {step}; the same command resumes from it"
-            )
-            self._listener.act(self._ended_by)
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is written, and raise what its writing has raised."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            seconds, cpu_seconds = writing.result()
+            self._save_seconds += seconds
+            if self._dist.device.type == "cpu":  # the cores that train have written
+                self._cost += cpu_seconds
 
     def plan(self) -> str:
         """What a signal is answered with, and how long it takes by the last step and the last snapshot."""

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
@@ -63,6 +62,7 @@ class MicroRows(NamedTuple):
 class Distributed:
     """One process of a stage, and its communication with the others."""
 
+    @console.part("meeting the other processes")
     def __init__(self, launch: Launch, seed: int) -> None:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
@@ -70,7 +70,6 @@ class Distributed:
                 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         keep_freed_memory()
         self.is_float32, self._is_ddp = resolve(launch.precision) == "fp32", launch.parallelism == "ddp"
-        transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         self.accelerator = Accelerator(
             mixed_precision="no" if self.is_float32 else "bf16",
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
@@ -238,8 +237,10 @@ class Distributed:
         waiting = budget.cut(rows)
         count = self.max(len(waiting))
         try:
-            for group in [*waiting, *[[]] * (count - len(waiting))]:
-                compute(group)
+            with console.part("reading", count, "micro-batches") as meter:
+                for group in [*waiting, *[[]] * (count - len(waiting))]:
+                    compute(group)
+                    meter.advance()
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(budget) from error
 
@@ -271,15 +272,17 @@ class Distributed:
         Gradients add up over the passes. DDP and DeepSpeed exchange them after the last one; FSDP2 does so
         after each, so that a rank never holds a whole gradient.
         """
-        for number, piece in enumerate(work):
-            is_last = number == len(work) - 1
-            exchange: AbstractContextManager[Any] = nullcontext()
-            if self.is_deepspeed:
-                model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
-            elif not (is_last or self._is_fsdp2):
-                exchange = self.accelerator.no_sync(model)
-            with exchange:
-                yield piece
+        with console.part("gradients", len(work), "micro-batches") as meter:
+            for number, piece in enumerate(work):
+                is_last = number == len(work) - 1
+                exchange: AbstractContextManager[Any] = nullcontext()
+                if self.is_deepspeed:
+                    model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
+                elif not (is_last or self._is_fsdp2):
+                    exchange = self.accelerator.no_sync(model)
+                with exchange:
+                    yield piece
+                meter.advance()
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's loss, which is its part of the **sum** over all ranks."""

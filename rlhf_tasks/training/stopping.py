@@ -6,8 +6,8 @@
 
 Python calls a signal's handler in the main thread between two of its instructions, and so not during a long
 call of torch. Hence a thread reads the signals as they arrive. It says what happens, and ends the process
-where the main thread does not. It also ends a worker whose launcher was killed, and shows that the stage
-lives.
+where the main thread does not. It also ends a worker whose launcher was killed, and shows what the stage
+does, and how far it is.
 
 A worker may get one signal several times, from the terminal, a scheduler and its launcher: it acts on the
 first one, and the launcher counts. No torch here.
@@ -61,7 +61,9 @@ class Listener:
         """The signal that is acted on after this step."""
         self.next_run: Callable[[], str] = lambda: ""
         """What the next run begins with: `; the next run resumes from step 120`; empty if it is not known."""
-        self._stage, self._began_at = stage, time.monotonic()
+        self.shows_life = True
+        """False in a process whose workers say what they do."""
+        self._stage = stage
         self._plan: Callable[[], str] | None = None
         self._tell: Callable[[], object] = lambda: None
         self._is_ending = False
@@ -123,9 +125,8 @@ class Listener:
             if launcher is not None and not has_been_orphaned and not processes.is_alive(launcher):
                 has_been_orphaned = True  # nothing else would end it
                 os.kill(os.getpid(), signal.SIGTERM)
-            if self._plan is None and not self._num_heard:
-                so_far = console.duration(time.monotonic() - self._began_at)
-                console.show_life(f"{console.name(self._stage)}  at work, {so_far} so far")
+            if self.shows_life and not self._num_heard:
+                console.show_life()
 
     def _hear(self, number: int) -> None:
         if number not in NAMES:

@@ -247,14 +247,16 @@ def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudge
     groups: dict[str, Sequence[int]] = {
         name: [i for i in everything if task.sets[i] == name] for name in dict.fromkeys(task.sets)
     } or {"": everything}
+    own = len(dist.shard_rows(everything))
     for attempt in dist.attempts(budget):
-        with attempt:
+        with attempt, console.part("validation", own, "rows") as meter:
             parts: dict[str, list[Sums]] = {name: [] for name in groups}
             for name, rows in groups.items():
                 for micro, scale in dist.split(task.sizes, dist.shard_rows(rows), budget):
                     with dist.autocast():
                         sums = task.sums(model, micro, dist.device)
                     parts[name].append({key: scale * value for key, value in sums.items()})
+                    meter.advance(scale * len(micro))
     totals = {name: add_up(dist, found) for name, found in parts.items()}
     weight = task.weight(everything)
     metrics = {

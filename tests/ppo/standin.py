@@ -53,6 +53,7 @@ class Model(Canned):
     def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]:
         import torch
 
+        from rlhf_tasks.console import Meter
         from rlhf_tasks.data.batches import collate
         from rlhf_tasks.models.sampling import _decode
 
@@ -62,7 +63,8 @@ class Model(Canned):
         uniform = torch.stack([torch.rand(first["max_tokens"], generator=one) for one in generators])
         batch = collate([prompt for prompt, _ in rows], [[]] * len(rows), 0)
         with torch.no_grad():
-            decoded = _decode(self.model, batch, torch.arange(len(rows)), uniform, first["temperature"], ends)
+            rows_of = torch.arange(len(rows))
+            decoded = _decode(self.model, batch, rows_of, uniform, first["temperature"], ends, Meter())
         answers = []
         for ids, logprobs in zip(*(x.tolist() for x in decoded), strict=True):
             end = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))

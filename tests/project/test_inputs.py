@@ -264,13 +264,13 @@ def test_a_large_file_is_read_again_only_after_a_change(
     first = hashing.dvc_md5(folder, memory)
     assert first == hashing.dvc_md5(folder)
     reads: list[str] = []
-    real: Callable[[Path], str] = hashing._file_md5
+    real: Callable[[Path, str], str] = hashing._digest
 
-    def noted(file: Path) -> str:
+    def noted(file: Path, name: str) -> str:
         reads.append(file.name)
-        return real(file)
+        return real(file, name)
 
-    monkeypatch.setattr(hashing, "_file_md5", noted)
+    monkeypatch.setattr(hashing, "_digest", noted)
     assert hashing.dvc_md5(folder, memory) == first
     assert reads == ["config"]
     (folder / "weights").write_text("other", encoding="utf-8")

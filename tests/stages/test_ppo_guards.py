@@ -42,6 +42,9 @@ EVERYTHING = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("snapshots_at_any_cost")
+
+
 class Killed(BaseException):
     pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from benchmarks import layouts
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import inputs, lineage
+from rlhf_tasks.project import disk, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, reward, sft
 from rlhf_tasks.tracking import NullTracker
@@ -71,6 +72,9 @@ OUTS: Mapping[str, tuple[Path, ...]] = {
     "reward": (Paths().reward, Paths().reward_heldout),
     "ppo": (Paths().policy, Paths().ppo_samples),
 }
+
+
+pytestmark = pytest.mark.usefixtures("snapshots_at_any_cost")
 
 
 class Killed(BaseException):
@@ -275,6 +279,70 @@ def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.Mo
         assert [snapshots.due() for now[0] in (159.0, 160.0, 161.0)] == [False, True, True]
         snapshots.save(1, {})
         assert [snapshots.due() for now[0] in (220.0, 221.0)] == [False, True]
+
+
+def test_snapshots_take_at_most_a_fiftieth_of_the_time(
+    view: SftView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two files takes three seconds here, and one of a core beside the training."""
+    now, cpu, save = [0.0], iter((0.0, 1.0)), torch.save
+
+    def slow(part: Any, file: Any) -> None:
+        now[0] += 3.0
+        save(part, file)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "thread_time", lambda: next(cpu))
+    monkeypatch.setattr(torch, "save", slow)
+    monkeypatch.setattr(checkpoint, "SHARE", 0.02)
+    object.__setattr__(view.resume, "every_seconds", 60.0)
+    with loop(view) as snapshots:
+        now[0] = 60.0
+        assert snapshots.due()
+        snapshots.save(1, {})
+        snapshots.wait()
+        assert [snapshots.due() for now[0] in (66.0 + 349.0, 66.0 + 350.0)] == [False, True]
+
+
+def test_a_snapshot_holds_its_step_though_training_goes_on_while_it_is_written(
+    project: Path, view: SftView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, sums = threading.Event(), hashing.sha256_of_files
+
+    def slow(folder: Path) -> dict[str, str]:
+        assert go.wait(60)
+        return sums(folder)
+
+    monkeypatch.setattr(hashing, "sha256_of_files", slow)
+    weights = torch.zeros(3)
+    with loop(view) as snapshots:
+        snapshots.save(1, {"step": 1, "shared": {"weights": weights}})
+        weights += 1
+        assert [path.name for path in snapshots_of(project)] == [".step-000000001.partial"]
+        go.set()
+    found = loaded(view)
+    assert found is not None
+    assert found["shared"]["weights"].tolist() == [0.0] * 3
+
+
+def test_without_room_in_memory_training_waits_for_the_disk(
+    project: Path, view: SftView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "free_memory", lambda: 0)
+    with loop(view) as snapshots:
+        snapshots.save(1, {"step": 1})
+        assert [path.name for path in snapshots_of(project)] == ["step-000000001"]
+
+
+def test_a_snapshot_that_cannot_be_written_ends_the_stage(
+    view: SftView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hashing, "sha256_of_files", full)
+    with pytest.raises(disk.DiskFullError), loop(view) as snapshots:
+        snapshots.save(1, {"step": 1})
 
 
 def test_restored_generators_draw_the_same_numbers(tmp_path: Path) -> None:

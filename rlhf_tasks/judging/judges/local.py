@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LocalJudge
 from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches
 from rlhf_tasks.data.chat import template
@@ -54,10 +55,12 @@ class LocalComparer:
         longest = min(declared, self._tokenizer.model_max_length)  # without a limit it is a huge number
         fits = [i for i, row in enumerate(ids) if len(row) <= longest]
         replies = [Reply.failed(f"longer than the judge's {longest} tokens") for _ in ids]
-        for rows in micro_batches([len(ids[i]) for i in fits], self._settings.micro_batch_tokens):
-            chosen = [fits[row] for row in rows]
-            for i, p in zip(chosen, self._probabilities([ids[i] for i in chosen]).tolist(), strict=True):
-                replies[i] = Reply(p, "the judge's logits are NaN" if math.isnan(p) else "", len(ids[i]))
+        with console.part("reading", len(fits), "questions") as meter:
+            for rows in micro_batches([len(ids[i]) for i in fits], self._settings.micro_batch_tokens):
+                chosen = [fits[row] for row in rows]
+                for i, p in zip(chosen, self._probabilities([ids[i] for i in chosen]).tolist(), strict=True):
+                    replies[i] = Reply(p, "the judge's logits are NaN" if math.isnan(p) else "", len(ids[i]))
+                meter.advance(len(rows))
         return replies
 
     def _ids(self, text: str) -> Ids:
