@@ -84,6 +84,8 @@ class VerifierJudge(NamedJudge, Checks):
     """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
 
     kind: Literal["verifier"]
+    by: t.Names = ()
+    """List of columns of `data.columns.keep` by whose values accuracy is measured too."""
 
 
 class Budget(Section):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -34,6 +35,7 @@ class Key(NamedTuple):
 
 
 ByKey = Mapping[Key, Comparisons]
+Mask = npt.NDArray[np.bool_]
 
 
 def compare(
@@ -230,20 +232,50 @@ def judged_rows(paths: Paths, num_examples: int, labeled: Collection[str]) -> li
 
 
 def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Columns) -> dict[str, Accuracy]:
-    """The accuracy of each contender by each verifier; `texts` are the responses by contender.
+    """The accuracy of each contender by each verifier, also by the values of the columns in its `by`.
 
-    The gain is of `policy` over `sft`. Accuracies have Wilson's interval. Outcomes of right against wrong
-    average to (1 + gain) / 2, so that the gain's interval is that of the win rate, with ties as ½.
+    `texts` are the responses by contender. The gain is of `policy` over `sft`. Accuracies have Wilson's
+    interval. Outcomes of right against wrong average to (1 + gain) / 2, so that the gain's interval is that
+    of the win rate, with ties as ½.
     """
     result = {}
-    for name, verifier in _verifiers(settings).items():
-        right = {who: verifier.correct(own, kept) for who, own in texts.items()}
-        has_format = verifier.has_format
-        shaped = {who: verifier.formatted(own) for who, own in texts.items()} if has_format else {}
-        rate = statistics.rate(statistics.outcomes(right["policy"], right["sft"]))
-        result[name] = Accuracy(
-            right={who: statistics.wilson(sum(values), len(values)) for who, values in right.items()},
-            formatted={who: statistics.wilson(sum(values), len(values)) for who, values in shaped.items()},
-            gain=Interval(2 * rate.value - 1, 2 * rate.low - 1, 2 * rate.high - 1),
-        )
+    for one in settings.judges:
+        if one.kind == "verifier":
+            verifier = Verifier(one.checks, one.format)
+            right = {who: np.array(verifier.correct(own, kept)) for who, own in texts.items()}
+            formatted = {
+                who: np.array(verifier.formatted(own)) for who, own in texts.items() if verifier.has_format
+            }
+            masks = {
+                str(value): np.array([other == value for other in kept[column]])
+                for column in one.by
+                for value in sorted({*kept[column]})
+            }
+            whole = np.full(len(texts["policy"]), True)
+            by = {value: _accuracy(right, formatted, mask) for value, mask in masks.items()}
+            result[one.name] = _accuracy(right, formatted, whole).model_copy(update={"by": by})
     return result
+
+
+def _accuracy(right: Mapping[str, Mask], formatted: Mapping[str, Mask], rows: Mask) -> Accuracy:
+    """The accuracy on some of the rows; all are (N,), by contender."""
+    shares = [
+        {who: statistics.wilson(int(values[rows].sum()), int(rows.sum())) for who, values in found.items()}
+        for found in (right, formatted)
+    ]
+    rate = statistics.rate(statistics.outcomes(right["policy"][rows], right["sft"][rows]))
+    gain = Interval(2 * rate.value - 1, 2 * rate.low - 1, 2 * rate.high - 1)
+    return Accuracy(right=shares[0], formatted=shares[1], gain=gain)
+
+
+def accuracy_table(accuracy: Accuracy) -> list[list[str]]:
+    """A row for all prompts and for each value: SFT, policy, and the gain in points with its interval."""
+    return [
+        [
+            value,
+            f"{one.right['sft'].value:.1%}",
+            f"{one.right['policy'].value:.1%}",
+            f"{100 * one.gain.value:+.1f} ({100 * one.gain.low:+.1f} to {100 * one.gain.high:+.1f})",
+        ]
+        for value, one in {"all": accuracy, **accuracy.by}.items()
+    ]
