@@ -85,7 +85,7 @@ class VerifierJudge(NamedJudge, Checks):
 
     kind: Literal["verifier"]
     by: t.Names = ()
-    """List of columns of `data.columns.keep` by whose values accuracy is measured too."""
+    """List of columns of `data.columns.keep`: accuracy is measured for each of their values too."""
 
 
 class Budget(Section):

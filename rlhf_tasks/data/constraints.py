@@ -127,7 +127,7 @@ def _rows(rng: random.Random, topics: Sequence[str], kinds: Mapping[str, Kind]) 
         for name, kind in kinds.items():
             argument = rng.choice(kind.arguments)
             text = f"{rng.choice(OPENERS).format(topic)} {kind.words.format(argument=argument)}"
-            seen = "seen" if name in SEEN else "unseen"
+            seen = "yes" if name in SEEN else "no"
             values = (text, rule(kind, argument, topic), name, seen, topic)
             rows.append(dict(zip(("text", *COLUMNS), values, strict=True)))
     return rows

@@ -182,7 +182,7 @@ class Accuracy(_Part):
     gain: Interval
     """Accuracy of the policy minus that of SFT, on the same prompts."""
     by: dict[str, Accuracy] = {}
-    """The same on the prompts with one value of a column, by value."""
+    """The same on the prompts with one value of a column of the verifier's `by`, by `COLUMN.VALUE`."""
 
 
 class JudgeKappa(_Part):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -239,21 +240,15 @@ def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Colu
     of the win rate, with ties as ½.
     """
     result = {}
-    for one in settings.judges:
-        if one.kind == "verifier":
-            verifier = Verifier(one.checks, one.format)
-            right = {who: np.array(verifier.correct(own, kept)) for who, own in texts.items()}
-            formatted = {
-                who: np.array(verifier.formatted(own)) for who, own in texts.items() if verifier.has_format
-            }
-            masks = {
-                str(value): np.array([other == value for other in kept[column]])
-                for column in one.by
-                for value in sorted({*kept[column]})
-            }
-            whole = np.full(len(texts["policy"]), True)
-            by = {value: _accuracy(right, formatted, mask) for value, mask in masks.items()}
-            result[one.name] = _accuracy(right, formatted, whole).model_copy(update={"by": by})
+    for one in (judge for judge in settings.judges if judge.kind == "verifier"):
+        verifier, by = Verifier(one.checks, one.format), dict[str, Accuracy]()
+        right = {who: np.array(verifier.correct(own, kept)) for who, own in texts.items()}
+        forms = {who: np.array(verifier.formatted(own)) for who, own in texts.items() if verifier.has_format}
+        for column in one.by:
+            names = np.array([re.sub(r"[^\w.-]", "_", f"{column}.{value}") for value in kept[column]])
+            by |= {name: _accuracy(right, forms, names == name) for name in dict.fromkeys(names.tolist())}
+        everything = np.ones(len(texts["policy"]), bool)
+        result[one.name] = _accuracy(right, forms, everything).model_copy(update={"by": by})
     return result
 
 
@@ -269,7 +264,7 @@ def _accuracy(right: Mapping[str, Mask], formatted: Mapping[str, Mask], rows: Ma
 
 
 def accuracy_table(accuracy: Accuracy) -> list[list[str]]:
-    """A row for all prompts and for each value: SFT, policy, and the gain in points with its interval."""
+    """A row for all prompts and for each value of a column: SFT, policy, and the gain with its interval."""
     return [
         [
             value,

@@ -104,8 +104,8 @@ def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only(
     assert len(topics["train"]) > 300
     assert Counter(row["kind"] for row in rows["test"]) == dict.fromkeys([*SEEN, *UNSEEN], 10)
     for row in (row for split in SPLITS for row in rows[split]):
-        assert row["seen"] == ("unseen" if row["kind"] in UNSEEN else "seen")
-    assert {row["seen"] for split in ("train", "validation") for row in rows[split]} == {"seen"}
+        assert row["seen"] == ("no" if row["kind"] in UNSEEN else "yes")
+    assert {row["seen"] for split in ("train", "validation") for row in rows[split]} == {"yes"}
     assert {row["kind"] for row in rows["train"]} == set(SEEN)
     prompts = [row["prompt"] for split in SPLITS for row in tables[split]]
     assert len({*prompts}) == len(prompts)
