@@ -26,9 +26,13 @@ Row = dict[str, Any]
 WORDS = ("because", "people", "important", "small", "often", "time", "world", "always")
 STARTS = ("Today", "Imagine", "Indeed", "Well", "Honestly", "Once", "Think", "Sometimes")
 ENDS = (
-    "That is all.", "I hope this helps.", "Ask me for more.", "Now you know.",
-    "Is there anything else?", "Thank you for reading.",
-)  # fmt: skip
+    "That is all.",
+    "I hope this helps.",
+    "Ask me for more.",
+    "Now you know.",
+    "Is there anything else?",
+    "Thank you for reading.",
+)
 
 
 class Kind(NamedTuple):
@@ -74,7 +78,12 @@ UNSEEN: Mapping[str, Kind] = {
     ),
     "no_commas": Kind("Do not use any commas.", lambda _: "[^,]*"),
 }
-OPENERS = ("Tell me about {}.", "Write a short text about {}.", "Describe {} in a few words.", "Explain {}.")
+OPENERS = (
+    "Describe {} in a few words.",
+    "Briefly describe {}.",
+    "Write a few words about {}.",
+    "Tell me one thing about {}.",
+)
 
 
 def rule(kind: Kind, argument: Any, topic: str) -> str:
@@ -139,9 +148,9 @@ def _prompt(row: Row, chat: Chat | None, keep: Sequence[str]) -> Row:
     return {"prompt": text, "reference": None, "source": "constraints"} | kept
 
 
-TOPICS = tuple(
-    " ".join(topic.split())
-    for topic in """
+TOPICS = re.split(
+    r",\s+",
+    """
 airplanes, airports, algebra, almonds, ambulances, anchors, ants, apples, apricots, aquariums, archery,
 astronomy, athletics, autumn, avocados, backpacks, badgers, bagels, bakers, ballet, balloons, bamboo,
 bananas, banks, barley, basil, baskets, basketball, bats, beans, bears, beavers, bees, beetles, bells,
@@ -183,6 +192,5 @@ tea, teachers, telescopes, tennis, tents, theaters, thunder, tides, tigers, tile
 towels, towers, toys, tractors, trains, trees, trumpets, tulips, tunnels, turtles, umbrellas, uniforms,
 vanilla, vases, velvet, vinegar, violins, vultures, waffles, walking, walnuts, warehouses, wasps, water,
 waterfalls, waves, weaving, whales, wheat, wheels, whistles, wind, windmills, windows, winter, woodpeckers,
-wool, writing, yachts, yoga, yogurt, zebras
-""".replace("\n", " ").strip().split(",")
-)  # fmt: skip
+wool, writing, yachts, yoga, yogurt, zebras""".strip(),
+)

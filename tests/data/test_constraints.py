@@ -55,7 +55,7 @@ def passes(kind: str, response: str, argument: Any = "") -> bool:
         ("placeholder", "", [f"{TEXT} [name]"], [f"{TEXT} []", f"{TEXT} (name)"]),
         ("no_commas", "", [TEXT], [f"{TEXT}, yes"]),
     ],
-)  # fmt: skip
+)
 def test_a_rule_accepts_what_its_words_ask_for(
     kind: str, argument: Any, right: list[str], wrong: list[str]
 ) -> None:
@@ -123,8 +123,15 @@ def test_topics_are_several_hundred_plurals_or_substances() -> None:
     """The rule finds the singular by leaving out the last letter."""
     assert len({*TOPICS}) == len(TOPICS) > 400
     assert [one for one in TOPICS if re.search(r"(ies|oes|ves|ches|shes|xes|sses)$", one)] == [
-        "canoes", "caves", "gloves", "locomotives", "mangroves", "olives", "shoes", "waves",
-    ]  # fmt: skip
+        "canoes",
+        "caves",
+        "gloves",
+        "locomotives",
+        "mangroves",
+        "olives",
+        "shoes",
+        "waves",
+    ]
 
 
 def test_the_preset_rewards_and_judges_by_the_rule() -> None:
