@@ -80,9 +80,9 @@ UNSEEN: Mapping[str, Kind] = {
 }
 OPENERS = (
     "Describe {} in a few words.",
-    "Briefly describe {}.",
-    "Write a few words about {}.",
-    "Tell me one thing about {}.",
+    "Tell me about {} in a few words.",
+    "Explain {} in a few words.",
+    "Write about {} in a few words.",
 )
 
 
