@@ -84,6 +84,8 @@ class VerifierJudge(NamedJudge, Checks):
     """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
 
     kind: Literal["verifier"]
+    by: t.Names = ()
+    """List of columns of `data.columns.keep`: accuracy is measured for each of their values too."""
 
 
 class Budget(Section):

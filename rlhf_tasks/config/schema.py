@@ -20,7 +20,7 @@ from rlhf_tasks.config.types import Section, check_source
 
 Schedule = Literal["constant", "linear", "cosine"]
 NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
-Source = Literal["synthetic", "arithmetic", "docstrings", "files", "hub", "mix"]
+Source = Literal["synthetic", "arithmetic", "constraints", "docstrings", "files", "hub", "mix"]
 NumProcesses = Annotated[int, Field(ge=1, le=2**16)]
 
 # ------------------------------------------------------------------------------------- data and model
@@ -41,7 +41,8 @@ class Columns(Section):
     """Column of a system message that stands before the prompt; null: the column `system`, if it exists."""
     keep: t.Names = ()
     """List of further columns of the prompts' rows for scorers and judges. The built-in task has `who`,
-    `thing`, `place` and `plan`, arithmetic has `answer`."""
+    `thing`, `place` and `plan`, arithmetic has `answer`, constraints have `rule`, `kind`, `seen` and
+    `topic`."""
 
 
 class HubSet(Section):
@@ -120,8 +121,8 @@ class Data(Section):
     """The data that stage prepare reads, checks and splits."""
 
     source: Source = "synthetic"
-    """Origin: the built-in TL;DR task, sums and products, docstrings of installed packages, the user's files,
-    data sets of the Hugging Face hub, or a mixture of sets."""
+    """Origin: the built-in TL;DR task, sums and products, instructions with constraints, docstrings of
+    installed packages, the user's files, data sets of the Hugging Face hub, or a mixture of sets."""
     path: str = "rlhf_tasks/data/examples"
     """File or folder that `source: files` reads; a DVC dependency of stage prepare."""
     hub: HubSources | None = None
@@ -168,6 +169,7 @@ class Data(Section):
         return {
             "synthetic": "the built-in task",
             "arithmetic": "sums and products",
+            "constraints": "instructions with verifiable constraints",
             "docstrings": "docstrings of installed packages",
         }.get(self.source, self.path)
 
@@ -236,9 +238,9 @@ class Prepare(Section):
     """The sizes of the data that stage prepare generates or mines."""
 
     synthetic_prompt_rows: t.NumRows = 2000
-    """Number of train prompts of a generated source, `synthetic` or `arithmetic`."""
+    """Number of train prompts of a generated source, `synthetic`, `arithmetic` or `constraints`."""
     synthetic_sft_rows: t.NumRows = 600
-    """Number of those prompts that have a demonstration."""
+    """Number of those prompts that have a demonstration; `constraints` has none."""
     synthetic_preference_rows: t.NumRows = 20_000
     """Number of train preference pairs of `data.source: synthetic`."""
     docstrings_max_pairs: t.NumRows = 40_000
@@ -626,6 +628,7 @@ class Config(Section):
         for key, users in {"ppo.scorers": self.ppo.scorers, "judge.judges": self.judge.judges}.items():
             for one in users:
                 columns = {check.column for check in one.checks} if one.kind == "verifier" else set()
+                columns |= {*getattr(one, "by", ())}
                 if lost := columns - set(self.data.columns.keep):
                     names = ", ".join(sorted(lost))
                     yield f"{key}: a verifier needs the column {names}; add it to data.columns.keep"

@@ -181,6 +181,8 @@ class Accuracy(_Part):
     """Share of responses that the format matches, by contender; empty for a verifier without a format."""
     gain: Interval
     """Accuracy of the policy minus that of SFT, on the same prompts."""
+    by: dict[str, Accuracy] = {}
+    """The same on the prompts with one value of a column of the verifier's `by`, by `COLUMN.VALUE`."""
 
 
 class JudgeKappa(_Part):
@@ -293,10 +295,18 @@ class EvaluationResults(_Part):
         for judge, contenders in self.facets.items():
             for who, measures in contenders.items():
                 yield from ((f"{judge}/{who}/{measure}", value) for measure, value in measures.items())
-        for judge, accuracy in self.accuracies.items():
-            yield f"{judge}/accuracy_gain", accuracy.gain
-            yield from ((f"{judge}/accuracy/{who}", share) for who, share in accuracy.right.items())
-            yield from ((f"{judge}/format/{who}", share) for who, share in accuracy.formatted.items())
+        for judge, whole in self.accuracies.items():
+            for where, accuracy in {
+                "": whole,
+                **{f"/in/{name}": one for name, one in whole.by.items()},
+            }.items():
+                yield f"{judge}/accuracy_gain{where}", accuracy.gain
+                yield from (
+                    (f"{judge}/accuracy/{who}{where}", share) for who, share in accuracy.right.items()
+                )
+                yield from (
+                    (f"{judge}/format/{who}{where}", share) for who, share in accuracy.formatted.items()
+                )
         for pair in self.judge_kappas:
             yield f"kappa/{pair.first}_and_{pair.second}", pair.kappa
         if self.human_labels is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -34,6 +36,7 @@ class Key(NamedTuple):
 
 
 ByKey = Mapping[Key, Comparisons]
+Mask = npt.NDArray[np.bool_]
 
 
 def compare(
@@ -231,20 +234,44 @@ def judged_rows(paths: Paths, num_examples: int, labeled: Collection[str]) -> li
 
 
 def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Columns) -> dict[str, Accuracy]:
-    """The accuracy of each contender by each verifier; `texts` are the responses by contender.
+    """The accuracy of each contender by each verifier, also by the values of the columns in its `by`.
 
-    The gain is of `policy` over `sft`. Accuracies have Wilson's interval. Outcomes of right against wrong
-    average to (1 + gain) / 2, so that the gain's interval is that of the win rate, with ties as ½.
+    `texts` are the responses by contender. The gain is of `policy` over `sft`. Accuracies have Wilson's
+    interval. Outcomes of right against wrong average to (1 + gain) / 2, so that the gain's interval is that
+    of the win rate, with ties as ½.
     """
     result = {}
-    for name, verifier in _verifiers(settings).items():
-        right = {who: verifier.correct(own, kept) for who, own in texts.items()}
-        has_format = verifier.has_format
-        shaped = {who: verifier.formatted(own) for who, own in texts.items()} if has_format else {}
-        rate = statistics.rate(statistics.outcomes(right["policy"], right["sft"]))
-        result[name] = Accuracy(
-            right={who: statistics.wilson(sum(values), len(values)) for who, values in right.items()},
-            formatted={who: statistics.wilson(sum(values), len(values)) for who, values in shaped.items()},
-            gain=Interval(2 * rate.value - 1, 2 * rate.low - 1, 2 * rate.high - 1),
-        )
+    for one in (judge for judge in settings.judges if judge.kind == "verifier"):
+        verifier, by = Verifier(one.checks, one.format), dict[str, Accuracy]()
+        right = {who: np.array(verifier.correct(own, kept)) for who, own in texts.items()}
+        forms = {who: np.array(verifier.formatted(own)) for who, own in texts.items() if verifier.has_format}
+        for column in one.by:
+            names = np.array([re.sub(r"[^\w.-]", "_", f"{column}.{value}") for value in kept[column]])
+            by |= {name: _accuracy(right, forms, names == name) for name in dict.fromkeys(names.tolist())}
+        everything = np.ones(len(texts["policy"]), bool)
+        result[one.name] = _accuracy(right, forms, everything).model_copy(update={"by": by})
     return result
+
+
+def _accuracy(right: Mapping[str, Mask], formatted: Mapping[str, Mask], rows: Mask) -> Accuracy:
+    """The accuracy on some of the rows; all are (N,), by contender."""
+    shares = [
+        {who: statistics.wilson(int(values[rows].sum()), int(rows.sum())) for who, values in found.items()}
+        for found in (right, formatted)
+    ]
+    rate = statistics.rate(statistics.outcomes(right["policy"][rows], right["sft"][rows]))
+    gain = Interval(2 * rate.value - 1, 2 * rate.low - 1, 2 * rate.high - 1)
+    return Accuracy(right=shares[0], formatted=shares[1], gain=gain)
+
+
+def accuracy_table(accuracy: Accuracy) -> list[list[str]]:
+    """A row for all prompts and for each value of a column: SFT, policy, and the gain with its interval."""
+    return [
+        [
+            value,
+            f"{one.right['sft'].value:.1%}",
+            f"{one.right['policy'].value:.1%}",
+            f"{100 * one.gain.value:+.1f} ({100 * one.gain.low:+.1f} to {100 * one.gain.high:+.1f})",
+        ]
+        for value, one in {"all": accuracy, **accuracy.by}.items()
+    ]

@@ -157,6 +157,9 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             pq.write_table(_response_table(sampled, judged), folder / paths.judged_responses.name)
         rates = summary.win_rates(results.comparisons)
         summary.show_table(f"win rates on {len(sampled.prompts)} test prompts (ties count half)", rates)
+        for name, accuracy in results.accuracies.items():
+            header = ["responses to", "sft", "policy", "gain in points (95% interval)"]
+            console.table(f"right by {name}", header, summary.accuracy_table(accuracy))
         tracker.table("win_rates", rates)
         tracker.table("comparisons", compared.to_pylist())
         tracker.table(

@@ -16,7 +16,18 @@ import numpy as np
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, PrepareView, Split
-from rlhf_tasks.data import arithmetic, columns, docstrings, files, hub, rows, splits, synthetic, tokenizer
+from rlhf_tasks.data import (
+    arithmetic,
+    columns,
+    constraints,
+    docstrings,
+    files,
+    hub,
+    rows,
+    splits,
+    synthetic,
+    tokenizer,
+)
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SET, SPLITS, TEXTS, Corpus, Lengths, Problems, Role
 from rlhf_tasks.data.tables import Part, assemble
@@ -49,7 +60,8 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     if [*corpus] == ["prompts"]:
         if scratch is not None:
             raise UserError(f"model.base: scratch has no text to learn from. {PROMPTS_ALONE}")
-        console.say(f"Note: {PROMPTS_ALONE}")
+        if data.source != "constraints":
+            console.say(f"Note: {PROMPTS_ALONE}")
     # 2. What can be checked without token ids.
     with console.part("checking the rows"):
         rows.check_sizes(corpus, data.max_prompt_tokens, data.max_completion_tokens, problems)
@@ -115,6 +127,7 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
     generated = {
         "synthetic": tuple(synthetic.SLOTS),
         "arithmetic": tuple(arithmetic.COLUMNS),
+        "constraints": constraints.COLUMNS,
         "docstrings": (),
     }
     if lost := [name for name in data.columns.keep if name not in generated.get(data.source, (name,))]:
@@ -124,18 +137,20 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
         )
     counts: dict[str, Any] = {
         "num_prompts": settings.synthetic_prompt_rows,
-        "num_sft": settings.synthetic_sft_rows,
         "num_validation": data.num_validation,
         "num_test": data.num_test,
         "keep": data.columns.keep,
     }
+    num_sft = settings.synthetic_sft_rows
     made: Any
     match data.source:
         case "synthetic":
             pairs = settings.synthetic_preference_rows
-            made = synthetic.generate(seed, num_preferences=pairs, **counts)
+            made = synthetic.generate(seed, num_sft=num_sft, num_preferences=pairs, **counts)
         case "arithmetic":
-            made = arithmetic.generate(seed, **counts)
+            made = arithmetic.generate(seed, num_sft=num_sft, **counts)
+        case "constraints":
+            made = constraints.generate(seed, rendering.chat, **counts)
         case "docstrings":
             most = settings.docstrings_max_pairs
             made = docstrings.load(

@@ -35,6 +35,7 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
         "where the pairs come from: `given` in the data, two `sft_samples`, or two `policy_samples`",
     ),
     "SET": (r"[A-Za-z0-9][\w.-]*", "the name of a set of `data.mix`, if there are several"),
+    "VALUE": (r"[\w.-]+", "a column of the verifier's `by` with one of its values, as `COLUMN.VALUE`"),
     "ROLE": (r"sft|preferences|prompts", "`sft` (demonstrations), `preferences` or `prompts`"),
     "SPLIT": (r"train|validation|test", "`train`, `validation` or `test`"),
     "REASON": (r"[a-z0-9_]+", "why a row cannot be used, such as `too_long` or `duplicate`"),

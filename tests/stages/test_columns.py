@@ -104,6 +104,9 @@ def test_a_verifier_on_a_missing_or_malformed_column_is_refused_before_training(
     changes = {"ppo.scorers": [VERIFIER | {"weight": 1.0}], "ppo.select_by": None}
     with pytest.raises(ConfigError, match=r"ppo.scorers: a verifier needs the column first; add it to data"):
         small.view("ppo", SETTINGS | changes)
+    judges = {"judge.judges": [VERIFIER | {"name": "verifier", "by": ["kind"]}]}
+    with pytest.raises(ConfigError, match=r"judge.judges: a verifier needs the column kind; add it to data"):
+        small.view("judge", KEEP | judges)
     rows = read_table(Paths(), "prompts", "validation")
     rows[2]["columns"]["first"] = "("
     small.write_rows(project, "prompts", "validation", [columns.encoded(row) for row in rows])

@@ -1,0 +1,144 @@
+"""The generated instructions: their rules by hand-worked responses, their splits, and the kinds held out."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from rlhf_tasks import presets
+from rlhf_tasks.config.scorers import Check
+from rlhf_tasks.data import constraints
+from rlhf_tasks.data.constraints import COLUMNS, LEAST_WORDS, SEEN, TOPICS, UNSEEN
+from rlhf_tasks.data.rows import SPLITS
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.scoring.verifier import Verifier
+
+SIZES: dict[str, Any] = {"num_prompts": 2000, "num_validation": 95, "num_test": 140}
+VERIFIER = Verifier([Check(kind="regex", column="rule")], None)
+TEXT = "A lighthouse is a tall tower by the sea that warns all ships at night"  # 15 words
+SMALL = TEXT.lower()
+
+
+def generate(seed: int = 3, chat: Any = None, **changes: int) -> Any:
+    return constraints.generate(seed, chat, **{**SIZES, **changes}, keep=COLUMNS)["prompts"]
+
+
+def passes(kind: str, response: str, argument: Any = "") -> bool:
+    rule = constraints.rule((SEEN | UNSEEN)[kind], argument, "lighthouses")
+    (right,) = VERIFIER.correct([response], {"rule": [rule]})
+    return right
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "right", "wrong"),
+    [
+        ("quotes", "", [f'"{TEXT}."', f' "{TEXT}"\n'], [TEXT, f'"{TEXT}', f'"{TEXT}" "Y"', f'So: "{TEXT}"']),
+        ("lowercase", "", [SMALL, f"{SMALL}, 24 hours."], [TEXT]),
+        ("begins", "Well", [f"Well, {SMALL}", f"Well\n{SMALL}"], [f"Wells: {SMALL}", f"well, {SMALL}", TEXT]),
+        ("ends", "That is all.", [f"{TEXT}. That is all."], [f"{TEXT}. That is all", f"That is all. {TEXT}"]),
+        ("keyword", "small", [f"Small: {TEXT}. It is small."], [f"{TEXT} small", f"{TEXT}: smallest small"]),
+        ("title", "", [f"<<At sea>>\n{TEXT}"], [f"<At sea>\n{TEXT}", f"<<>> {TEXT}", f"<<At\nsea>> {TEXT}"]),
+        ("postscript", "", [f"{TEXT}.\n\nP.S. Go."], [f"{TEXT}. P.S.", f"{TEXT}\nPS. Go", f"P.S. {TEXT}"]),
+        (
+            "bullets",
+            2,
+            [f"* {TEXT}\n* yes", f"Here:\n\n- {TEXT}\n\n  - yes\n\nBye", f"- {TEXT}\nor\n- no"],
+            [f"* {TEXT}", f"* {TEXT}\n* b\n* c", TEXT, f"{TEXT} * a * b", f"*{TEXT}*\n*b*"],
+        ),
+        ("sentences", 2, [f"{TEXT}. Yes!", f"{TEXT}... Is it?"], [f"{TEXT}.", f"{TEXT}. A. B", f"{TEXT}. A"]),
+        ("at_most", 15, [TEXT], [f"{TEXT} too", f"{TEXT}\n\n.\n"]),
+        ("capitals", "", [TEXT.upper()], [TEXT, SMALL]),
+        ("highlights", "", [f"*A* *b c*. {TEXT}", f"**A** **b** {TEXT}"], [f"*A* {TEXT}", f"* a\n* {TEXT}"]),
+        ("placeholder", "", [f"{TEXT} [name]"], [f"{TEXT} []", f"{TEXT} (name)"]),
+        ("no_commas", "", [TEXT], [f"{TEXT}, yes"]),
+    ],
+)
+def test_a_rule_accepts_what_its_words_ask_for(
+    kind: str, argument: Any, right: list[str], wrong: list[str]
+) -> None:
+    assert [text for text in right if not passes(kind, text, argument)] == []
+    assert [text for text in wrong if passes(kind, text, argument)] == []
+    assert {passes(kind, text, argument) for text in right * 100} == {True}, "the same text, the same score"
+
+
+@pytest.mark.parametrize("kind", [*SEEN, *UNSEEN])
+def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails(kind: str) -> None:
+    argument = (SEEN | UNSEEN)[kind].arguments[0]
+    rule = constraints.rule((SEEN | UNSEEN)[kind], argument, "lighthouses")
+    any_form = rule.removesuffix((SEEN | UNSEEN)[kind].rule(argument)) + ".*"
+
+    def is_about(text: str) -> bool:
+        return re.fullmatch(any_form, text, re.DOTALL) is not None
+
+    nine = "Lighthouses" + " yes" * (LEAST_WORDS - 2)
+    assert not is_about(nine)
+    assert is_about(f"{nine}\nyes")
+    assert is_about(f"{SMALL}\nyes")
+    assert not is_about("yes " * 20)
+    assert not is_about(f"{'yes ' * 20} enlightenment")
+    assert not passes(kind, '"lighthouse"', argument)
+
+
+@pytest.mark.parametrize("kind", [*SEEN, *UNSEEN])
+def test_long_responses_of_every_sort_are_checked_at_once(kind: str) -> None:
+    """No rule backtracks for long; a second would be thousands of times what a rule needs."""
+    import time
+
+    start = time.monotonic()
+    for piece in ("a", "a ", "lighthouse ", "* a\n", "*", "[", "<<", ". ", "P.S. ", '"', "\n", "small "):
+        passes(kind, f"lighthouse {piece * 400}!", (SEEN | UNSEEN)[kind].arguments[0])
+    assert time.monotonic() - start < 1
+
+
+def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only() -> None:
+    tables = generate()
+    rows = {split: [row["columns"] for row in tables[split]] for split in SPLITS}
+    assert [len(rows[split]) for split in SPLITS] == [2000, 95, 140]
+    topics = {split: {row["topic"] for row in rows[split]} for split in SPLITS}
+    assert not topics["train"] & topics["test"]
+    assert not topics["train"] & topics["validation"]
+    assert not topics["validation"] & topics["test"]
+    assert len(topics["train"]) > 300
+    assert Counter(row["kind"] for row in rows["test"]) == dict.fromkeys([*SEEN, *UNSEEN], 10)
+    for row in (row for split in SPLITS for row in rows[split]):
+        assert row["seen"] == ("no" if row["kind"] in UNSEEN else "yes")
+    assert {row["seen"] for split in ("train", "validation") for row in rows[split]} == {"yes"}
+    assert {row["kind"] for row in rows["train"]} == set(SEEN)
+    prompts = [row["prompt"] for split in SPLITS for row in tables[split]]
+    assert len({*prompts}) == len(prompts)
+
+
+def test_a_seed_decides_the_prompts_which_the_chat_template_writes() -> None:
+    assert generate(3) == generate(3) != generate(4)
+    marked = generate(3, lambda messages, answer_follows: f"<{messages[0]['content']}>{answer_follows}")
+    assert marked["test"][0]["prompt"] == f"<{generate(3)['test'][0]['prompt']}>True"
+    with pytest.raises(UserError, match=r"synthetic_prompt_rows=9000, and .* different train prompts"):
+        generate(num_prompts=9000)
+
+
+def test_topics_are_several_hundred_plurals_or_substances() -> None:
+    """The rule finds the singular by leaving out the last letter."""
+    assert len({*TOPICS}) == len(TOPICS) > 400
+    assert [one for one in TOPICS if re.search(r"(ies|oes|ves|ches|shes|xes|sses)$", one)] == [
+        "canoes",
+        "caves",
+        "gloves",
+        "locomotives",
+        "mangroves",
+        "olives",
+        "shoes",
+        "waves",
+    ]
+
+
+def test_the_preset_rewards_and_judges_by_the_rule() -> None:
+    preset = presets.read("constraints")
+    (scorer,), (judge,) = preset["ppo"]["scorers"], preset["judge"]["judges"]
+    assert scorer["checks"] == judge["checks"] == [{"kind": "regex", "column": "rule"}]
+    assert judge["by"] == ["seen", "kind"]
+    assert preset["ppo"]["total_episodes"] <= 4000
+    assert preset["ppo"]["response_length"] == preset["data"]["max_completion_tokens"]
+    assert preset["data"]["num_test"] == preset["judge"]["num_examples"] == 40 * len([*SEEN, *UNSEEN])
