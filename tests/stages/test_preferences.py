@@ -43,9 +43,9 @@ def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(models_here
     metrics, found = run()
     for split in SPLITS:
         given = [row for row in found[split] if row["origin"] == "given"]
-        assert [
-            {k: row[k] for k in ("prompt", "chosen", "rejected", "source")} for row in given
-        ] == read_table(Paths(), "preferences", split)
+        assert [{k: row[k] for k in ("prompt", "chosen", "rejected", "source")} for row in given] == list(
+            read_table(Paths(), "preferences", split)
+        )
         for row in found[split]:
             assert gold(row["prompt"], row["chosen"]).score > gold(row["prompt"], row["rejected"]).score
         for origin in ("given", "sft_samples"):
