@@ -27,7 +27,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
     metrics = preferences.run(small.view("preferences", SETTINGS | changes), Paths(), NullTracker())
-    return metrics, {split: read_table(Paths(), "comparisons", split) for split in SPLITS}
+    return metrics, {split: list(read_table(Paths(), "comparisons", split)) for split in SPLITS}
 
 
 def test_the_better_sample_is_chosen_whichever_came_first_and_ties_are_left_out() -> None:
