@@ -12,22 +12,22 @@ lengths, never from token values (pad may equal EOS).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, Split
-from rlhf_tasks.data import columns
+from rlhf_tasks.data import rows as tables
 from rlhf_tasks.data.chat import DATE, end_with_turns
-from rlhf_tasks.data.rows import SET
-from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.data.ragged import Ragged
+from rlhf_tasks.data.rows import SET, Rows
+from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
 from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
 
@@ -308,13 +308,26 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def sets_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def sets_of(*given: Rows) -> list[str]:
     """The name of each row's set; empty unless there are several."""
-    sets = [row[SET] for row in rows if SET in row]
+    sets = [name for rows in given if SET in rows.table.column_names for name in rows.texts(SET)]
     return sets if len({*sets}) > 1 else []
 
 
-def read_table(paths: Paths, role: str, split: Split) -> list[dict[str, Any]]:
+def read_table(paths: Paths, role: str, split: Split) -> Rows:
     """The rows of data/ROLE/SPLIT.parquet; `columns` holds the kept columns, where there are any."""
-    rows: list[dict[str, Any]] = pq.read_table(paths.table(role, split)).to_pylist()
-    return columns.decoded(rows)
+    known = "preferences" if role == "comparisons" else cast(tables.Role, role)
+    return tables.read(paths.table(role, split), known, split)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, rows: Rows, *answers: str) -> list[Ragged]:
+    """The ids of the prompts, and of each of these columns as responses that continue them, with EOS."""
+    queries, *responses = (Ragged() for _ in range(1 + len(answers)))
+    for batch in rows.batches():
+        prompts = batch.column("prompt")
+        asked = [] if answers else encode(tokenizer, prompts)
+        for name, known in zip(answers, responses, strict=True):
+            asked, ids = encode_rows(tokenizer, prompts, batch.column(name))
+            known.extend(ids)
+        queries.extend(asked)
+    return [queries, *responses]

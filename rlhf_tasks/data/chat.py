@@ -43,9 +43,12 @@ MARK = re.compile(r"mark(\d+)(text|thought|call|tool)\d+end")
 OTHER_NAMES = {
     **dict.fromkeys(("human", "prompter", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool"), "tool"),
     "system": "system",
 }
 """Names of roles that no chat template knows."""
+CALL = "function_call"
+"""The role, in LLaMA-Factory's data, of a message that is the JSON of the assistant's tool calls."""
 DATE = "chat_date"
 """The key of a tokenizer's config that holds the date which its chat template prints."""
 DATE_CODES = re.compile(r"%[-_0^#]?[A-Za-z%]")
@@ -207,6 +210,12 @@ def message(name: str, number: int, item: Any) -> Message:
         found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
     if not isinstance(found.get("role"), str):
         raise Unusable("malformed", f"{where} has no text under 'role'")
+    if found["role"] == CALL:
+        try:
+            calls = json.loads(str(found.pop("content", "")))
+        except ValueError as error:
+            raise Unusable("malformed", f"{where} is a {CALL} that is not JSON: {error}") from None
+        found |= {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
     found["role"] = OTHER_NAMES.get(found["role"].casefold(), found["role"])
     content = found.get("content", "" if "tool_calls" in found else None)
     if isinstance(content, list):

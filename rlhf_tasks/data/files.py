@@ -229,7 +229,10 @@ def _check_rows_are_lines(content: str, name: str) -> None:
         what = (
             "this is one JSON document" if not text[end:].strip() else "a JSON value goes over several lines"
         )
-        raise UserError(f"{name}:{number}: {what}; write one row, a JSON object, per line")
+        raise UserError(
+            f"{name}:{number}: {what}; write one row, a JSON object, per line, or move a file that holds no "
+            "rows out of the folder"
+        )
 
 
 def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -> Iterator[Line]:
@@ -237,8 +240,8 @@ def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -
     with _opened(file, name) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         first = next((line for line in text if line.strip()), "")
-        if separator == ",":
-            _check_separator(first, name)
+        separators = (separator, ";", "\t", "|") if separator == "," else (separator,)  # as Excel writes it
+        separator = next((one for one in separators if _num_columns(first, one) > 1), separator)
         records = _csv_records(itertools.chain([first], text), separator)
         header = next(records, (1, [], None))
         if header[2] is not None or not header[1]:
@@ -262,26 +265,10 @@ def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -
                 yield Line(where, dict(zip(columns, fields, strict=True)))
 
 
-def _check_separator(text: str, name: str) -> None:
-    """Check that no other separator than a comma makes columns of the header.
-
-    Raises:
-        UserError: naming the separator. A single column is never enough for a row.
-    """
-    header = text.rstrip("\n")
-    if _num_columns(header, ",") > 1:
-        return
-    for separator, known in {";": "semicolons", "\t": "tabs", "|": "bars"}.items():
-        if _num_columns(header, separator) > 1:
-            raise UserError(
-                f"{name}:1: {known} separate the columns; save the file with commas, as CSV has them, or "
-                "with tabs as .tsv"
-            )
-
-
 def _num_columns(header: str, separator: str) -> int:
+    """A single column is never enough for a row."""
     try:
-        return len(next(csv.reader([header], delimiter=separator, strict=True), []))
+        return len(next(csv.reader([header.rstrip("\n")], delimiter=separator, strict=True), []))
     except csv.Error:
         return 0
 

@@ -5,7 +5,7 @@ user's files). Prompts alone have the reference None. Rows that give prompts may
 values by name; rows of `data.mix` have `set`, the name of their set.
 
 Rows stand in a file of Arrow that is mapped into memory, one for each role: what splits, checks and filters
-hold are row numbers. So a million rows take little memory of their own.
+hold are row numbers. So a million rows take little memory of their own, in stage prepare and in training.
 
 Problems are collected, so that one report names every bad row.
 """
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ class Batch(NamedTuple):
         """The rows as dicts, without the keys that they do not have."""
         found = []
         for values in self.table.to_pylist():
-            row = {k: v for k, v in values.items() if v is not None or k in TEXTS[self.role]}
+            row = {k: v for k, v in values.items() if v is not None or k == "reference"}
             found.append(row | ({KEY: json.loads(row[KEY])} if KEY in row else {}))
         return found
 
@@ -86,7 +86,7 @@ class Batch(NamedTuple):
         return source if ":" in source else f"{source} {self.role}/{self.split}:{self.first + i}"
 
 
-class Rows:
+class Rows(Sequence[Row]):
     """Rows of one role and split: those with these numbers, ascending, of the role's table."""
 
     def __init__(self, role: Role, split: Split, table: pa.Table, numbers: Numbers) -> None:
@@ -99,8 +99,19 @@ class Rows:
         for batch in self.batches():
             yield from batch.rows
 
-    def __getitem__(self, i: int) -> Row:
-        return Batch(self.role, self.split, 1, self.numbers, self.table.take(self.numbers[[i]])).rows[0]
+    @overload
+    def __getitem__(self, i: int) -> Row: ...
+    @overload
+    def __getitem__(self, i: slice) -> Rows: ...
+    def __getitem__(self, i: int | slice) -> Row | Rows:
+        if isinstance(i, slice):
+            return Rows(self.role, self.split, self.table, self.numbers[i])
+        one = self.table.slice(int(self.numbers[i]), 1)  # `take` would copy the table
+        return Batch(self.role, self.split, 1, self.numbers, one).rows[0]
+
+    def texts(self, name: str) -> Texts:
+        """A column, of which a text is read from the map when it is asked for."""
+        return Texts(self, name)
 
     def take(self, which: npt.NDArray[Any], split: Split | None = None) -> Rows:
         """Some of the rows, by a mask or by positions."""
@@ -117,6 +128,25 @@ class Rows:
                 table = table.take(numbers - start)
             yield Batch(self.role, self.split, first, numbers, table)
             first += len(numbers)
+
+
+class Texts(Sequence[str]):
+    """A column of rows."""
+
+    def __init__(self, rows: Rows, name: str) -> None:
+        self._rows, self._name, self._column = rows, name, rows.table.column(name)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        for batch in self._rows.batches():
+            yield from batch.column(self._name)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return Texts(self._rows[i], self._name)
+        return self._column[int(self._rows.numbers[i])].as_py()
 
 
 Corpus = dict[Role, dict[Split, Rows]]
@@ -183,11 +213,23 @@ def stored(given: Mapping[Role, Mapping[Split, Iterable[Row]]]) -> Corpus:
     return corpus
 
 
-def write(rows: Rows, file: Path) -> None:
-    """Write Parquet: texts, source, and the columns `set` and `columns` where there are any."""
+def read(file: Path, role: Role, split: Split) -> Rows:
+    """The rows of Parquet, which is unpacked for it into a temporary file of Arrow."""
+    with pq.ParquetFile(file) as packed, tempfile.NamedTemporaryFile(prefix="rlhf-rows-") as copy:
+        with pa.ipc.new_stream(copy, packed.schema_arrow) as stream:
+            for batch in packed.iter_batches(BATCH):
+                stream.write_batch(batch)
+        copy.flush()
+        table = pa.ipc.open_stream(pa.memory_map(copy.name)).read_all()
+    return Rows(role, split, table, np.arange(table.num_rows))
+
+
+def write(rows: Rows, file: Path, names: Sequence[str] = ()) -> None:
+    """Write Parquet: these columns, or else texts, source, and `set` and `columns` where there are any."""
     further = [SET, KEY] if rows.role == "prompts" else [SET]
-    further = [name for name in further if rows.table.column(name).null_count < rows.table.num_rows]
-    names = [*TEXTS[rows.role], "source", *further]
+    if not names:
+        further = [name for name in further if rows.table.column(name).null_count < rows.table.num_rows]
+        names = [*TEXTS[rows.role], "source", *further]
     schema = pa.schema([(name, pa.string()) for name in names])
     with pq.ParquetWriter(file, schema) as out:
         for start in range(0, max(len(rows), 1), ROW_GROUP):

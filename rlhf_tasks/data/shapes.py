@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from rlhf_tasks.config import Columns, Data, Split
-from rlhf_tasks.data.chat import Message, Unusable
+from rlhf_tasks.data.chat import OTHER_NAMES, Message, Unusable
 from rlhf_tasks.data.rows import Role, digest
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
@@ -36,22 +36,34 @@ Row = dict[str, Any]
 
 PROMPTS = ("prompt", "instruction", "question", "query", "history", "problem", "post", "inputs")
 CONTEXTS = ("input", "context")
-ANSWERS = ("completion", "output", "response", "answer", "target", "reference", "targets", "assistant")
-ASKED_BY = {"input": ("output",), "user": ("assistant",)}
+ANSWERS = (
+    "completion", "output", "response", "solution", "answer", "target", "reference", "targets", "assistant",
+)  # fmt: skip
+ASKED_BY = {"input": ("output", "preferred_output"), "user": ("assistant",)}
 """Columns that are the prompt if a table has no other, and has the answer beside them."""
+SIDES = (
+    ("chosen_response", "rejected_response"),
+    ("preferred_output", "non_preferred_output"),
+    ("response_j", "response_k"),
+)
+"""Columns that are chosen and rejected if a table has none of these names; in the last, of StackExchange,
+response_j was rated better."""
+TALKS = ("messages", "conversations", "conversation", "dialogue", "dialog")
 TURNS = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("prompt", "response"))
 """The keys of a list of objects that holds a conversation, question and answer in each."""
 STEMS = ("response", "answer", "human_ref", "completion", "output", "summary", "conversation", "chat")
 SUFFIXES = (("_0", "_1"), ("_1", "_2"), ("_a", "_b"), ("_A", "_B"), ("0", "1"), ("1", "2"), ("A", "B"))
 SYSTEMS = ("system", "system_prompt")
 VOTES = ("better_response_id", "winner", "choice", "preference", "chosen_id")
-SCORES = ("overall_score", "score", "rating", "helpfulness")
+SIGNED = ("overall_preference", "preference_strength")
+"""HelpSteer: −3, the first answer is much better, to 3, the second is."""
+SCORES = ("overall_score", "fine-grained_score", "score", "rating", "helpfulness", "pm_score")
 TEXTS_OF_ANSWERS = ("response", "answer", "text", "completion", "output", "content")
 LABELS = ("label", "labels", "feedback", "correct", "is_correct", "is_good", "thumbs_up", "desirable")
 GOOD = ("true", "1", "good", "chosen", "positive", "thumbs_up", "thumbs up", "up", "desirable")
 BAD = ("false", "0", "-1", "bad", "rejected", "negative", "thumbs_down", "thumbs down", "down", "undesirable")
 LIKE_ANSWERS = re.compile(
-    r"(chosen|reject|response|answer|generation|completion|label|output|preference|winner)"
+    r"(.*_)?(chosen|reject|response|answer|solution|generation|completion|label|output|preference|winner)"
 )
 FORMATS = ("demonstrations", "good_answers", "label_pairs")
 """The words that `data.format` knows; else it names a column, or a function."""
@@ -116,7 +128,7 @@ def _unfolded(table: Table) -> Table:
     """The table with conversations in other forms as lists of messages.
 
     They are JSON in a text, as in the cells of a CSV file; a list of objects with question and answer each;
-    and a `history` of (question, answer) before a prompt, as LLaMA-Factory has it.
+    texts by turns (LIMA); one message (LLaMA-Factory); or an object with messages (OpenAI).
     """
     shown = list(itertools.islice(table.lines, SAMPLE))
 
@@ -126,7 +138,8 @@ def _unfolded(table: Table) -> Table:
 
     changed: dict[str, Callable[[Any], Any]] = {}
     for name in table.columns:
-        if convert := next((one for one in (_from_json, _from_turns) if all_are(name, one)), None):
+        forms = (_from_json, _from_turns, _from_object, *([_from_texts] if name in TALKS else ()))
+        if convert := next((one for one in forms if all_are(name, one)), None):
             changed[name] = convert
     if not changed:
         return table
@@ -167,6 +180,24 @@ def _from_turns(value: Any) -> list[Message] | None:
     return [
         {"role": role, "content": turn[key]} for turn in value for role, key in zip(roles, keys, strict=True)
     ]
+
+
+def _from_object(value: Any) -> list[Any] | None:
+    """A message as a list of one; {"messages": …} without tools as that list; None for any other value."""
+    if not isinstance(value, Mapping):
+        return None
+    if _kind([value]) == "messages":
+        return [value]
+    return (
+        value["messages"] if _kind(value.get("messages")) == "messages" and not value.get("tools") else None
+    )
+
+
+def _from_texts(value: Any) -> list[Message] | None:
+    """The messages of texts by the user and the assistant in turn; None for any other value."""
+    if not isinstance(value, list) or len(value) % 2 or not all(isinstance(text, str) for text in value):
+        return None
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(value)]
 
 
 class LeftOut(Exception):
@@ -326,8 +357,9 @@ class _Shape:
             has = ", ".join(f"{name} ({kind})" for name, kind in self.kinds.items()) or "none"
             raise UserError(
                 f"{self.table.name} has no known shape; its columns are {has}. Name them in data.columns "
-                "(prompt, completion, chosen, rejected), or give data.format: my_module:rows, a function "
-                "that gets a record and returns a row"
+                "(prompt, completion, chosen, rejected; keep: columns beside prompts alone), or give "
+                "data.format: a column with a vote or score, or my_module:rows, a function that gets a "
+                "record and returns a row. A file that holds no rows must not be in the folder"
             )
         has_two = role is None and found[0].rule.startswith("question and answer")
         return found[: 2 if has_two else 1]
@@ -350,7 +382,11 @@ class _Shape:
         """The column of the prompt: texts or messages."""
         names = (self.columns.prompt, *(name for name in PROMPTS if name != "history"), "history")
         known = next((name for name in names if self.kinds.get(name) in ("text", "messages")), None)
-        beside = (name for name, answers in ASKED_BY.items() if self.first((name,)) and self.first(answers))
+        beside = (
+            name
+            for name, answers in ASKED_BY.items()
+            if self.kinds.get(name) in ("text", "messages") and not {*answers}.isdisjoint(self.kinds)
+        )
         return known or next(beside, None)
 
     def given(self, text: Any) -> Any:
@@ -370,6 +406,8 @@ class _Shape:
         """The whole prompt of a record: text or messages, an input below it, a system message before it."""
         text = values[prompt or self.prompt or "prompt"]
         if isinstance(text, Mapping):
+            if lost := [key for key, value in text.items() if _kind(value) in ("messages", "objects")]:
+                raise Unusable("malformed", f"the object that is the prompt holds {', '.join(lost)} too")
             text = next(text[key] for key in TEXT_KEYS if isinstance(text.get(key), str))
         below = self.context and values.get(self.context)
         if isinstance(text, str) and below is not None and str(below or "").strip():
@@ -632,17 +670,20 @@ def _by_prompt(
 
 def _pairs(shape: _Shape) -> list[Reading]:
     """chosen and rejected, with a prompt or with the start that both have."""
-    chosen, rejected = shape.columns.chosen, shape.columns.rejected
-    if {shape.kinds.get(chosen), shape.kinds.get(rejected)} - {"text", "messages"}:
+    named = ((shape.columns.chosen, shape.columns.rejected), *SIDES)
+    sides = next((two for two in named if {*two} <= shape.kinds.keys()), named[0])
+    if {shape.kinds.get(side) for side in sides} - {"text", "messages"}:
         return []
-    prompt = (
-        shape.prompt if shape.kinds[chosen] != "messages" or shape.columns.prompt in shape.kinds else None
-    )
+    chosen, rejected = sides
+    prompt, answers = shape.prompt, (line.values.get(chosen) for line in shape.sample)
+    if shape.kinds[chosen] == "messages" and shape.columns.prompt not in shape.kinds:
+        answers_only = all(_is_answer(answer) for answer in answers)
+        prompt = (prompt or shape.first(TALKS, "messages")) if answers_only else None
 
     def convert(values: Values) -> Row:
         sides = values[chosen], values[rejected]
         if prompt is not None:
-            return _pair(shape.asked(values), *sides)
+            return _pair(shape.asked(values, prompt), *sides)
         if all(isinstance(side, list) for side in sides):
             return {"chosen": sides[0], "rejected": sides[1]}
         turns = [dialogue(str(side)) for side in sides]
@@ -655,7 +696,14 @@ def _pairs(shape: _Shape) -> list[Reading]:
         return []
     start = "the start that both have" if prompt is None else prompt
     rule = f"pairs: prompt = {start}, chosen = {chosen}, rejected = {rejected}"
-    return shape.rows("preferences", rule, (prompt, chosen, rejected, "system", "messages"), convert)
+    return shape.rows("preferences", rule, (prompt, chosen, rejected, "system"), convert)
+
+
+def _is_answer(value: Any) -> bool:
+    """Whether messages begin with one that is not the user's or the system's."""
+    first = value[0] if isinstance(value, list) and value and isinstance(value[0], Mapping) else {}
+    role = str(first.get("role", first.get("from", ""))).casefold()
+    return bool(role) and OTHER_NAMES.get(role) not in ("user", "system")
 
 
 def _cut(chosen: str, rejected: str) -> Row:
@@ -684,7 +732,7 @@ def _voted(shape: _Shape) -> list[Reading]:
         return []  # of three answers a pair would be a guess
     asked = shape.data.format if shape.data.format in shape.kinds else None
     vote = asked or next((name for name in VOTES if name in shape.kinds), None)
-    signed = "overall_preference" if shape.kinds.get("overall_preference") == "number" else None
+    signed = shape.first(SIGNED, "number")
     is_shp = first == "human_ref_A" and "labels" in shape.kinds
     scores = next((s for s in SCORES if shape.kinds.get(s + a) == shape.kinds.get(s + b) == "number"), None)
     prompt = shape.prompt or next(
@@ -700,7 +748,7 @@ def _voted(shape: _Shape) -> list[Reading]:
             return _is_first(values["labels"], "labels", ("1", "true"), ("0", "false"))
         if vote is not None:
             return _is_first(values[vote], vote, _names(first, a), _names(second, b))
-        if signed is not None:  # HelpSteer3: −3, the first is much better, to 3, the second is
+        if signed is not None:
             return _is_first(
                 -math.copysign(1, values[signed]) if values[signed] else "tie", signed, ("1",), ("-1",)
             )
@@ -778,18 +826,6 @@ def _text_of(shape: _Shape, column: str) -> bool:
     values = (line.values.get(column) for line in shape.table.lines)
     first = next((value for value in values if isinstance(value, Mapping)), {})
     return any(isinstance(first.get(key), str) for key in TEXT_KEYS)
-
-
-def _better_of_two(shape: _Shape) -> list[Reading]:
-    """response_j was rated better than response_k (stack-exchange-paired)."""
-    prompt = shape.prompt
-    if prompt is None or {shape.kinds.get("response_j"), shape.kinds.get("response_k")} != {"text"}:
-        return []
-    rule = f"pairs: prompt = {prompt}, chosen = response_j, rejected = response_k"
-    return shape.rows(
-        "preferences", rule, (prompt, "response_j", "response_k"),
-        lambda values: _pair(shape.asked(values), values["response_j"], values["response_k"]),
-    )  # fmt: skip
 
 
 def _summaries(shape: _Shape) -> list[Reading]:
@@ -980,6 +1016,8 @@ def _conversations(shape: _Shape) -> list[Reading]:
         if isinstance(system, str) and system.strip() and isinstance(turns, list):
             turns = [{"role": "system", "content": system}, *turns]
         if rejected is None:
+            if isinstance(turns[-1], Mapping) and turns[-1].get("weight") == 0:
+                raise LeftOut("its last message has weight 0")
             return {"messages": turns}
         return {
             "chosen": turns,
@@ -1004,6 +1042,6 @@ def _prompts(shape: _Shape) -> list[Reading]:
 
 
 _KINDS: Sequence[Callable[[_Shape], list[Reading]]] = (
-    _pairs, _unpaired, _summaries, _voted, _better_of_two, _rated_list, _tree, _rated_rows, _solutions,
+    _pairs, _unpaired, _summaries, _voted, _rated_list, _tree, _rated_rows, _solutions,
     _instructions, _conversations, _prompts,
 )  # fmt: skip

@@ -199,7 +199,8 @@ def _texts(
         turns = range(1, len(prompt)) if every_turn and rendering.train_on == "all" else ()
         earlier = []
         for i in turns:
-            if prompt[i]["role"] == "assistant" and any(turn["role"] == "user" for turn in prompt[:i]):
+            is_answer = prompt[i]["role"] == "assistant" and prompt[i].get("weight") != 0
+            if is_answer and any(turn["role"] == "user" for turn in prompt[:i]):
                 with suppress(Unmarked):  # no demonstration, says the template
                     earlier.append(
                         rendered(prompt[:i], {"completion": prompt[i : i + 1]}, tools, rendering, table)
@@ -260,11 +261,6 @@ def split_row(
 def _asked_after(talk: Sequence[Message], start: int) -> list[int]:
     """The numbers, from 1, of the user's messages from a position on."""
     return [number for number, turn in enumerate(talk[start:], start + 1) if turn["role"] == "user"]
-
-
-def of_prompt(values: Mapping[str, Any]) -> str | list[Message]:
-    """The prompt of a record without an answer: text or messages."""
-    return _value("prompt", values["prompt"])
 
 
 def _given(

@@ -277,7 +277,8 @@ class Counts:
 
     In most vocabularies no token reaches from a word over a blank into the next word. Then a text has the
     tokens of its words, and each word is encoded once. Where one does, or the first rows have other counts
-    when they are encoded whole, all rows are encoded whole.
+    when they are encoded whole, all rows are encoded whole. By words, stage prepare counts five times as many
+    rows a second of a BPE (3,900 against 780 on one thread, 100 words a row), and more in large batches.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -201,6 +201,8 @@ class EvaluationResults(_Part):
     """False for a policy that only dummy scorers have trained."""
     is_trial: bool = False
     """True for a policy that was trained as a trial."""
+    has_demonstrations: bool = True
+    """False where the data has prompts alone."""
     optimised_judges: dict[str, str] = {}
     """Judges that are the reward model which PPO optimized: judge → folder."""
     selecting_judges: dict[str, str] = {}

@@ -44,6 +44,7 @@ class Probes:
         self._settings, count = settings, settings.num_examples
         rows = read_table(paths, "sft", "test")[:count]
         self._demonstrations = [(row["prompt"], row["completion"]) for row in rows]
+        self.has_demonstrations = bool(rows)
         self._general = None if settings.general is None else read_texts(settings.general, paths.root)[:count]
         self._questions = (
             of_demonstrations(self._demonstrations)

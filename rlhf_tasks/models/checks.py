@@ -222,8 +222,9 @@ def check_source(source: str, revision: str | None = None) -> list[Result]:
 
 def pick_prompts(queries: Sequence[Ids]) -> list[Ids]:
     """A few of them, from the shortest to the longest."""
-    order = sorted(queries, key=len)
-    return [order[round(i * (len(order) - 1) / (NUM_PROMPTS - 1))] for i in range(NUM_PROMPTS)]
+    lengths = [len(query) for query in queries]
+    order = sorted(range(len(queries)), key=lengths.__getitem__)
+    return [queries[order[round(i * (len(order) - 1) / (NUM_PROMPTS - 1))]] for i in range(NUM_PROMPTS)]
 
 
 def random_rows(config: PretrainedConfig) -> Rows:

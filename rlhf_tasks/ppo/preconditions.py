@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -121,7 +121,7 @@ def check_models(
     settings: Ppo,
     actor_critic: ActorCritic,
     rewards: Mapping[str, TokenScores | None],
-    prompts: list[Ids],
+    prompts: Sequence[Ids],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Check that policy, reward models and critic compute the same numbers in every way that PPO uses.

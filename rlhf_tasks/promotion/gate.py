@@ -177,13 +177,29 @@ def decide(
         bar: What it must beat without one.
     """
     used = {**evidence.results.optimised_judges, **evidence.results.selecting_judges}
-    note = ""
+    notes = []
     if all(judge in used for judge in promotion.named):
-        note = (
+        notes.append(
             "No judge of the gate is independent: PPO has optimized, or chosen its checkpoint by, "
             f"{', '.join(used[judge] for judge in promotion.named)}."
         )
-    return Verdict(tuple(_criteria(promotion, evidence, suspects, champion, bar)), note)
+    if lacking := _without_demonstrations(promotion, evidence.results):
+        notes.append(
+            f"The data has no demonstrations, so {' and '.join(lacking)} cannot be measured and counts for "
+            "nothing here; judge.retention.general and judge.retention.questions measure other texts."
+        )
+    return Verdict(tuple(_criteria(promotion, evidence, suspects, champion, bar)), " ".join(notes))
+
+
+def _without_demonstrations(promotion: Promotion, results: EvaluationResults) -> list[str]:
+    """The criteria that are left out because the data has prompts alone."""
+    if results.has_demonstrations:
+        return []
+    has_questions = any(one.multiple_choice is not None for one in results.retention.values())
+    growth = promotion.max_perplexity_growth is not None
+    choice = promotion.max_choice_drop is not None and not has_questions
+    named = {"promotion.max_perplexity_growth on their texts": growth, "promotion.max_choice_drop": choice}
+    return [name for name, is_out in named.items() if is_out]
 
 
 def _criteria(
@@ -237,6 +253,8 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
     for text, name in TEXTS.items():
         if text == "general" and not any(text in one.perplexity for one in results.retention.values()):
             continue  # judge.retention.general is null
+        if text == "sft_text" and not results.has_demonstrations:
+            continue
         growth = _combined(
             lambda p, s: p / s, *(_perplexity(results, who, text) for who in ("policy", "sft"))
         )
@@ -244,7 +262,8 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
         yield from _bounded(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
     change = _combined(lambda s, p: p - s, *(_multiple_choice(results, who) for who in ("sft", "policy")))
     bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
-    yield from _bounded("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
+    if "promotion.max_choice_drop" not in _without_demonstrations(promotion, results):
+        yield from _bounded("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
     yield from _tasks(promotion, results)
 
 

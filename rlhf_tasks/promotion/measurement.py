@@ -163,7 +163,9 @@ def measure_cost(settings: Config, paths: Paths, policy: Path) -> Evidence:
     if settings.judge.retention is not None:
         probes = Probes(settings.judge.retention, paths)
         retention, changes = probes.measure_all({"sft": paths.sft, "policy": policy}, device)
-        results = EvaluationResults(retention=retention, task_changes=changes)
+        results = EvaluationResults(
+            retention=retention, task_changes=changes, has_demonstrations=probes.has_demonstrations
+        )
     try:
         contracts.check_same_tokenizer(paths.sft, policy)
     except ContractError as error:

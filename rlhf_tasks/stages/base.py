@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
-from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, read_table, sets_of
-from rlhf_tasks.data.tokenizer import encode
+from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, read_table, sets_of, token_ids
+from rlhf_tasks.data.ragged import Ragged
+from rlhf_tasks.data.rows import Rows, digest
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import from_scratch, load_causal
 from rlhf_tasks.project import hashing
@@ -71,8 +74,12 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
 def _prompts(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModeling:
     """All prompts of a split, without responses."""
-    rows = [row for role in ("sft", "preferences") for row in read_table(paths, role, split)]
-    first = {row["prompt"]: row for row in reversed(rows)}
-    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
-    sets = sets_of([first[prompt] for prompt in prompts])
-    return plain_text(encode(tokenizer, prompts), tokenizer.pad_token_id, sets)
+    tables, seen = list[Rows](), set[bytes]()
+    for role in ("sft", "preferences"):
+        rows, is_new = read_table(paths, role, split), list[bool]()
+        for key in map(digest, rows.texts("prompt")):
+            is_new.append(key not in seen)
+            seen.add(key)
+        tables.append(rows.take(np.array(is_new, bool)))
+    ids = Ragged(itertools.chain.from_iterable(token_ids(tokenizer, rows)[0] for rows in tables))
+    return plain_text(ids, tokenizer.pad_token_id, sets_of(*tables))

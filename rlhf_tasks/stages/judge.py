@@ -132,6 +132,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         optimised_judges=optimized,
         has_reward=has_reward(paths.policy),
         is_trial=is_trial(paths.policy),
+        has_demonstrations=probes is None or probes.has_demonstrations,
         selecting_judges=selecting_judges(settings, paths.policy, paths.root),
         responses={who: response_statistics(sampled, who) for who in SAMPLED},
         facets=judged.facets,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,9 @@ from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.tokenizer import encode, encode_rows
+from rlhf_tasks.data.batches import load_tokenizer, read_table, token_ids
+from rlhf_tasks.data.ragged import Ragged
+from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import (
@@ -82,9 +84,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     kept = columns.of_rows(rows)
     judge = None if settings.select_by is None else SelectionJudge(dist, settings.select_by, paths, kept)
     tokenizer = load_tokenizer(paths.sft)
-    prompts, validation_prompts = (
-        encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation)
-    )
+    [queries], [validation_queries] = (token_ids(tokenizer, part) for part in (rows, validation))
+    every_query = Ragged(itertools.chain(queries, validation_queries))
 
     # 2. The models. They are checked while they are whole; those that are sharded are split afterwards.
     actor_critic, reference, reward = load_models(dist, config, paths)
@@ -102,9 +103,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     if config.has_reward_model:
         heldout = load_reward(paths.reward_heldout).requires_grad_(False)
     rewards = {"models/reward": reward, "models/reward_heldout": heldout}
-    preconditions.check_models(
-        dist, settings, actor_critic, rewards, [*prompts, *validation_prompts], tokenizer
-    )
+    preconditions.check_models(dist, settings, actor_critic, rewards, every_query, tokenizer)
     for model in filter(None, rewards.values()):
         dist.put(model)
 
@@ -124,18 +123,16 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     ends, earnings = response_ends(settings, policy, tokenizer), audit.Earnings()
     audited = validation[: min(settings.audit_prompts, settings.num_selection_prompts)]
     if audited and audited[0]["reference"] is not None:  # else there is nothing to compare with
-        queries, references = encode_rows(
-            tokenizer, [row["prompt"] for row in audited], [row["reference"] for row in audited]
-        )
+        asked, references = token_ids(tokenizer, audited, "reference")
         trivial = audit.trivial_responses(
-            queries, references, end=ends[0], response_length=settings.response_length, seed=config.seed
+            asked, references, end=ends[0], response_length=settings.response_length, seed=config.seed
         )
-        earnings = audit.audit(trivial, lambda responses: evaluator.score(queries, responses)[0])
+        earnings = audit.audit(trivial, lambda responses: evaluator.score(asked, responses)[0])
         tracker.table("reward_audit", [{"response": name, **found} for name, found in earnings.items()])
 
     # 4. The training.
     ptx = ptx_text(settings, paths, tokenizer, policy)
-    longest = max(map(len, [*prompts, *validation_prompts]))
+    longest = max(map(len, every_query))
     with (
         open_server(dist, settings, paths.home, tokenizer, ends=ends, longest_query=longest) as server,
         checkpoint.open(dist, paths, config, "ppo") as snapshots,
@@ -147,7 +144,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             reference,
             tokenizer,
             server,
-            num_prompts=len(prompts),
+            num_prompts=len(queries),
             num_demonstrations=len(ptx.queries) if ptx else 0,
             seed=config.seed,
         )
@@ -155,8 +152,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             dist,
             settings,
             state,
-            queries=prompts,
-            prompts=[row["prompt"] for row in rows],
+            queries=queries,
+            prompts=rows.texts("prompt"),
             columns=kept,
             scorers=scorers,
             loss=policy_loss_of(settings, paths.root),

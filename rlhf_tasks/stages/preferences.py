@@ -17,13 +17,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from rlhf_tasks import console
 from rlhf_tasks.config import PreferencesView, Split
 from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.rows import SET
+from rlhf_tasks.data.rows import SET, Rows, write
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.data.tokenizer import encode, response_texts
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
@@ -57,9 +58,10 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
     ):
         for number, split in enumerate(SPLITS):
             # 2. Given pairs, and pairs with samples.
-            rows: list[Row] = []
+            tables = [pa.schema([(name, pa.string()) for name in COLUMNS]).empty_table()]
             if config.train_reward_model:
-                rows += [row | {"origin": "given"} for row in read_table(paths, "preferences", split)]
+                given = read_table(paths, "preferences", split).table
+                tables.append(given.append_column("origin", pa.repeat("given", len(given))))
             if total:
                 samples = [
                     sample_responses(
@@ -76,25 +78,30 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                 ]
                 queries = encode(tokenizer, [row["prompt"] for row in prompts[split]])
                 texts = [response_texts(tokenizer, queries, closed(tokenizer, ids, ends)) for ids in samples]
-                rows += _pair(prompts[split], texts)
+                made = _pair(prompts[split], texts)
+                names = (*COLUMNS, SET) if any(SET in row for row in made) else COLUMNS
+                tables.append(pa.table({c: pa.array([r.get(c) for r in made], pa.string()) for c in names}))
+            table = pa.concat_tables(tables, promote_options="default")
             # 3. Labels err in training only.
             if split == "train" and config.data_source == "synthetic":
                 rng = random.Random(f"label-noise-{config.seed}")
-                flipped = [row for row in rows if rng.random() < settings.label_noise]
-                for row in flipped:
-                    row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
-                metrics["flipped"] = len(flipped)
-            if config.train_reward_model and not rows and split == "train":
+                drawn = [rng.random() < settings.label_noise for _ in range(len(table))]
+                flipped = pa.array(drawn, pa.bool_())
+                chosen, rejected = table["chosen"], table["rejected"]
+                for name, kept, other in (("chosen", chosen, rejected), ("rejected", rejected, chosen)):
+                    number = table.column_names.index(name)
+                    table = table.set_column(number, name, pc.if_else(flipped, other, kept))
+                metrics["flipped"] = flipped.true_count
+            if config.train_reward_model and not len(table) and split == "train":
                 raise UserError(
                     "there is no pair to train a reward model on: data/preferences is empty and "
                     "preferences.num_prompts is 0; give pairs, raise preferences.num_prompts, or set "
                     "reward.train to false with a reward that is ready"
                 )
             for origin in ("given", "sft_samples"):
-                metrics[f"pairs/{split}/{origin}"] = sum(row["origin"] == origin for row in rows)
-            names = (*COLUMNS, SET) if any(SET in row for row in rows) else COLUMNS
-            table = pa.table({c: pa.array([row.get(c) for row in rows], pa.string()) for c in names})
-            pq.write_table(table, folder / f"{split}.parquet")
+                metrics[f"pairs/{split}/{origin}"] = pc.sum(pc.equal(table["origin"], origin)).as_py() or 0
+            rows = Rows("preferences", split, table, np.arange(len(table)))
+            write(rows, folder / f"{split}.parquet", table.column_names)
     return metrics
 
 
@@ -105,7 +112,7 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
     if not config.train_reward_model or not count:
         return []
     rows = read_table(paths, "prompts", split)
-    if any(row["reference"] is None for row in rows):
+    if rows.table["reference"].null_count:
         raise UserError(
             "data/prompts has no references, with which stage preferences compares samples: set "
             f"preferences.num_prompts to 0 where the data has pairs. {PROMPTS_ALONE}"

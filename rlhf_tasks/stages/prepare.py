@@ -116,8 +116,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     if weights:
         _say_mixture(full, kept, weights)
     for role in ROLES:
-        first = kept[role]["train"].take(np.arange(min(5, len(kept[role]["train"]))))
-        tracker.table(f"examples/{role}", [columns.shown(row) for row in first])
+        tracker.table(f"examples/{role}", [columns.shown(row) for row in kept[role]["train"][:5]])
     return metrics
 
 

@@ -26,8 +26,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Reward, RewardView
 from rlhf_tasks.data import batches
-from rlhf_tasks.data.batches import Batch, load_tokenizer, read_table, sets_of, sizes
-from rlhf_tasks.data.tokenizer import Ids, encode_rows
+from rlhf_tasks.data.batches import Batch, load_tokenizer, read_table, sets_of, sizes, token_ids
+from rlhf_tasks.data.rows import Rows
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.models import contracts
@@ -56,7 +57,6 @@ NONE_MADE = """\
 
 `reward.train` is false: no scorer, critic or judge of params.yaml uses a reward model.
 """
-Row = dict[str, Any]
 
 
 def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -130,9 +130,9 @@ def _make_reward_model(
 class Pairs:
     """Chosen and rejected responses of each query, as token ids: a `supervised.Task`."""
 
-    queries: list[Ids]
-    chosen: list[Ids]
-    rejected: list[Ids]
+    queries: Sequence[Ids]
+    chosen: Sequence[Ids]
+    rejected: Sequence[Ids]
     pad: int
     margin: float = 0.0
     centering_coef: float = 0.0
@@ -214,7 +214,8 @@ def _train(
         add_lora(scores.model, settings.lora, seed=seed)
     learner = Learner(scores, load_causal(paths.sft) if settings.lm_coef else None)
     # 2. Its pairs, trained on.
-    rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
+    rows = read_table(paths, "comparisons", "train")
+    rows = rows.take(np.array([model_of(prompt) == name for prompt in rows.texts("prompt")], bool))
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
     shares_prefix = not settings.lm_coef and supports_shared_prefix(scores.model)
@@ -248,10 +249,8 @@ def model_of(prompt: str) -> str:
     return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 2 else "reward_heldout"
 
 
-def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row], **settings: Any) -> Pairs:
-    prompts = [row["prompt"] for row in rows]
-    queries, chosen = encode_rows(tokenizer, prompts, [row["chosen"] for row in rows])
-    _, rejected = encode_rows(tokenizer, prompts, [row["rejected"] for row in rows])
+def _pairs(tokenizer: PreTrainedTokenizerBase, rows: Rows, **settings: Any) -> Pairs:
+    queries, chosen, rejected = token_ids(tokenizer, rows, "chosen", "rejected")
     return Pairs(queries, chosen, rejected, tokenizer.pad_token_id, sets=sets_of(rows), **settings)
 
 
@@ -286,7 +285,7 @@ def _measure(
     if not rows:
         return {}
     dist.put(scores)
-    pairs, prompts = _pairs(tokenizer, rows), [row["prompt"] for row in rows]
+    pairs, prompts = _pairs(tokenizer, rows), rows.texts("prompt")
     scorer = RewardModel(scores, tokenizer, placement=dist)
     chosen, rejected = (
         scorer(Responses.of_ids(prompts, pairs.queries, responses, tokenizer)).numpy()
@@ -295,14 +294,14 @@ def _measure(
     lead = chosen - rejected
     metrics: dict[str, float] = {"margin": float(lead.mean())}
     groups = {"": np.ones(len(rows), bool)}
-    for start, names in {"/": [row["origin"] for row in rows], "/in/": pairs.sets}.items():
+    for start, names in {"/": [*rows.texts("origin")], "/in/": pairs.sets}.items():
         groups |= {f"{start}{name}": np.array(names) == name for name in sorted({*names})}
     for name, mask in groups.items():
         found = statistics.rate(statistics.outcomes(chosen[mask], rejected[mask]))
         bounds = {"": found.value, "/low": found.low, "/high": found.high}
         metrics |= {f"accuracy{name}{bound}": value for bound, value in bounds.items()}
     metrics["calibration"] = statistics.calibration_error(lead)
-    lengths = [len(a) for a in pairs.chosen + pairs.rejected]
+    lengths = [len(response) for responses in (pairs.chosen, pairs.rejected) for response in responses]
     metrics["length_correlation"] = statistics.pearson(np.concatenate([chosen, rejected]), lengths)
     metrics["score_mean"] = scores.mean
     return metrics

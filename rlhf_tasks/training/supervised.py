@@ -18,8 +18,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Optimization, Split
-from rlhf_tasks.data.batches import Batch, TokenBudget, collate, epoch_batches, read_table, sets_of, sizes
-from rlhf_tasks.data.tokenizer import Ids, encode_rows
+from rlhf_tasks.data.batches import (
+    Batch,
+    TokenBudget,
+    collate,
+    epoch_batches,
+    read_table,
+    sets_of,
+    sizes,
+    token_ids,
+)
+from rlhf_tasks.data.ragged import Ragged
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.load import merge_adapter, save_checkpoint
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.project.atomic import whole
@@ -53,8 +63,8 @@ class Task(Protocol):
 class LanguageModeling:
     """Predicts the response tokens of (query, response) rows, EOS included."""
 
-    queries: list[Ids]
-    responses: list[Ids]
+    queries: Sequence[Ids]
+    responses: Sequence[Ids]
     pad: int
     sets: list[str] = field(default_factory=list)
 
@@ -76,16 +86,14 @@ class LanguageModeling:
 def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModeling:
     """The demonstrations of data/sft."""
     rows = read_table(paths, "sft", split)
-    return LanguageModeling(
-        *encode_rows(tokenizer, [row["prompt"] for row in rows], [row["completion"] for row in rows]),
-        tokenizer.pad_token_id,
-        sets_of(rows),
-    )
+    queries, responses = token_ids(tokenizer, rows, "completion")
+    return LanguageModeling(queries, responses, tokenizer.pad_token_id, sets_of(rows))
 
 
 def plain_text(texts: Sequence[Ids], pad: int, sets: Sequence[str] = ()) -> LanguageModeling:
     """Text without a query: the first token is given, all others are predicted."""
-    return LanguageModeling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad, list(sets))
+    firsts, others = Ragged(ids[:1] for ids in texts), Ragged(ids[1:] for ids in texts)
+    return LanguageModeling(firsts, others, pad, list(sets))
 
 
 @dataclass

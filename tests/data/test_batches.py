@@ -17,6 +17,7 @@ from rlhf_tasks.data.batches import (
     load_tokenizer,
     micro_batches,
 )
+from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.tokenizer import encode, encode_rows
 from rlhf_tasks.errors import UserError
 from tests import small
@@ -201,3 +202,14 @@ def test_a_tokenizer_without_eos_is_refused_and_without_pad_pads_with_eos(tmp_pa
     config.write_text(text.replace('"eos_token": "<eos>"', '"eos_token": null'), encoding="utf-8")
     with pytest.raises(UserError, match="no EOS token"):
         load_tokenizer(tmp_path)
+
+
+def test_mapped_rows_of_token_ids_are_what_was_added() -> None:
+    rows = [[DRAWN.randint(0, 2**31 - 1) for _ in range(length)] for length in (3, 0, 1, 0)]
+    mapped = Ragged(rows[:2])
+    mapped.extend(rows[2:])
+    assert [*mapped] == rows
+    assert (len(mapped), mapped[-2], mapped[1:3]) == (4, rows[2], rows[1:3])
+    with pytest.raises(IndexError):
+        mapped[4]
+    assert [*Ragged()] == []

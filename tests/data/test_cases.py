@@ -86,7 +86,7 @@ def plain(role: Role, values: Any) -> dict[str, Any]:
     prompt: Any = None
     answers: dict[str, Any] = {}
     if role == "prompts":
-        prompt = tables.of_prompt(values)
+        prompt, _ = tables.split_row(values, {"prompt": "prompt"})
     else:
         prompt, answers = tables.split_row(values, {name: name for name in TEXTS[role]})
     kept = {key: values[key] for key in ("answer", "reward_model") if key in values and role == "prompts"}

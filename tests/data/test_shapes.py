@@ -144,14 +144,15 @@ def test_a_record_of_another_form_is_malformed(records: list[Record]) -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        {"prompt": "q", "chosen_response": "a", "rejected_response": "b"},
+        {"prompt": "q", "best_response": "a", "worst_response": "b"},
+        {"problem": "q", "expected_answer": "a"},
         {"prompt": "q", "chosen": "a", "reject": "b"},
         {"prompt": "q", "generations": ["a", "b"], "ratings": [1, 2]},
         {"prompt": "q", "response_0": "a", "response_1": "b", "response_2": "c", "preference": 1},
     ],
 )
 def test_answers_that_no_rule_reads_are_refused_by_name(record: Record) -> None:
-    with pytest.raises(UserError, match="has no known shape; its columns are prompt"):
+    with pytest.raises(UserError, match="has no known shape; its columns are pro"):
         read(record)
 
 
@@ -207,3 +208,56 @@ def test_a_signed_preference_is_for_the_first_answer_below_zero() -> None:
     found = read(*(record | {"overall_preference": vote} for vote in (-2, 3, 0)))
     assert rows(found) == [pair(TALK[:3], "A", "B"), pair(TALK[:3], "B", "A")]
     assert converted(found).left_out == [("f:3", "a tie")]
+
+
+ASKED, ANSWERED, WORSE = (
+    TALK[:1],
+    [{"role": "assistant", "content": "A"}],
+    [{"role": "assistant", "content": "B"}],
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "row"),
+    [
+        ({"prompt": "q", "chosen_response": "A", "rejected_response": "B"}, pair("q", "A", "B")),
+        (
+            {"input": {"messages": ASKED}, "preferred_output": ANSWERED, "non_preferred_output": WORSE},
+            pair(ASKED, ANSWERED, WORSE),
+        ),
+        (
+            {"conversations": ASKED, "chosen": ANSWERED[0], "rejected": WORSE[0]},
+            pair(ASKED, ANSWERED, WORSE),
+        ),
+        (
+            {"prompt": "q", "response_1": "A", "response_2": "B", "preference_strength": -1},
+            pair("q", "A", "B"),
+        ),
+        (
+            {"question": "q", "answers": [{"text": "B", "pm_score": 1}, {"text": "A", "pm_score": 5}]},
+            pair("q", "A", "B"),
+        ),
+        ({"input": ASKED, "output": "A"}, {"prompt": ASKED, "completion": "A"}),
+        ({"problem": "q", "solution": "so 7", "answer": "7"}, {"prompt": "q", "completion": "so 7"}),
+        (
+            {"conversations": ["q", "A"]},
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "A"}]},
+        ),
+    ],
+)
+def test_further_public_shapes(record: Record, row: Record) -> None:
+    assert rows(read(record)) == [row]
+
+
+def test_a_message_of_weight_zero_is_not_trained_on() -> None:
+    """OpenAI's fine-tuning format marks the assistant's messages that are only context."""
+    last = {"messages": [*ASKED, ANSWERED[0] | {"weight": 0}]}
+    found = read(last, {"messages": [*ASKED, ANSWERED[0] | {"weight": 1}]})
+    assert converted(found).left_out == [("f:1", "its last message has weight 0")]
+
+
+def test_an_object_with_more_than_a_text_is_no_prompt() -> None:
+    """A tree of OASST: its replies would be lost."""
+    made = converted(read({"prompt": {"text": "q", "replies": [{"text": "A"}]}}))
+    assert made.rows == []
+    assert "holds replies too" in str(made.bad[0][1])

@@ -217,6 +217,19 @@ def test_a_criterion_that_is_null_is_left_out() -> None:
     assert keys == ["over_sft/gold", "over_base/gold", "examples", "optimised_judges"]
 
 
+def test_prompts_alone_leave_out_what_only_demonstrations_measure() -> None:
+    general = retention({"general": 11.0}, {"general": 10.0})
+    known = {name: one.model_copy(update={"multiple_choice": None}) for name, one in general.items()}
+    measured = results(retention=known).model_copy(update={"has_demonstrations": False})
+    verdict = decide(measured)
+    assert verdict.passed
+    keys = [criterion.key for criterion in verdict.criteria]
+    assert "perplexity/general" in keys
+    assert not {"perplexity/sft_text", "choice_change"} & {*keys}
+    for name in ("max_perplexity_growth", "max_choice_drop", "judge.retention.questions"):
+        assert name in verdict.note
+
+
 def test_a_verdict_survives_json_and_its_metrics_agree_with_it() -> None:
     verdict = decide(results(gold=0.4), kl=None)
     numbers, tree = verdict.metrics(), verdict.tree()

@@ -78,7 +78,7 @@ def missed(criteria: dict[str, dict[str, Any]]) -> list[str]:
 
 @pytest.mark.slow
 def test_without_the_kl_penalty_the_gate_refuses_what_it_passes_with_one(models_here: Path) -> None:
-    small.write_rows(Path(), "prompts", "test", read_table(Paths(), "prompts", "test") * 4)
+    small.write_rows(Path(), "prompts", "test", [*read_table(Paths(), "prompts", "test")] * 4)
     _, criteria = trained(kl_coef=0.25)
     assert missed(criteria) == []
     results, criteria = trained(kl_coef=0.0)

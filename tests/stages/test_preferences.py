@@ -27,7 +27,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
     metrics = preferences.run(small.view("preferences", SETTINGS | changes), Paths(), NullTracker())
-    return metrics, {split: read_table(Paths(), "comparisons", split) for split in SPLITS}
+    return metrics, {split: list(read_table(Paths(), "comparisons", split)) for split in SPLITS}
 
 
 def test_the_better_sample_is_chosen_whichever_came_first_and_ties_are_left_out() -> None:
@@ -43,9 +43,9 @@ def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(models_here
     metrics, found = run()
     for split in SPLITS:
         given = [row for row in found[split] if row["origin"] == "given"]
-        assert [
-            {k: row[k] for k in ("prompt", "chosen", "rejected", "source")} for row in given
-        ] == read_table(Paths(), "preferences", split)
+        assert [{k: row[k] for k in ("prompt", "chosen", "rejected", "source")} for row in given] == list(
+            read_table(Paths(), "preferences", split)
+        )
         for row in found[split]:
             assert gold(row["prompt"], row["chosen"]).score > gold(row["prompt"], row["rejected"]).score
         for origin in ("given", "sft_samples"):
