@@ -85,10 +85,13 @@ def _side_by_side(config: RewardView, paths: Paths, tracker: Tracker) -> dict[st
     dist, out = alone(config.launch, config.seed), paths.reward if is_main else paths.reward_heldout
     metrics = _make_reward_model(dist, config, paths, tracker, out)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(address, port, is_master=False, timeout=PATIENCE)
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=False, timeout=PATIENCE
+    )
     if not is_main:
         store.set(out.name, json.dumps([metrics, tracker.history()]))
         return metrics
+    of_heldout: dict[str, float]
     of_heldout, curves = json.loads(store.get(paths.reward_heldout.name))
     for row in curves:
         step = int(row.pop("step"))
