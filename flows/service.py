@@ -99,6 +99,8 @@ class Service:
                     "starts here; `rlhf up --work` registers the project there and works for it"
                 )
             own = settings.prefect(self.home, self.url("prefect")) | {context.MLFLOW_URL: self.url("mlflow")}
+            if settings.SERVER_LOGIN in os.environ:  # the client of our own server logs in as it requires
+                own[settings.CLIENT_LOGIN] = os.environ[settings.SERVER_LOGIN]
             path = {"PATH": processes.environment_path(os.environ)}
             os.environ.update({**settings.QUIET, **os.environ, **own, **path})
             from flows import automations, deployments  # only now: Prefect reads the environment
@@ -108,8 +110,9 @@ class Service:
                 console.say(f"{name}: ready")
             keep_pages_local(self.home / "prefect" / "ui")
             console.say("deployments: are brought up to date")
-            deployments.apply(self.root, gpu_slots)
-            automations.notify(webhook)
+            with worker.logged_in(settings.SERVER_LOGIN, f"the Prefect server at {self.url('prefect')}"):
+                deployments.apply(self.root, gpu_slots)
+                automations.notify(webhook)
             if pending(self.home):
                 sync(self.home)  # runs whose delivery ended with the service
             addresses = {name: self.url(name) for name in PORTS}

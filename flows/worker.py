@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,6 +42,19 @@ def check_server(address: str) -> None:
         ) from None
 
 
+@contextmanager
+def logged_in(variable: str, server: str) -> Iterator[None]:
+    """Raises UserError if the server refuses the login within the block; `variable` has it."""
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    try:
+        yield
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != httpx.codes.UNAUTHORIZED:
+            raise
+        raise UserError(f"{server} refuses the login: set {variable} to its USER:PASSWORD") from None
+
+
 def register(pool: str, *, makes_pool: bool) -> None:
     """Register this project's deployments at the server of PREFECT_API_URL.
 
@@ -60,17 +74,8 @@ def register(pool: str, *, makes_pool: bool) -> None:
     check_server(address)
     for variable, value in {**settings.QUIET, **settings.HEARTBEAT}.items():
         os.environ.setdefault(variable, value)
-    from prefect.exceptions import PrefectHTTPStatusError
-
     from flows import deployments
 
-    try:
+    with logged_in(settings.CLIENT_LOGIN, f"the server of PREFECT_API_URL={address}"):
         deployments.apply(Path.cwd(), None, pool, makes_pool=makes_pool, is_shared=True)
-    except PrefectHTTPStatusError as error:
-        if error.response.status_code != httpx.codes.UNAUTHORIZED:
-            raise
-        raise UserError(
-            f"the server of PREFECT_API_URL={address} refuses the login: set PREFECT_API_AUTH_STRING to its "
-            "USER:PASSWORD"
-        ) from None
     console.say(f"deployments are registered at {address} for the pool {pool}")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import typer
 from typer import Argument, Option
 
+from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import context
 
 POOL = "rlhf"
 PORT_HELP = "port of the {} server (default: that of its last start, else {}, or the next free one)"
@@ -35,7 +38,9 @@ def promote(
         raise UserError("--rollback takes no MODEL and no other option; give it alone")
     if rollback:
         return command.rollback(Paths())
-    return command.promote(Paths(), model, again=again, unless_judging=unless_judging)
+    paths, is_flow = Paths(), context.STAGE_RUN in os.environ  # whose page shows the table of criteria
+    with console.log_to(paths.home / "logs/promote.log") if is_flow else nullcontext():
+        return command.promote(paths, model, again=again, unless_judging=unless_judging)
 
 
 def export(
