@@ -251,9 +251,8 @@ class Evaluator:
         config, num_samples = self._config, self._config.samples_per_prompt
         num_prompts, mask = len(prompts) // num_samples, rollout.mask
         rows = [i + num_prompts * j for i in range(num_prompts) for j in range(num_samples)][:NUM_ROLLOUTS]
-        texts, queries, ids = (
-            [values[i] for i in rows] for values in (prompts, rollout.queries, rollout.responses)
-        )
+        texts = [prompts[i] for i in rows]
+        queries, ids = ([values[i] for i in rows] for values in (rollout.queries, rollout.responses))
         scores = self._under_eos_rule(rollout.scores[rows], ids)
         heldout = self._heldout_scores(texts, queries, ids)
         gaps = None if heldout is None else standardized_gaps(scores, heldout, *state.start)
@@ -274,7 +273,7 @@ class Evaluator:
         responses = response_texts(self._tokenizer, queries, self._closed(ids))
         found = []
         for at, (i, response) in enumerate(zip(rows, responses, strict=True)):
-            notes, length = [], len(ids[at])
+            notes, length = list[str](), len(ids[at])
             if not rollout.ended[i]:
                 notes.append(f"no end within {length} tokens: {UNFINISHED[config.truncation.kind]}")
             if cap is not None and (capped := int((rollout.importance[i] >= cap).sum())):
@@ -384,8 +383,8 @@ class Evaluator:
         if (heldout := self._heldout) is None:
             return None
         dist = self._dist
-        prompts, queries, own = (dist.shard_rows(rows) for rows in (prompts, queries, responses))
-        rows = Responses.of_ids(prompts, queries, self._closed(own), self._tokenizer)
+        prompts, own = dist.shard_rows(prompts), dist.shard_rows(responses)
+        rows = Responses.of_ids(prompts, dist.shard_rows(queries), self._closed(own), self._tokenizer)
 
         def score() -> Tensor:
             scores = heldout(rows)

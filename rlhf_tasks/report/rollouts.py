@@ -34,7 +34,7 @@ def context(
             "guards": guards,
             "shown": 0,
         }
-    left, shown = largest - 100_000, []  # the style and the texts around the table
+    left, shown = largest - 100_000, list[dict[str, Any]]()  # the style and the texts around the table
     for row in sorted(rows, key=lambda row: (row["place"], row["episode"])):
         left -= CELLS + sum(len(escape(row[key]).encode()) for key in ("prompt", "response", "notes"))
         if left < 0:
