@@ -41,8 +41,8 @@ class Columns(Section):
     """Column of a system message that stands before the prompt; null: the column `system`, if it exists."""
     keep: t.Names = ()
     """List of further columns of the prompts' rows for scorers and judges. The built-in task has `who`,
-    `thing`, `place` and `plan`, arithmetic has `answer`, constraints have `rule`, `kind`, `seen` and
-    `topic`."""
+    `thing`, `place` and `plan`, arithmetic has `answer`, constraints have `rule`, `about`, `form`,
+    `kind`, `seen` and `topic`."""
 
 
 class HubSet(Section):

@@ -1,7 +1,8 @@
 """`data.source: constraints`: a topic and a constraint, which a regular expression verifies; no responses.
 
-Column `rule` is the expression for the whole stripped response; `kind` names the constraint, and `seen` says
-whether train prompts have its kind. The kinds UNSEEN are in the test split only. Every topic is in one split.
+Column `rule` is the expression for the whole stripped response; `about` and `form` are its two halves, for
+partial credit. `kind` names the constraint, and `seen` says whether train prompts have its kind. The kinds
+UNSEEN are in the test split only. Every topic is in one split.
 
 A rule also needs at least LEAST_WORDS words and the name of the topic, in any case, so that a response which
 only has the right form fails. The kinds are after IFEval (arXiv 2311.07911).
@@ -19,7 +20,7 @@ from rlhf_tasks.data.chat import Chat
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.errors import UserError
 
-COLUMNS = ("rule", "kind", "seen", "topic")
+COLUMNS = ("rule", "about", "form", "kind", "seen", "topic")
 LEAST_WORDS = 10
 Row = dict[str, Any]
 
@@ -86,10 +87,10 @@ OPENERS = (
 )
 
 
-def rule(kind: Kind, argument: Any, topic: str) -> str:
-    """The expression of the constraint, after those of the number of words and of the topic."""
+def about(topic: str) -> str:
+    """The start of an expression that needs the topic's name and LEAST_WORDS words."""
     name = re.escape(topic.removesuffix("s"))  # the singular names it too
-    return rf"(?=\S+(?:\s+\S+){{{LEAST_WORDS - 1}}})(?=(?i:.*\b{name})){kind.rule(argument)}"
+    return rf"(?=\S+(?:\s+\S+){{{LEAST_WORDS - 1}}})(?=(?i:.*\b{name}))"
 
 
 def generate(
@@ -137,7 +138,8 @@ def _rows(rng: random.Random, topics: Sequence[str], kinds: Mapping[str, Kind]) 
             argument = rng.choice(kind.arguments)
             text = f"{rng.choice(OPENERS).format(topic)} {kind.words.format(argument=argument)}"
             seen = "yes" if name in SEEN else "no"
-            values = (text, rule(kind, argument, topic), name, seen, topic)
+            start, form = about(topic), kind.rule(argument)
+            values = (text, start + form, f"{start}.*", form, name, seen, topic)
             rows.append(dict(zip(("text", *COLUMNS), values, strict=True)))
     return rows
 

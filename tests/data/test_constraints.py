@@ -27,7 +27,7 @@ def generate(seed: int = 3, chat: Any = None, **changes: int) -> Any:
 
 
 def passes(kind: str, response: str, argument: Any = "") -> bool:
-    rule = constraints.rule((SEEN | UNSEEN)[kind], argument, "lighthouses")
+    rule = constraints.about("lighthouses") + (SEEN | UNSEEN)[kind].rule(argument)
     (right,) = VERIFIER.correct([response], {"rule": [rule]})
     return right
 
@@ -64,14 +64,9 @@ def test_a_rule_accepts_what_its_words_ask_for(
     assert {passes(kind, text, argument) for text in right * 100} == {True}, "the same text, the same score"
 
 
-@pytest.mark.parametrize("kind", [*SEEN, *UNSEEN])
-def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails(kind: str) -> None:
-    argument = (SEEN | UNSEEN)[kind].arguments[0]
-    rule = constraints.rule((SEEN | UNSEEN)[kind], argument, "lighthouses")
-    any_form = rule.removesuffix((SEEN | UNSEEN)[kind].rule(argument)) + ".*"
-
+def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails() -> None:
     def is_about(text: str) -> bool:
-        return re.fullmatch(any_form, text, re.DOTALL) is not None
+        return VERIFIER.correct([text], {"rule": [constraints.about("lighthouses") + ".*"]}) == [True]
 
     nine = "Lighthouses" + " yes" * (LEAST_WORDS - 2)
     assert not is_about(nine)
@@ -79,7 +74,7 @@ def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails(kind: s
     assert is_about(f"{SMALL}\nyes")
     assert not is_about("yes " * 20)
     assert not is_about(f"{'yes ' * 20} enlightenment")
-    assert not passes(kind, '"lighthouse"', argument)
+    assert not passes("quotes", '"lighthouse"')
 
 
 @pytest.mark.parametrize("kind", [*SEEN, *UNSEEN])
@@ -104,6 +99,7 @@ def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only(
     assert len(topics["train"]) > 300
     assert Counter(row["kind"] for row in rows["test"]) == dict.fromkeys([*SEEN, *UNSEEN], 10)
     for row in (row for split in SPLITS for row in rows[split]):
+        assert row["rule"] == row["about"].removesuffix(".*") + row["form"]
         assert row["seen"] == ("no" if row["kind"] in UNSEEN else "yes")
     assert {row["seen"] for split in ("train", "validation") for row in rows[split]} == {"yes"}
     assert {row["kind"] for row in rows["train"]} == set(SEEN)
@@ -137,7 +133,8 @@ def test_topics_are_several_hundred_plurals_or_substances() -> None:
 def test_the_preset_rewards_and_judges_by_the_rule() -> None:
     preset = presets.read("constraints")
     (scorer,), (judge,) = preset["ppo"]["scorers"], preset["judge"]["judges"]
-    assert scorer["checks"] == judge["checks"] == [{"kind": "regex", "column": "rule"}]
+    assert [check["column"] for check in scorer["checks"]] == ["rule", "about", "form"]
+    assert judge["checks"] == [{"kind": "regex", "column": "rule"}], "strict: no partial credit"
     assert judge["by"] == ["seen", "kind"]
     assert preset["ppo"]["total_episodes"] <= 4000
     assert preset["ppo"]["response_length"] == preset["data"]["max_completion_tokens"]
