@@ -115,7 +115,8 @@ def generate(
     rng.shuffle(topics)
     kinds: dict[Split, dict[str, Kind]] = {"test": {**SEEN, **UNSEEN}, "validation": {**SEEN}}
     parts: dict[Split, list[Row]] = {"train": []}
-    for split, count in (("test", num_test), ("validation", num_validation)):
+    heldout: dict[Split, int] = {"test": num_test, "validation": num_validation}
+    for split, count in heldout.items():
         needed = -(-count // len(kinds[split]))
         parts[split] = _rows(rng, topics[:needed], kinds[split])[:count]
         topics = topics[needed:]

@@ -27,7 +27,7 @@ def generate(seed: int = 3, chat: Any = None, **changes: int) -> Any:
 
 
 def passes(kind: str, response: str, argument: Any = "") -> bool:
-    rule = constraints.about("lighthouses") + (SEEN | UNSEEN)[kind].rule(argument)
+    rule = constraints.about("lighthouses") + {**SEEN, **UNSEEN}[kind].rule(argument)
     (right,) = VERIFIER.correct([response], {"rule": [rule]})
     return right
 
@@ -84,7 +84,7 @@ def test_long_responses_of_every_sort_are_checked_at_once(kind: str) -> None:
 
     start = time.monotonic()
     for piece in ("a", "a ", "lighthouse ", "* a\n", "*", "[", "<<", ". ", "P.S. ", '"', "\n", "small "):
-        passes(kind, f"lighthouse {piece * 400}!", (SEEN | UNSEEN)[kind].arguments[0])
+        passes(kind, f"lighthouse {piece * 400}!", ({**SEEN, **UNSEEN})[kind].arguments[0])
     assert time.monotonic() - start < 1
 
 

@@ -82,7 +82,12 @@ def test_the_form_gives_default_unit_and_range_and_refuses_wrong_keys(root: Path
         "Weight of the KL penalty, in score units per nat; 0: no penalty. Default: 0.125, from params.yaml. "
         "Range: ≥ 0."
     )
-    wrong = ({"comon": {}}, {"common": {"kl_cof": 1}}, {"common": {"kl_coef": -1}}, {"common": {"seed": "x"}})
+    wrong: Any = (
+        {"comon": {}},
+        {"common": {"kl_cof": 1}},
+        {"common": {"kl_coef": -1}},
+        {"common": {"seed": "x"}},
+    )
     with get_client(sync_client=True) as client:
         for parameters in wrong:
             with pytest.raises(PrefectHTTPStatusError, match="409"):

@@ -339,7 +339,7 @@ def test_evaluations_measure_the_gap_from_the_first_one() -> None:
 
 
 def test_scores_without_spread_have_no_gap_and_a_guard_of_it_is_an_error() -> None:
-    flat = {"scorer": Planted(lambda queries, responses: torch.ones(len(queries)))}
+    flat: Any = {"scorer": Planted(lambda queries, responses: torch.ones(len(queries)))}
     heldout: Any = {"heldout": lambda rows: length(*rows.given), "truncation__kind": "none"}
     assert "eval/standardized_gap" not in Evaluations(**flat, **heldout).evaluate(0)
     with pytest.raises(UserError, match=r"ppo\.guards\.gap_max=1 is in standard deviations"):

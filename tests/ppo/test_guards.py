@@ -54,7 +54,7 @@ def test_a_guard_trips_where_its_metric_leaves_the_range(metrics: dict[str, floa
 def test_the_gap_trips_at_each_evaluation_above_its_bound_and_is_off_by_default() -> None:
     """Updates without an evaluation have no gap; `patience` does not count for it."""
     low, high = ({"eval/standardized_gap": gap} for gap in (0.9, 1.1))
-    updates = ({}, low, {}, high, {}, high, low)
+    updates: list[dict[str, float]] = [{}, low, {}, high, {}, high, low]
     assert config.Guards().gap_max is None
     assert trips(*updates) == [None] * 7
     assert trips(*updates, gap_max=1.0, patience=3) == [None, None, None, "gap", None, "gap", None]

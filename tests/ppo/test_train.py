@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.workloads import NoEvaluator
 from rlhf_tasks.data.batches import Batch
-from rlhf_tasks.ppo.evaluate import EvaluationState
 from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import ActorCritic
@@ -246,8 +245,8 @@ class Gaps(NoEvaluator):
     def __init__(self, *episodes: int) -> None:
         self._episodes = episodes
 
-    def evaluate(self, state: EvaluationState, sampler: Any, *, episode: int, update: int) -> Metrics:
-        return {"eval/standardized_gap": 2.0 * (episode in self._episodes)}
+    def evaluate(self, *_: Any, **given: Any) -> Metrics:
+        return {"eval/standardized_gap": 2.0 * (given["episode"] in self._episodes)}
 
 
 GAP: dict[str, Any] = ROLL_BACK | {"gap_max": 1.0}
