@@ -57,7 +57,7 @@ def _field(key: str) -> Any:
     owner = section_of(Config, section, {})
     assert owner is not None
     field = owner.model_fields[name]
-    kind: Any = Annotated[field.annotation, *field.metadata]  # type: ignore[valid-type]
+    kind: Any = Annotated[field.annotation, *field.metadata]
     return kind | None, Field(None, title=key, description=descriptions(owner)[name])
 
 

@@ -24,5 +24,5 @@ def begin_writing(
 
 
 if __name__ == "__main__":
-    AioSqliteConfiguration.begin_transaction = begin_writing  # type: ignore[method-assign]
+    AioSqliteConfiguration.begin_transaction = begin_writing  # type: ignore[method-assign, assignment]
     app()
