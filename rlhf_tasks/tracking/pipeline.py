@@ -67,8 +67,7 @@ class Pipeline:
         return None
 
     def pages(self, keys: Mapping[str, str]) -> dict[str, str]:
-        """`{stage: address}` of the pages of the runs with these keys, `pipeline` for this run, REPORT for
-        its report.
+        """`{stage: address}` of the pages of the runs with these keys, `pipeline` for this run, and REPORT.
 
         The result is empty if no server is known, or it does not answer: a missing link must not fail a run.
         """
