@@ -27,7 +27,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from prefect.utilities.urls import url_for
 
-from flows import promotion, request, results, settings, stage_tasks, watch, worker, workplace
+from flows import promotion, request, results, settings, stage_tasks, watch, workplace
 from flows.outcome import Outcome
 from flows.programs import OutOfTime
 from flows.slots import Slots
@@ -280,7 +280,7 @@ def run_in_checkout() -> int:
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
     if address := os.environ.get("PREFECT_API_URL"):
-        worker.check_server(address)
+        settings.check_server(address)
     try:
         state: State[Any] = pipeline(where="checkout", return_state=True)
     except httpx.TransportError as error:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import httpx
+
+from rlhf_tasks.errors import UserError
+
 PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
 FLOWS = (PIPELINE, SWEEP, WATCH)
 POOL = "rlhf"
@@ -53,3 +57,14 @@ def login(environment: Mapping[str, str]) -> tuple[str, str] | None:
     text = environment.get(SERVER_LOGIN) or environment.get(CLIENT_LOGIN)
     user, _, password = (text or "").partition(":")
     return (user, password) if text else None
+
+
+def check_server(address: str) -> None:
+    """Raises UserError if no server answers at the address of PREFECT_API_URL."""
+    try:
+        httpx.get(f"{address.rstrip('/')}/health", timeout=10.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(
+            f"the server of PREFECT_API_URL={address} does not answer ({error}); start it, or change the "
+            "address"
+        ) from None

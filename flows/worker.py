@@ -31,17 +31,6 @@ def work(pool: str) -> NoReturn:
     os.execv(sys.executable, command(pool))
 
 
-def check_server(address: str) -> None:
-    """Raises UserError if no server answers at the address of PREFECT_API_URL."""
-    try:
-        httpx.get(f"{address.rstrip('/')}/health", timeout=10.0)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UserError(
-            f"the server of PREFECT_API_URL={address} does not answer ({error}); start it, or change the "
-            "address"
-        ) from None
-
-
 @contextmanager
 def logged_in(variable: str, server: str) -> Iterator[None]:
     """Raises UserError if the server refuses the login within the block; `variable` has it."""
@@ -71,7 +60,7 @@ def register(pool: str, *, makes_pool: bool) -> None:
             "PREFECT_API_URL is not set; set it to the address of the server, such as http://127.0.0.1:4200/api"
         )
     dvc_files.graph(Path.cwd())  # refuses a folder without a project
-    check_server(address)
+    settings.check_server(address)
     for variable, value in {**settings.QUIET, **settings.HEARTBEAT}.items():
         os.environ.setdefault(variable, value)
     from flows import deployments

@@ -332,7 +332,7 @@ class Reward(Trained):
 
     train: bool = True
     """Whether reward models are made; false if no scorer, critic, judge or guard uses one."""
-    side_by_side: bool = False
+    side_by_side: bool = True
     """Whether one process on a CPU becomes two, and each trains one of the two models on half of the cores:
     faster where a model is too small for all cores, in twice the memory. A GPU trains one after the other."""
     learning_rate: t.PositiveFloat = 1e-3

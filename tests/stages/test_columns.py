@@ -50,7 +50,7 @@ def project(models_here: Path) -> Path:
     """Prompts that keep a part of their text, which the functions look for in it."""
     (models_here / "my_columns.py").write_text(CODE, encoding="utf-8")
     for split in ("train", "validation", "test"):
-        rows = read_table(Paths(), "prompts", split)
+        rows = list(read_table(Paths(), "prompts", split))
         for row in rows:
             place = " ".join(row["prompt"].split()[-9:-2])
             row["columns"] = {"place": place, "tests": [place, 1], "first": r"(my|so) .*"}
