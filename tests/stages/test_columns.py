@@ -107,7 +107,7 @@ def test_a_verifier_on_a_missing_or_malformed_column_is_refused_before_training(
     judges = {"judge.judges": [VERIFIER | {"name": "verifier", "by": ["kind"]}]}
     with pytest.raises(ConfigError, match=r"judge.judges: a verifier needs the column kind; add it to data"):
         small.view("judge", KEEP | judges)
-    rows = read_table(Paths(), "prompts", "validation")
+    rows = list(read_table(Paths(), "prompts", "validation"))
     rows[2]["columns"]["first"] = "("
     small.write_rows(project, "prompts", "validation", [columns.encoded(row) for row in rows])
     with pytest.raises(UserError, match=r"ppo.scorers: .*validation\): .*\n  synthetic row 3: first: '\('"):
@@ -125,7 +125,7 @@ def test_stage_judge_checks_every_row_that_a_verifier_reads_before_it_samples(
     changes = {"judge.judges": judges, "judge.num_examples": 2, "judge.labels": "labels.jsonl"}
     view = small.view("judge", changes | KEEP)
     monkeypatch.setattr(judge, "sample_contenders", lambda *_: pytest.fail("the stage has begun to sample"))
-    tests, validation = (read_table(Paths(), "prompts", split) for split in ("test", "validation"))
+    tests, validation = (list(read_table(Paths(), "prompts", split)) for split in ("test", "validation"))
     answers = [{"episode": 0, "prompt": row["prompt"]} for row in validation[:3]]
     Paths().ppo_samples.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(answers), Paths().ppo_samples / "answers.parquet")
