@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ class Ragged(Sequence[list[int]]):
     """
 
     def __init__(self, rows: Iterable[Sequence[int]] = ()) -> None:
-        self._file = tempfile.NamedTemporaryFile(prefix="rlhf-tokens-")  # noqa: SIM115 (as long as the rows)
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (open for as long as the rows)
+        weakref.finalize(self, self._file.close)
         self._ends, self._ids = array("q", [0]), np.empty(0, np.int32)
         self.extend(rows)
 
