@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,8 +143,13 @@ class Console:
         pause = SILENT_SECONDS if is_news else self._pause
         if not self._rich.is_terminal:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        shown = [self._label, *(part.text for part in parts)] if parts else [self._label, "at work"]
-        self.say("  ".join([*filter(None, shown), time_text]))
+        lines = next((part for part in parts if isinstance(part, _Lines)), None)
+        is_inside = lines is not parts[-1] and now - begun_at >= LONG_PART_SECONDS if parts else False
+        if lines and lines.done > lines.skipped and not is_inside and not is_stalled:
+            lines.show()
+        else:
+            shown = [self._label, *(part.text for part in parts)] if parts else [self._label, "at work"]
+            self.say("  ".join([*filter(None, shown), time_text]))
         self._pause = pause
 
     def say(self, text: str) -> None:
@@ -214,7 +220,7 @@ class _Work(Meter):
 
     def __init__(self, console: Console, description: str, total: float | None, unit: str) -> None:
         self._console, self.description = console, description
-        self.total, self.unit = total, unit.removesuffix("s") if total == 1 else unit
+        self.total, self.unit = total, re.sub("(?<=ch)es$|s$", "", unit) if total == 1 else unit
         self.done = self.skipped = 0.0
         self.start = time.monotonic()
 
@@ -294,18 +300,18 @@ class _Lines(_Work):
                 Path(self._file).write_text(json.dumps(doing), encoding="utf-8")
         due = self.done - self._shown_done >= PLAIN_SHARE * self.total
         if due and time.monotonic() - self._shown_at >= PLAIN_SECONDS:
-            self._show()
+            self.show()
 
     def finish(self) -> None:
         if self.done > self._shown_done:
-            self._show()
+            self.show()
 
     def left(self) -> float:
         """Seconds until the end, at the speed so far."""
         seconds = time.monotonic() - self.start
         return max(self.total - self.done, 0) * seconds / (self.done - self.skipped)
 
-    def _show(self) -> None:
+    def show(self) -> None:
         self._shown_done, self._shown_at = self.done, time.monotonic()
         is_over = self.done >= self.total * ALMOST
         seconds = self._shown_at - self.start

@@ -146,9 +146,22 @@ def test_the_line_of_life_names_a_part_within_a_meter_and_how_much_of_both_is_do
             clock.now += 12.0
             responses.advance(7.68)
             with shown.progress("judge gpt", 2, unit="replies"):
+                clock.now += 4.0
                 shown.show_life()
-    line = "6/9 ppo  25% of 8,192 episodes  171/s  sampling  12% of 64 responses  judge gpt  0% of 2 replies"
-    assert out.getvalue().splitlines()[0] == f"{line}  0s so far", "a meter within a meter is a part"
+    line = "6/9 ppo  25% of 8,192 episodes  128/s  sampling  12% of 64 responses  judge gpt  0% of 2 replies"
+    assert out.getvalue().splitlines()[0] == f"{line}  4s so far", "a meter within a meter is a part"
+
+
+def test_a_log_shows_a_short_part_as_its_meter(clock: Clock) -> None:
+    out = io.StringIO()
+    shown = Console(out)
+    with shown.stage("reward", 5, 9), shown.progress("reward", 3, unit="epochs") as epochs:
+        epochs.advance(0.1, loss=0.5)
+        clock.now += 12.0
+        with shown.part("gradients", 1, "micro-batches"):
+            clock.now += 1.0
+            shown.show_life()
+    assert out.getvalue() == "5/9 reward  3% of 3 epochs  6m17s left  loss 0.5\n"
 
 
 def test_a_meter_without_advance_for_thirty_seconds_says_so_once_and_then_ever_more_rarely(
