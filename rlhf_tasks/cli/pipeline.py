@@ -42,7 +42,7 @@ def preset(
         console.table("presets", ["name", "what it is"], [[n, presets.summary(n)] for n in presets.names()])
         return 0
     changed = presets.apply(given, FILE, changes)
-    console.say(f"{FILE}: " + (", ".join(changed) if changed else "nothing to change"))
+    console.say("\n  ".join([f"{FILE}: {len(changed)} values changed", *changed]))
     return 0
 
 

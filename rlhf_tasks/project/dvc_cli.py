@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,10 @@ def run(folder: Path, *words: str) -> str:
     )
     if done.returncode:
         message = (done.stderr or done.stdout).strip()
+        if owners := sorted(set(re.findall(r"is busy.*?\(PID (\d+)\)", message, re.DOTALL))):
+            raise UserError(
+                f"another run is at work in {folder} (process {', '.join(owners)}): wait, or stop it"
+            )
         raise UserError(f"`dvc {' '.join(words)}` failed in {folder}: {message}")
     return done.stdout.strip()
 

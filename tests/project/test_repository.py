@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, git
+from rlhf_tasks.project import dvc_cli, dvc_files, git
 from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e]
@@ -81,3 +83,14 @@ def test_no_dvc_repository_or_invalid_settings_are_an_error(tmp_path: Path) -> N
     (tmp_path / ".dvc/config").write_text("[cache]\nno_such_key = 1\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"DVC's settings .* are not valid: .*no_such_key"):
         dvc_cli.cache(tmp_path)
+
+
+def test_a_project_in_which_another_run_is_at_work_is_named_with_its_process(tmp_path: Path) -> None:
+    root = toy.make(tmp_path / "project")
+    stage = next(name for name in dvc_files.graph(root) if name != dvc_files.INPUTS)
+    out = dvc_files.graph(root)[stage].outs[0]
+    holder = {"pid": os.getpid(), "cmd": "dvc repro"}
+    (root / ".dvc/tmp").mkdir(exist_ok=True)
+    (root / ".dvc/tmp/rwlock").write_text(json.dumps({"write": {str(root / out): holder}}))
+    with pytest.raises(UserError, match=rf"another run is at work in .*\(process {os.getpid()}\): wait, or"):
+        dvc_cli.run(root, "status", "--json")
