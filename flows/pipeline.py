@@ -234,9 +234,10 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
             except BaseException as error:
                 if share and not checkpoint.point(Paths(dvc.folder), name):
                     share = 0.0  # a retry starts the stage anew
-                percent = show(f"{name}: {'failed' if isinstance(error, Exception) else 'stopped'}")
+                end = "failed" if isinstance(error, Exception) else "stopped, state kept; Retry resumes"
+                percent = show(f"{name}: {end}")
                 if isinstance(error, OutOfTime):
-                    raise OutOfTime(results.kept(percent)) from None
+                    raise OutOfTime(f"state kept at {percent}%; Retry resumes") from None
                 raise
             if name != inputs:
                 how[name] = "cached" if state.name == "Cached" else "ran"

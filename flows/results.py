@@ -36,11 +36,6 @@ def run_keys(folder: Path, stages: Sequence[str]) -> dict[str, str]:
     return {stage: str(lineage["rlhf.run"]) for stage, lineage in read.items()}
 
 
-def kept(percent: float) -> str:
-    """What a run says that was stopped at this percentage."""
-    return f"state kept at {percent:.0f}%; Retry resumes"
-
-
 def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
     """Create the artifacts: a table of all metrics beside those of the last run, and one page."""
     artifact: Any = Artifact.get(METRICS_KEY)

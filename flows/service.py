@@ -268,9 +268,9 @@ class Service:
             set_state(run, type="CANCELLING", name="Cancelling")
         while (left := in_progress()) and time.monotonic() < deadline:
             time.sleep(processes.POLL_SECONDS)
-        for run in self._post("flow_runs/filter", {"flow_runs": {"id": {"any_": [*(runs - left)]}}}):
-            message = f"the service was stopped; {run['state']['message']}"
-            set_state(run["id"], type="CANCELLED", name=settings.STOPPED, message=message)
+        stopped = {"name": settings.STOPPED, "message": "the service was stopped; Retry resumes"}
+        for run in runs - left:
+            set_state(run, type="CANCELLED", **stopped)
 
     def end_runs(self) -> None:
         """End the flow runs before their worker, which would kill them before they have saved their state."""
