@@ -69,7 +69,8 @@ def run(
         errors="replace",
         env=environment,
         start_new_session=True,
-        preexec_fn=_restore_interrupts,
+        # A worker in a shell's background ignores SIGINT, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
     def read() -> None:
@@ -110,8 +111,3 @@ def run(
         for thread in (reader, follower):
             thread.join(DRAIN_SECONDS)
     return process.returncode, lines
-
-
-def _restore_interrupts() -> None:
-    """In the child: a worker in a shell's background ignores SIGINT, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -119,7 +119,7 @@ def page(
     sections = {
         "Promotion": [outcome.promotion, table(outcome.criteria)] if outcome.verdict else [],
         "Metrics": [table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
-        "Changes": ["\n".join(f"- {_code(change)}" for change in outcome.changes)],
+        "Changes": ["\n".join(f"- `` {change} ``" for change in outcome.changes)],
         "Stages": [table(stages)],
     }
     for title, content in sections.items():
@@ -133,9 +133,3 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = list(rows[0]) if rows else []
     cells = [[str(row[name]).replace("|", "\\|").replace("\n", "<br>") for name in names] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *cells] if rows)
-
-
-def _code(text: str) -> str:
-    """A code span, whatever the text holds."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"`{text}`" if len(fence) == 1 else f"{fence} {text} {fence}"

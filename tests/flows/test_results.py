@@ -51,7 +51,7 @@ def test_changes_come_after_the_results_and_stay_code(root: Path) -> None:
     )
     places = [text.index(title) for title in ("## Promotion", "## Metrics", "## Changes", "## Stages")]
     assert places == sorted(places)
-    assert '- `seed: 1 → 2`\n- `` ppo.x: "a`b" → null ``\n' in text
+    assert '- `` seed: 1 → 2 ``\n- `` ppo.x: "a`b" → null ``\n' in text
 
 
 @pytest.mark.parametrize(
