@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prefect.logging import disable_run_logger
 from prefect.testing.utilities import prefect_test_harness
 
 from flows import devices, settings
@@ -45,6 +46,13 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def no_run() -> Iterator[None]:
+    """Programs log outside of a run, by the logger `null`."""
+    with disable_run_logger():
+        yield
 
 
 @pytest.fixture

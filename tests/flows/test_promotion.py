@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.logging import disable_run_logger
 
 from flows import pipeline as flows_pipeline
 from flows import promotion, results
@@ -36,7 +36,6 @@ CRITERION = {
     "margin": -1.2,
     "passed": False,
 }
-LOGGER = logging.getLogger("test of promotion")
 
 
 @pytest.fixture
@@ -71,7 +70,8 @@ def end_with(root: Path, text: str, status: int) -> None:
 
 
 def promote(root: Path) -> Any:
-    return promotion.promote.fn(root, toy.run_environment(), config.load(root / "params.yaml"), LOGGER)
+    with disable_run_logger():
+        return promotion.promote.fn(root, toy.run_environment(), config.load(root / "params.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.logging import disable_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Completed, Crashed, Running
 
@@ -38,10 +38,11 @@ def gpus(*names: str) -> str:
 def test_a_stage_sees_its_gpus_and_the_next_one_what_the_flow_sees(root: Path) -> None:
     toy.write_script(root, ["echo ${CUDA_VISIBLE_DEVICES-none} >> ../seen.txt", toy.SECOND.strip(), "exit 1"])
     environment = toy.run_environment() | {devices.VISIBLE: "0,2"}
-    dvc = Dvc(root, environment, 20.0, logging.getLogger("test"))
-    dvc.reproduce("first")
+    dvc = Dvc(root, environment, 20.0)
+    with disable_run_logger():
+        dvc.reproduce("first")
     for chosen in ([SECOND, THIRD], []):
-        with pytest.raises(StageFailed):
+        with disable_run_logger(), pytest.raises(StageFailed):
             dvc.reproduce("second", chosen)
     assert (root.parent / "seen.txt").read_text(encoding="utf-8").split() == [f"{SECOND},{THIRD}", "0,2"]
 
