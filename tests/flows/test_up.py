@@ -149,6 +149,8 @@ def test_a_port_of_our_other_server_is_refused(root: Path) -> None:
         with pytest.raises(UserError, match=rf"port {port} is in use, so mlflow cannot have it"):
             choose(here, None, port)
         assert choose(here, None, None)["prefect"] == port
+        here.down()
+        assert choose(here, None, None)["prefect"] == port, "the next start takes it again"
     finally:
         here.daemon("prefect").stop(0.5)
 
