@@ -21,8 +21,13 @@ def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
     """A folder with exactly these bytes, from the DVC cache, a commit, an experiment, or its first folder.
 
     Raises:
-        UserError: if none of these places has them.
+        UserError: if none of these places has them, or the version has no md5.
     """
+    if not md5:
+        raise UserError(
+            "the champion has no tag dvc.md5: `rlhf promote` did not register it, so its weights are not known; "
+            "move the alias `champion`, or remove it"
+        )
     target = home / "policies" / md5
     if _has_bytes(target, md5):
         return target

@@ -495,7 +495,7 @@ def test_a_champion_that_was_registered_otherwise_is_a_user_error(
     store.set_registered_model_alias(NAME, "champion", "1")
     planted.pipeline(project, "one")
     assert main.main(["promote"]) == 2
-    assert "is champion and has no tag dvc.md5" in capsys.readouterr().err
+    assert "the champion has no tag dvc.md5" in capsys.readouterr().err
 
 
 def test_a_function_that_ppo_optimised_refuses_even_if_params_changed_since(
