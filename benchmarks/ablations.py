@@ -1,13 +1,13 @@
 """What parts of PPO are worth on the default task: `python -m benchmarks.ablations parts 1 2 3`.
 
-    parts        docs/results/ablations.md: one setting changed, half the episodes, the validation posts, since
-                 test posts are for verdicts and not for choices; guards only warn
-    estimators   docs/results/estimators.md: GAE, RLOO and GRPO with the values of their presets, the test posts
+    parts        docs/results/ablations.md: one setting changed, half the episodes, and the validation posts,
+                 since test posts are for verdicts and not for choices; guards only warn
+    estimators   docs/results/estimators.md: GAE, RLOO and GRPO by their presets, and the test posts
 
-For every seed, a run of `benchmarks.seeds` provides data, SFT and reward models; it is made where there is none. Only
-PPO runs again, once per variant, and the gold judge compares its policy with the references. An interrupted command
-can be repeated: it skips what has a result.json, whose keys are those of CELLS. Prints a line per variant; a cell is
-the mean over the seeds and the range. With `--jobs 1` the seconds of the variants can be compared.
+For every seed, a run of `benchmarks.seeds` provides data, SFT and reward models; it is made where there is
+none. Only PPO runs again, once per variant, and the gold judge compares its policy with the references. An
+interrupted command can be repeated: it skips what has a result.json. Prints a line per variant; a cell is the
+mean over the seeds and the range. With `--jobs 1` the seconds of the variants can be compared.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What happens when something breaks: `python -m benchmarks.faults` runs the tests that break it.
 
-docs/results/faults.md has a row for each fault, with its test. Each test runs in a process of its own, the slow
-ones too, and its result becomes the last cell of the row. `--quick` leaves out the slow tests, `--only WORD` those
-whose name lacks the word: their rows keep the result that they have. All tests together take about an hour on two
-cores. Exit status 1 if one fails.
+docs/results/faults.md has a row for each fault, with its test. Each test runs in a process of its own, the
+slow ones too, and its result becomes the last cell of the row. `--quick` leaves out the slow tests, `--only
+WORD` those whose name lacks the word: their rows keep the result that they have. All tests together take
+about an hour on two cores. Exit status 1 if one fails.
 """
 
 from __future__ import annotations

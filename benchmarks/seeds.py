@@ -1,8 +1,8 @@
 """The default run, or a preset, over several seeds, as a table: `python -m benchmarks.seeds 1 2 3`.
 
-Each seed runs in a clone of the committed state under `.rlhf/seeds/SEED` (with a preset `.rlhf/PRESET/SEED`) and is
-kept, so that a broken-off benchmark goes on where it was. Two run at a time, a thread each: the bits depend on the
-number of threads. `--preset arithmetic` is that of docs/results/verifier.md.
+Each seed runs in a clone of the committed state under `.rlhf/seeds/SEED`, with a preset `.rlhf/PRESET/SEED`,
+and is kept, so that a broken-off benchmark goes on where it was. Two run at a time, a thread each: the bits
+depend on the number of threads. `--preset arithmetic` is that of docs/results/verifier.md.
 """
 
 from __future__ import annotations

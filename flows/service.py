@@ -252,7 +252,9 @@ class Service:
             self.end_runs()
             ports = {name: self.daemon(name).record().get("port") for name in PORTS}
             ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
-            for name in filter(ports.get, ports):  # the next start takes the same, so that bookmarks stay valid
+            for name in filter(
+                ports.get, ports
+            ):  # the next start takes the same, so that bookmarks stay valid
                 atomic.write_json(self.daemon(name).file, {"port": ports[name]})
         console.say(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
 

@@ -25,8 +25,8 @@ def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
     """
     if not md5:
         raise UserError(
-            "the champion has no tag dvc.md5: `rlhf promote` did not register it, so its weights are not known; "
-            "move the alias `champion`, or remove it"
+            "the champion has no tag dvc.md5: `rlhf promote` did not register it, so its weights are not "
+            "known; move the alias `champion`, or remove it"
         )
     target = home / "policies" / md5
     if _has_bytes(target, md5):

@@ -1,4 +1,4 @@
-"""What a stage wrote in one layout against what it wrote in another one, which must differ by rounding only."""
+"""What a stage wrote in one layout and in another one, which must differ by rounding only."""
 
 from __future__ import annotations
 
