@@ -26,13 +26,12 @@ from filelock import FileLock, Timeout
 
 from rlhf_tasks.config import Config, flatten
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, dvc_files, git, inputs
+from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing, inputs
 from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
 from rlhf_tasks.project.paths import Paths
 
 FOLDER = "workspaces"
 LOCK = "dvc.lock"
-NO_DATA = ("__pycache__",)  # folders below the data that do not belong to it
 
 
 @dataclass(frozen=True)
@@ -310,7 +309,7 @@ def data_files(folder: Path) -> Iterator[Path]:
     for at, folders, names in os.walk(folder, followlinks=True):
         up = [Path(at).resolve(), *Path(at).resolve().parents]
         back = [name for name in folders if Path(at, name).is_symlink() and Path(at, name).resolve() in up]
-        folders[:] = [name for name in folders if name not in (*back, *NO_DATA)]
+        folders[:] = [name for name in folders if name not in (*back, *hashing.NOT_DATA)]
         yield from (Path(at, name) for name in (*back, *names))
 
 

@@ -226,7 +226,10 @@ def _criteria(
         yield from _bounded(f"over_{b}/{judge}", title, low, ">", bounds[b])
     yield from _kl(evidence.kl, promotion.max_kl)
     yield from _retention(promotion, evidence.results)
-    shares = (_of_comparison(evidence.results, judge, b, _failure_share) for judge, b in pairs)
+    shares = (
+        _of_comparison(evidence.results, judge, b, lambda one: one.failures / (one.failures + one.examples))
+        for judge, b in pairs
+    )
     share = _combined(lambda *values: max(values), *shares)
     yield from _bounded(
         "failure_share", "share of failed comparisons", share, "<=", promotion.max_failure_share
@@ -304,10 +307,6 @@ def _of_comparison(
     if comparison is None:
         return f"{judge} has not compared this policy with {opponent}"
     return _finite(value(comparison))
-
-
-def _failure_share(comparison: ComparisonResult) -> float:
-    return comparison.failures / (comparison.failures + comparison.examples)
 
 
 def _perplexity(results: EvaluationResults, model: str, text: str) -> Value:

@@ -180,10 +180,12 @@ def test_a_reply_that_times_out_fails_alone(server: Server, tmp_path: Path) -> N
     assert [r for i, r in enumerate(result) if i != 1] == [r for i, r in enumerate(expected(sent)) if i != 1]
 
 
-def test_a_reply_that_never_ends_times_out(server: Server, tmp_path: Path) -> None:
+def test_a_reply_that_never_ends_times_out(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "LONGEST_WAIT_SECONDS", 0.2)
     server.behaviour = lambda handler, body, attempt: handler.drip()
-    one = settings(server, tmp_path, timeout_seconds=0.3, max_retries=0)
-    (reply,) = LlmComparer(one, 0.05, Paths(tmp_path), longest_wait_seconds=0.2)(questions(1), ANY)
+    (reply,) = comparer(server, tmp_path, timeout_seconds=0.3, max_retries=0)(questions(1), ANY)
     assert "TimeoutError" in reply.failure
 
 
