@@ -118,9 +118,9 @@ def run_stages(
         made.survive(stage, kills.get(stage, 0), rng, undisturbed.get(stage, 0.0))
 
 
-def differences(one: Project, other: Project) -> Sequence[tuple[str, str]]:
+def differences(one: Project, other: Project) -> list[str]:
     """What differs between two finished runs: weights, and metrics but for times."""
-    return list(identity.differences(identity.contents(one.folder), identity.contents(other.folder), ()))
+    return identity.differences(identity.contents(one.folder), identity.contents(other.folder))
 
 
 @pytest.fixture(scope="module")
