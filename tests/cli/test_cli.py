@@ -414,19 +414,6 @@ def test_a_preset_changes_values_and_keeps_comments(project: Path, preset_folder
     assert any("# scratch | a folder | a hub id" in line for line in differing)
 
 
-def test_a_preset_can_replace_null_by_a_section_and_a_section_by_null(
-    project: Path, preset_folder: Path
-) -> None:
-    main.main(["preset", "small"])
-    scratch = "model: {base: scratch, revision: null, scratch: {family: gpt2, hidden_size: 8, num_layers: 1, "
-    back = scratch + "num_heads: 2, vocab_size: 9, tokenizer: bpe}}\n"
-    (preset_folder / "back.yaml").write_text(back, encoding="utf-8")
-    assert main.main(["preset", "back"]) == 0
-    shape = config.load().model.scratch
-    assert shape is not None
-    assert shape.hidden_size == 8
-
-
 def test_presets_that_would_make_params_yaml_invalid_change_nothing(
     project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

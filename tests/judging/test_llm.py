@@ -99,12 +99,6 @@ def test_every_pair_is_compared_in_both_orders(server: Server, tmp_path: Path) -
     assert (result.num_replies, result.num_tokens) == (4, 40)
 
 
-def test_a_model_that_always_prefers_the_first_gives_ties(server: Server, tmp_path: Path) -> None:
-    server.reply = lambda body: completion("A")
-    result = PairwiseJudge("gpt", comparer(server, tmp_path), 0.0).compare(["p", "q"], ["2", "x"], ["1", "y"])
-    assert result.outcomes.tolist() == [0.5, 0.5]
-
-
 def test_the_probability_comes_from_the_log_probs_if_the_server_gives_them(
     server: Server, tmp_path: Path
 ) -> None:

@@ -302,7 +302,6 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing after it runs."""
 
 
-STEPS = ("register", "challenge", "record", "promote")
 CALLS = (
     "create_registered_model", "create_model_version", "set_registered_model_alias", "set_model_version_tag",
     "update_model_version", "delete_registered_model_alias", "delete_model_version_tag",
@@ -393,23 +392,6 @@ def test_a_command_that_was_killed_before_any_request_ends_alike_when_repeated(
         assert str(store.get_registered_model(NAME).aliases["champion"]) != moved_to
         assert run_act(act) == 0
         assert registry_state(store) == whole, f"killed before request {limit}, {requests[limit]}"
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_promotion_killed_between_two_steps_succeeds_when_repeated(
-    project: Path, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    promote(project, "one")
-
-    def killed(self: Registry, *words: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Registry, step, killed)
-        with pytest.raises(Killed):
-            promote(project, "two")
-    assert promote(project, "two") == 0
-    assert aliases(project) == {"champion": "two"}
 
 
 def test_a_promotion_killed_while_the_verdict_is_written_succeeds_when_repeated(
