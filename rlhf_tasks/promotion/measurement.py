@@ -11,21 +11,18 @@ import functools
 import json
 import os
 import statistics
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, Config, JudgeView, Judging
-from rlhf_tasks.config.judge import ENGLISH
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import (
     has_reward,
     is_trial,
     optimized_judges,
     selecting_judges,
-    shipped_prompts,
 )
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
@@ -286,23 +283,11 @@ def _with_local_files(candidate: Candidate) -> Config:
         return settings
     outs = [out for node in dvc_files.graph(run).values() for out in node.outs]
     judge = settings.judge.model_dump(mode="json")
-    for section, key in _named_files(judge, outs):
-        section[key] = str(local.resolve() / section[key])
+    for key, path in inputs.files_named({"judge": judge}):
+        _, *inner, last = key.split(".")
+        part: Any = judge
+        for name in inner:
+            part = part[int(name) if name.isdigit() else name]
+        if not dvc_files.is_in(path, outs):
+            part[last] = str(local.resolve() / path)
     return settings.model_copy(update={"judge": Judging.model_validate(judge)})
-
-
-def _named_files(judge: Mapping[str, Any], outs: list[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every place of the section that names a file or folder of the user: its part, and the key in it."""
-    for one in judge["judges"]:
-        is_folder = "path" in one and one.get("revision") is None
-        if is_folder and not any(Path(one["path"]).is_relative_to(out) for out in outs):
-            yield one, "path"
-        if "prompt" in one and one["prompt"] not in shipped_prompts():
-            yield one, "prompt"
-    retention = judge["retention"] or {}
-    for key in ("general", "questions"):
-        if retention.get(key) not in (None, ENGLISH):
-            yield retention, key
-    tasks = retention.get("tasks") or {}
-    if tasks.get("folder") is not None:
-        yield tasks, "folder"
