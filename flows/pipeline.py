@@ -28,8 +28,8 @@ from prefect.states import Cancelled
 from prefect.utilities.urls import url_for
 
 from flows import promotion, request, results, settings, stage_tasks, watch, workplace
-from flows.outcome import Outcome
 from flows.programs import OutOfTime
+from flows.results import Outcome
 from flows.slots import Slots
 from flows.stage_tasks import Dvc, StageFailed, StageRefused
 from rlhf_tasks import console

@@ -21,7 +21,7 @@ from flows import settings
 from flows.slots import LABEL
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import processes, workspaces
+from rlhf_tasks.project import git, processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.workspaces import Workspace
 from rlhf_tasks.tracking import pipeline as tracking
@@ -87,7 +87,7 @@ def saved_experiment(workspace: Workspace | None, name: str, given: bool) -> tup
         return name, None
     if not given and workspace.like is not None and workspace.is_like():
         return workspace.like[1], workspace.like[0]
-    return name, workspace.save(name) if given or workspace.differs() else None
+    return name, workspace.save(name) if given or git.changed(workspace.folder) else None
 
 
 def workspace_name(flow_run: str) -> str:

@@ -30,7 +30,6 @@ from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing, inputs
 from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
 from rlhf_tasks.project.paths import Paths
 
-FOLDER = "workspaces"
 LOCK = "dvc.lock"
 
 
@@ -65,10 +64,6 @@ class Workspace:
         with FileLock(Paths(self.root).home / "exp.lock"):
             dvc_cli.run(self.folder, "exp", "save", "--force", "--name", name, *options)
         return git.find_experiment(self.root, name) or ""
-
-    def differs(self) -> bool:
-        """Whether any file differs from the commit."""
-        return bool(git.changed(self.folder))
 
     def is_like(self) -> bool:
         """Whether dvc.lock is still that of the experiment that it started from."""
@@ -222,7 +217,7 @@ def _lock(root: Path, name: str) -> FileLock:
 
 def _all(root: Path) -> Path:
     """The folder of all workspaces."""
-    return Paths(root).home / FOLDER
+    return Paths(root).home / "workspaces"
 
 
 # ------------------------------------------------------------------------------ its data and other inputs

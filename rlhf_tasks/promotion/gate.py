@@ -154,9 +154,14 @@ class Verdict:
 
     def table(self) -> str:
         """The rows as a table in Markdown."""
-        rows = self.rows()
-        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return table(self.rows())
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown; empty without rows."""
+    names = list(rows[0]) if rows else []
+    cells = [[str(row[name]).replace("|", "\\|").replace("\n", "<br>") for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *cells] if rows)
 
 
 def decide(

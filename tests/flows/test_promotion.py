@@ -14,7 +14,7 @@ from prefect.logging import disable_run_logger
 
 from flows import pipeline as flows_pipeline
 from flows import promotion, results
-from flows.outcome import Outcome
+from flows.results import Outcome
 from flows.slots import Slots
 from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
