@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 
 from rlhf_tasks.config.judge import LlmJudge
 from rlhf_tasks.errors import UserError
@@ -24,7 +22,6 @@ from rlhf_tasks.judging.judges import llm
 from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question, Reply
 from rlhf_tasks.judging.judges.llm import Cache, LlmComparer, Malformed, record_of, reply_of
 from rlhf_tasks.project.paths import Paths
-from tests import small
 from tests.judging import endpoint
 from tests.judging.endpoint import KEY, MODEL, Body, Handler, Server, completion
 
@@ -364,7 +361,6 @@ def kill_and_repeat(server: Server, command: Sequence[str], folder: Path) -> str
     assert process.returncode == -signal.SIGKILL
     paid = dict(server.paid)
     assert sum(paid.values()) == KILL_AT
-    assert not (folder / "metrics/judge.json").exists()
     killed.set()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     assert set(server.paid.values()) == {1}, "no reply was paid for twice"
@@ -380,26 +376,6 @@ def test_no_reply_is_paid_for_twice_after_a_kill(server: Server, tmp_path: Path)
     assert printed.splitlines()[-1] == "40"
     assert "25 of 40 replies were requested" in printed
     assert len(server.paid) == 40
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_the_stage_pays_for_no_reply_twice_after_a_kill(
-    server: Server, models_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(models_here.parent))
-    judge = settings(server, models_here).model_dump(mode="json")
-    changes = {"judge.judges": [small.GOLD, judge], "judge.num_examples": 12, "judge.retention": None}
-    tree = small.params({**small.WITHOUT_REWARD, **changes, "tracking.enabled": False})
-    with (models_here / "params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(tree, file)
-    shutil.copy(ROOT / "dvc.yaml", models_here)
-    shutil.copytree(
-        ROOT / "rlhf_tasks/judging", models_here / "rlhf_tasks/judging"
-    )  # the labels, and the deps
-    command = [sys.executable, "-P", "-m", "rlhf_tasks.cli", "judge"]
-    kill_and_repeat(server, command, models_here)
-    assert "gpt/policy_vs_sft/win_rate" in json.loads((models_here / "metrics/judge.json").read_text("utf-8"))
 
 
 @pytest.mark.parametrize(
