@@ -339,9 +339,10 @@ print(len(judge([Question(*q) for q in questions], 1e9)))
 KILL_AT = 15  # replies that are kept
 
 
-def kill_and_repeat(server: Server, command: Sequence[str], folder: Path) -> str:
+def test_no_reply_is_paid_for_twice_after_a_kill(server: Server, tmp_path: Path) -> None:
     """SIGKILL once KILL_AT replies are kept and others wait at the server, unanswered; then run it again."""
-    killed = threading.Event()
+    arguments, sent, killed = tmp_path / "arguments.json", questions(40), threading.Event()
+    arguments.write_text(json.dumps([settings(server, tmp_path).model_dump(), sent, str(tmp_path)]))
 
     def behave(handler: Handler, body: Body, attempt: int) -> None:
         if killed.is_set() or handler.number <= KILL_AT:
@@ -350,8 +351,9 @@ def kill_and_repeat(server: Server, command: Sequence[str], folder: Path) -> str
             handler.hang()
 
     server.behaviour = behave
-    environment, kept = os.environ | {"PYTHONPATH": str(ROOT)}, Paths(folder).home / llm.FILE
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as process:
+    command = [sys.executable, "-c", KILLED, str(arguments)]
+    environment, kept = os.environ | {"PYTHONPATH": str(ROOT)}, Paths(tmp_path).home / llm.FILE
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 600
         while process.poll() is None and time.monotonic() < deadline:
             if kept.exists() and kept.read_bytes().count(b"\n") == KILL_AT and len(server.requests) > KILL_AT:
@@ -359,22 +361,12 @@ def kill_and_repeat(server: Server, command: Sequence[str], folder: Path) -> str
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    paid = dict(server.paid)
-    assert sum(paid.values()) == KILL_AT
+    assert sum(server.paid.values()) == KILL_AT
     killed.set()
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "40"
+    assert "25 of 40 replies were requested" in done.stdout
     assert set(server.paid.values()) == {1}, "no reply was paid for twice"
-    assert set(paid) < set(server.paid)
-    return done.stdout
-
-
-def test_no_reply_is_paid_for_twice_after_a_kill(server: Server, tmp_path: Path) -> None:
-    arguments, sent = tmp_path / "arguments.json", questions(40)
-    arguments.write_text(json.dumps([settings(server, tmp_path).model_dump(), sent, str(tmp_path)]))
-    command = [sys.executable, "-c", KILLED, str(arguments)]
-    printed = kill_and_repeat(server, command, tmp_path)
-    assert printed.splitlines()[-1] == "40"
-    assert "25 of 40 replies were requested" in printed
     assert len(server.paid) == 40
 
 
