@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import uuid
@@ -9,10 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from prefect.logging import disable_run_logger
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import devices, settings
+from flows import devices, programs, settings
 from tests.flows import toy
 
 ShowGpus = Callable[..., None]
@@ -49,10 +49,9 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_run() -> Iterator[None]:
-    """Programs log outside of a run, by the logger `null`."""
-    with disable_run_logger():
-        yield
+def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs log, although no run is there."""
+    monkeypatch.setattr(programs, "get_run_logger", lambda: logging.getLogger("test of programs"))
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.logging import disable_run_logger
 
 from flows import pipeline as flows_pipeline
 from flows import promotion, results
@@ -23,7 +22,10 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.command import POLICY, RETRY_HINT, UNDECIDED, verdict_file
 from tests.flows import toy
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect and its server
+pytestmark = [
+    pytest.mark.usefixtures("no_run"),
+    pytest.mark.filterwarnings("ignore"),  # those of Prefect and its server
+]
 REFUSED = "rlhf-policy version 2 (models/policy): KL 11.2 > 10"
 CRITERION = {
     "key": "kl",
@@ -70,8 +72,7 @@ def end_with(root: Path, text: str, status: int) -> None:
 
 
 def promote(root: Path) -> Any:
-    with disable_run_logger():
-        return promotion.promote.fn(root, toy.run_environment(), config.load(root / "params.yaml"))
+    return promotion.promote.fn(root, toy.run_environment(), config.load(root / "params.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.logging import disable_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Completed, Crashed, Running
 
@@ -35,14 +34,14 @@ def gpus(*names: str) -> str:
     return "".join(f"GPU {index}: NVIDIA H100 (UUID: {name})\n" for index, name in enumerate(names))
 
 
+@pytest.mark.usefixtures("no_run")
 def test_a_stage_sees_its_gpus_and_the_next_one_what_the_flow_sees(root: Path) -> None:
     toy.write_script(root, ["echo ${CUDA_VISIBLE_DEVICES-none} >> ../seen.txt", toy.SECOND.strip(), "exit 1"])
     environment = toy.run_environment() | {devices.VISIBLE: "0,2"}
     dvc = Dvc(root, environment, 20.0)
-    with disable_run_logger():
-        dvc.reproduce("first")
+    dvc.reproduce("first")
     for chosen in ([SECOND, THIRD], []):
-        with disable_run_logger(), pytest.raises(StageFailed):
+        with pytest.raises(StageFailed):
             dvc.reproduce("second", chosen)
     assert (root.parent / "seen.txt").read_text(encoding="utf-8").split() == [f"{SECOND},{THIRD}", "0,2"]
 
