@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,8 +87,10 @@ def _link(cache: Path, md5: str, target: Path) -> bool:
 
     Links are used because a second copy may take many gigabytes.
     """
-    files = dvc_cli.cached_folder(cache, md5)
-    if files is None or not all(file.exists() for file in files.values()):
+    listing = dvc_cli.cached_file(cache, md5)
+    entries = json.loads(listing.read_text(encoding="utf-8")) if listing.exists() else []
+    files = {entry["relpath"]: dvc_cli.cached_file(cache, entry["md5"]) for entry in entries}
+    if not files or not all(file.exists() for file in files.values()):
         return False
     with whole(target) as folder:
         for path, file in files.items():
