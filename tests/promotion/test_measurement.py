@@ -118,7 +118,7 @@ def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) ->
     assert measurement.changed_files(tmp_path, tmp_path) == names
 
 
-# ------------------------------------------------------------- what the pipeline measured, and of which policy
+# ------------------------------------------------ what the pipeline measured, and of which policy
 
 
 def test_evidence_is_the_results_document_and_the_kl_of_the_kept_checkpoint(tmp_path: Path) -> None:
