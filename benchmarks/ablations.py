@@ -1,10 +1,13 @@
-"""The effect of each part of PPO on the default task: `python -m benchmarks.ablations 1 2 3`.
+"""What parts of PPO are worth on the default task: `python -m benchmarks.ablations parts 1 2 3`.
 
-For every seed, the finished run of `benchmarks.seeds` provides data, SFT and reward models. Only PPO
-runs again, once per variant and with half the episodes. The gold judge compares the policy on the validation
-posts, since test posts are for verdicts and not for choices. Guards only warn. An interrupted command can be
-repeated: it skips the variants that have a result. Results are in benchmarks/ablations.md, one line per
-variant; a cell is the mean over seeds and the range.
+    parts        docs/results/ablations.md: one setting changed, half the episodes, and the validation posts,
+                 since test posts are for verdicts and not for choices; guards only warn
+    estimators   docs/results/estimators.md: GAE, RLOO and GRPO by their presets, and the test posts
+
+For every seed, a run of `benchmarks.seeds` provides data, SFT and reward models; it is made where there is
+none. Only PPO runs again, once per variant, and the gold judge compares its policy with the references. An
+interrupted command can be repeated: it skips what has a result.json. Prints a line per variant; a cell is the
+mean over the seeds and the range. With `--jobs 1` the seconds of the variants can be compared.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,165 +27,169 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from benchmarks.seeds import linked, run_seed
-from rlhf_tasks import config
-from tests import small
+from rlhf_tasks import config, presets
 
-OUT = Path(__file__).with_suffix(".md")
-EPISODES = 4096
-WARM = {"max_updates": 8, "settled": 0.02}
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "default": {},
-    "truncation: none": {"truncation.kind": "none"},
-    "truncation: eos_trick_subtract": {"truncation.kind": "eos_trick_subtract"},
-    "truncation: bootstrap, critic warmed up": {
-        "truncation.kind": "bootstrap",
-        "advantages.critic.warmup": WARM,
-    },
-    "truncation: bootstrap_add, critic warmed up": {
-        "truncation.kind": "bootstrap_add",
-        "advantages.critic.warmup": WARM,
-    },
-    "truncation: bootstrap, gamma: 0.99, critic warmed up": {
-        "truncation.kind": "bootstrap",
-        "advantages.gamma": 0.99,
-        "advantages.critic.warmup": WARM,
-    },
-    "kl_estimator: k2": {"kl.estimator": "k2"},
-    "kl_estimator: k3": {"kl.estimator": "k3"},
-    "kl_in: loss, k2": {"kl.kind": "in_loss", "kl.estimator": "k2"},
-    "kl_in: loss, k3": {"kl.kind": "in_loss", "kl.estimator": "k3"},
-    "kl_coef: 0": {"kl_coef": 0.0},
-    "reference_sync every 8, alpha 0.6": {"reference_sync": {"every": 8, "alpha": 0.6}},
-    "ratio_from: reference": {"ratio_from": "reference"},
-    "critic_init: sft": {"advantages.critic.init": "sft"},
-    "critic_init: base": {"advantages.critic.init": "base"},
-    "critic_warmup": {"advantages.critic.warmup": WARM},
-    "value_model: shared": {"advantages.critic.kind": "shared"},
-    "lora r 16": {"lora": {"r": 16, "alpha": 32.0}},
-    "lora r 16, at ten times the rate": {
-        "lora": {"r": 16, "alpha": 32.0},
-        "learning_rate": 4e-3,
-        "advantages.critic.learning_rate": 4e-4,
-    },
-    "score_scaling, mean subtracted, clip 0.8": {"score_scaling": {"subtract_mean": True, "clip": 0.8}},
-    "whiten_rewards": {"advantages.whiten_rewards": True},
-    "whiten_advantages: false": {"whiten_advantages": False},
-    "advantage_clip: 0.5": {"advantage_clip": 0.5},
-    "cliprange_value: null": {"advantages.critic.cliprange_value": None},
-    "entropy_coef: 0.01": {"entropy_coef": 0.01},
-    "ptx, coef 0.1": {"ptx": {"coef": 0.1, "text": None}},
+WARM = "ppo.advantages.critic.warmup={max_updates: 8, settled: 0.02}"
+LORA = "ppo.lora={r: 16, alpha: 32.0}"
+PARTS: Mapping[str, Sequence[str]] = {
+    "default": [],
+    "truncation: none": ["ppo.truncation.kind=none"],
+    "truncation: eos_trick_subtract": ["ppo.truncation.kind=eos_trick_subtract"],
+    "truncation: bootstrap, critic warmed up": ["ppo.truncation.kind=bootstrap", WARM],
+    "truncation: bootstrap_add, critic warmed up": ["ppo.truncation.kind=bootstrap_add", WARM],
+    "truncation: bootstrap, gamma: 0.99, critic warmed up": [
+        "ppo.truncation.kind=bootstrap",
+        "ppo.advantages.gamma=0.99",
+        WARM,
+    ],
+    "kl_estimator: k2": ["ppo.kl.estimator=k2"],
+    "kl_estimator: k3": ["ppo.kl.estimator=k3"],
+    "kl_in: loss, k2": ["ppo.kl.kind=in_loss", "ppo.kl.estimator=k2"],
+    "kl_in: loss, k3": ["ppo.kl.kind=in_loss", "ppo.kl.estimator=k3"],
+    "kl_coef: 0": ["ppo.kl_coef=0.0"],
+    "reference_sync every 8, alpha 0.6": ["ppo.reference_sync={every: 8, alpha: 0.6}"],
+    "ratio_from: reference": ["ppo.ratio_from=reference"],
+    "critic_init: sft": ["ppo.advantages.critic.init=sft"],
+    "critic_init: base": ["ppo.advantages.critic.init=base"],
+    "critic_warmup": [WARM],
+    "value_model: shared": ["ppo.advantages.critic.kind=shared"],
+    "lora r 16": [LORA],
+    "lora r 16, at ten times the rate": [
+        LORA,
+        "ppo.learning_rate=0.004",
+        "ppo.advantages.critic.learning_rate=0.0004",
+    ],
+    "score_scaling, mean subtracted, clip 0.8": ["ppo.score_scaling={subtract_mean: true, clip: 0.8}"],
+    "whiten_rewards": ["ppo.advantages.whiten_rewards=true"],
+    "whiten_advantages: false": ["ppo.whiten_advantages=false"],
+    "advantage_clip: 0.5": ["ppo.advantage_clip=0.5"],
+    "cliprange_value: null": ["ppo.advantages.critic.cliprange_value=null"],
+    "entropy_coef: 0.01": ["ppo.entropy_coef=0.01"],
+    "ptx, coef 0.1": ["ppo.ptx={coef: 0.1, text: null}"],
 }
+ESTIMATORS: Mapping[str, Sequence[str]] = {"gae": [], "rloo": ["rloo"], "group": ["grpo"]}
+"""The preset of each estimator."""
 CELLS = {
     "PPO vs reference": ("win_rate", "{:.1%}"),
     "coverage": ("coverage", "{:.3f}"),
     "faithfulness": ("faithfulness", "{:.3f}"),
     "KL": ("kl", "{:.2f}"),
+    "KL of the kept policy": ("selected_kl", "{:.2f}"),
     "length": ("length", "{:.1f}"),
     "guards that warned": ("trips", "{:.0f}"),
+    "seconds": ("seconds", "{:.0f}"),
+    "weights": ("weights", "{:,.0f}"),
 }
 
 
-def run_variant(seed: int, name: str, finished: Path, work: Path) -> dict[str, float]:
-    """The result of one variant and seed; PPO runs if there is none."""
-    folder = work / str(seed) / "".join(c if c.isalnum() else "-" for c in name)
+def run_variant(folder: Path, changes: Sequence[str], finished: Path, split: str) -> dict[str, float]:
+    """The result of PPO with these presets and settings on a finished run; it is trained if there is none."""
     result = folder / "result.json"
     if not result.exists():
-        _prepare(folder, finished, VARIANTS[name])
+        params = linked(folder, finished)
+        params["promotion"] = None
+        YAML().dump(params, folder / "params.yaml")
+        chosen = [change for change in changes if "=" not in change]
+        presets.apply(chosen, folder / "params.yaml", [change for change in changes if "=" in change])
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
         with (folder / "log").open("w", encoding="utf-8") as log:
-            for command in (
-                ["rlhf", "ppo"],
-                [sys.executable, "-m", "benchmarks.ablations", "--judge", "result.json"],
-            ):
-                subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=True)
+            start = time.monotonic()
+            subprocess.run(["rlhf", "ppo"], cwd=folder, env=environment, stdout=log, stderr=log, check=True)
+            seconds = str(time.monotonic() - start)
+            again = [sys.executable, "-m", "benchmarks.ablations", "--judge", split, seconds]
+            subprocess.run(again, cwd=folder, env=environment, stdout=log, stderr=log, check=True)
         shutil.rmtree(folder / "models" / "policy")
     numbers: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
     return numbers
 
 
-def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
-    """Make a workspace with the data and models of a finished run, and parameters of its own."""
-    params = linked(folder, finished)
-    own = {"total_episodes": EPISODES, "guards.action": "warn", "num_sample_generations": 0, **changes}
-    config.merge(params, small.together({f"ppo.{key}": value for key, value in own.items()}))
-    params["promotion"] = None
-    YAML().dump(params, folder / "params.yaml")
-
-
-def judge(out: Path) -> None:
-    """Write the results of models/policy of this folder on the validation posts."""
+def judge(split: str, seconds: float) -> None:
+    """Write the results of models/policy of this folder on the posts of a split to result.json."""
     from rlhf_tasks.data.batches import load_tokenizer, read_table
     from rlhf_tasks.data.synthetic import gold, gold_scores
     from rlhf_tasks.data.tokenizer import encode, response_texts
     from rlhf_tasks.judging import statistics
-    from rlhf_tasks.models.load import load_causal
+    from rlhf_tasks.models.load import load_causal, load_reward
     from rlhf_tasks.models.sampling import sample_responses
     from rlhf_tasks.project.paths import Paths
 
     settings, policy = config.load(), Path("models/policy")
-    rows = read_table(Paths(), "prompts", "validation")
+    rows = read_table(Paths(), "prompts", "test" if split == "test" else "validation")
     prompts, tokenizer = [row["prompt"] for row in rows], load_tokenizer(policy)
+    models: list[Any] = [load_causal(policy).eval()]
     responses = sample_responses(
-        load_causal(policy).eval(), tokenizer, prompts, seed=settings.seed,
-        max_new_tokens=settings.data.max_completion_tokens, temperature=settings.judge.temperature,
-    )  # fmt: skip
+        models[0],
+        tokenizer,
+        prompts,
+        seed=settings.seed,
+        max_new_tokens=settings.data.max_completion_tokens,
+        temperature=settings.judge.temperature,
+    )
+    models += [load_reward(Path("models/reward"))] if settings.ppo.critic is not None else []
     texts = response_texts(tokenizer, encode(tokenizer, prompts), responses)
     references = gold_scores(prompts, [row["reference"] for row in rows])
+    rate = statistics.rate(statistics.outcomes(gold_scores(prompts, texts), references))
     facets = [gold(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     metrics = json.loads(Path("metrics/ppo.json").read_text(encoding="utf-8"))
     result = {
-        "win_rate": statistics.rate(statistics.outcomes(gold_scores(prompts, texts), references)).value,
+        "win_rate": rate.value,
+        "low": rate.low,
+        "high": rate.high,
         "coverage": sum(f.coverage for f in facets) / len(facets),
         "faithfulness": sum(f.faithfulness for f in facets) / len(facets),
         "kl": metrics["objective/kl_k1"],  # the same estimator for all
+        "selected_kl": metrics["selected_kl"],
         "length": sum(map(len, responses)) / len(responses),
         "trips": metrics["guards/trips"],
+        "seconds": seconds,
+        "weights": sum(weights.numel() for model in models for weights in model.parameters()),
     }
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    Path("result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    lines = ["| variant | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
-    for name, numbers in results.items():
-        cells = []
-        for key, form in CELLS.values():
-            values = [result[key] for result in numbers]
-            low, high = form.format(min(values)), form.format(max(values))
-            cells.append(form.format(sum(values) / len(values)) + (f" ({low}–{high})" if low != high else ""))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def line(name: str, results: Sequence[Mapping[str, float]]) -> str:
+    """A row of the table: means, and ranges where the seeds differ."""
+    cells = []
+    for key, form in CELLS.values():
+        values = [result[key] for result in results]
+        low, high = form.format(min(values)), form.format(max(values))
+        cells.append(form.format(sum(values) / len(values)) + (f" ({low}–{high})" if low != high else ""))
+    return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--judge"]:  # of `run_variant`
+        judge(sys.argv[2], float(sys.argv[3]))
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("seeds", type=int, nargs="*", default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), help="run these variants")
-    parser.add_argument(
-        "--runs", type=Path, default=Path(".rlhf/seeds"), help="the folder of the finished runs"
-    )
-    parser.add_argument(
-        "--work", type=Path, default=Path(".rlhf/ablations"), help="the folder of the results"
-    )
+    parser.add_argument("table", choices=("parts", "estimators"))
+    parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--jobs", type=int, default=2, help="run so many at a time, on one thread each")
-    parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.judge:
-        judge(args.judge)
-        return
-    finished = {seed: run_seed(seed, args.runs) for seed in args.seeds}
-    results: dict[str, list[dict[str, float]]] = {}
+    variants, split, common = PARTS, "validation", ["ppo.total_episodes=4096", "ppo.guards.action=warn"]
+    if args.table == "estimators":
+        variants, split, common = ESTIMATORS, "test", []
+    common.append("ppo.num_sample_generations=0")
+    finished = {seed: run_seed(seed, Path(".rlhf/seeds"), "reward") for seed in args.seeds}
+    print("| variant | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|", sep="\n")
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {
-            name: [pool.submit(run_variant, seed, name, finished[seed], args.work) for seed in args.seeds]
-            for name in args.only
-        }
+        waiting = {}
+        for name, changes in variants.items():
+            own = "".join(c if c.isalnum() else "-" for c in name)
+            waiting[name] = [
+                pool.submit(
+                    run_variant,
+                    Path(".rlhf/ablations", args.table, str(seed), own).absolute(),
+                    [*common, *changes],
+                    finished[seed],
+                    split,
+                )
+                for seed in args.seeds
+            ]
         for name, runs in waiting.items():
-            results[name] = [run.result() for run in runs]
-            print(table({name: results[name]}).splitlines()[-1], flush=True)
-    if set(results) == set(VARIANTS):  # the table is written only when it is whole
-        OUT.write_text(table(results), encoding="utf-8")
+            print(line(name, [run.result() for run in runs]), flush=True)
 
 
 if __name__ == "__main__":

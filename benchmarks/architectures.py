@@ -1,8 +1,8 @@
 """Which architectures PPO can train: `python -m benchmarks.architectures [FAMILY …]`.
 
 It makes a tiny random model of every family of the installed transformers that has a causal LM, runs the
-check of stage ppo on it, and writes docs/results/architectures.md. With families it only prints them. Each
-family has a process of its own, and a minute.
+check of stage ppo on it, and prints the tables of docs/results/architectures.md. Each family has a process of
+its own, and a minute.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import multiprocessing
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -26,15 +26,8 @@ from rlhf_tasks.models.checks import Result
 from rlhf_tasks.models.load import TokenScores
 from tests import families
 
-PAGE = Path(__file__).parents[1] / "docs/results/architectures.md"
 SECONDS = 60
 RIGHT, NOTED, REFUSED, UNTRIED = "right", "right with a note", "refused", "not tried"
-MEANINGS: Mapping[str, str] = {
-    RIGHT: "policy, reward model and separate critic pass every check",
-    NOTED: "the policy passes every check; read the note",
-    REFUSED: "stage ppo ends with this message before it trains",
-    UNTRIED: "no tiny model of it could be made here; stage ppo checks the real one",
-}
 
 
 class Outcome(NamedTuple):
@@ -49,15 +42,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="only print these")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
     given = parser.parse_args(arguments).families
     outcome("granite")  # imports here, once, what a save and a missing classifier import
     outcomes = []
     for family in given or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         outcomes.append(tried(family))
         print(*outcomes[-1], sep=" | ", flush=True)
-    if not given:
-        PAGE.write_text(page(outcomes), encoding="utf-8")
+    print(f"\ntransformers {transformers.__version__}, tolerance {checks.TOLERANCE:g}")
+    for kind in (RIGHT, NOTED, REFUSED, UNTRIED):
+        own = [one for one in outcomes if one.kind == kind]
+        print(f"\n## {kind.capitalize()}: {len(own)}\n")
+        if kind == RIGHT:
+            print(", ".join(f"{one.family} ({one.deviation:.0e})" for one in own) + ".")
+        else:
+            print("| Family | Note |", "|---|---|", sep="\n")
+            print(*(f"| {one.family} | {one.note.replace('|', '/')} |" for one in own), sep="\n")
 
 
 def tried(family: str, seconds: float = SECONDS) -> Outcome:
@@ -130,33 +130,6 @@ def _brief(result: Result) -> str:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:120]
-
-
-def page(outcomes: Sequence[Outcome]) -> str:
-    """The page of the documentation."""
-    counts = {kind: sum(v.kind == kind for v in outcomes) for kind in MEANINGS}
-    lines = [
-        "# Which architectures PPO can train", "",
-        "```sh", "python -m benchmarks.architectures", "```", "",
-        "Stage ppo checks a model before it trains it "
-        "([what it compares](../explanation/ppo.md#what-is-checked-before-training)). This page shows the",
-        f"result for a tiny random model of every family of transformers {transformers.__version__} that has "
-        "a causal LM. A family passes if",
-        f"no log-probability differs by more than {checks.TOLERANCE:g} in float32. Your own "
-        "model may differ, so run `rlhf check-model FOLDER`.", "",
-        "| Result | Families | Meaning |", "|---|---|---|",
-        *(f"| {kind} | {counts[kind]} | {meaning} |" for kind, meaning in MEANINGS.items()),
-    ]  # fmt: skip
-    for kind in MEANINGS:
-        rows = [v for v in outcomes if v.kind == kind]
-        lines += ["", f"## {kind.capitalize()}", ""]
-        if kind == RIGHT:
-            lines += [", ".join(f"{v.family} ({v.deviation:.0e})" for v in rows) + ".", ""]
-            lines += ["In brackets: the largest difference of a log-probability, in nats."]
-            continue
-        lines += ["| Family | Note |", "|---|---|"]
-        lines += [f"| {v.family} | {v.note.replace('|', '/')} |" for v in rows]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Measures what Prefect, DVC and MLflow add to the time of a stage: `python -m benchmarks.glue`.
 
-The benchmark clones the committed state and applies a preset. It runs every stage alone (`rlhf STAGE`), once
-without tracking and once with it, and then the pipeline in the service, once per seed. A stage's glue is the
-time of its task, from Pending to Completed, minus its time without tracking. Then each run is repeated twice:
+The benchmark clones the committed state and applies a preset. It runs every stage alone (`rlhf STAGE`),
+without tracking, and then the pipeline in the service, once per seed. A stage's glue is the time of its task,
+from Pending to Completed, minus its time alone. Then each run is repeated twice:
 at the commit of its experiment, where nothing is to be done, and at the commit below, where DVC restores
 every out from its cache. It prints a table of medians over the seeds. Nothing else should run on the machine.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -47,15 +46,9 @@ def rlhf(folder: Path, *words: str) -> float:
     return time.monotonic() - start
 
 
-def alone(folder: Path, seed: int, *, tracked: bool) -> dict[str, float]:
+def alone(folder: Path, seed: int) -> dict[str, float]:
     """`{stage: seconds}` of the stages, one after the other, without a service."""
-    file = folder / "params.yaml"
-    text = file.read_text(encoding="utf-8")
-    text = re.sub(r"^seed: \d+", f"seed: {seed}", text, count=1, flags=re.MULTILINE)
-    text = re.sub(
-        r"(^tracking:\n  enabled: )\w+", rf"\g<1>{str(tracked).lower()}", text, count=1, flags=re.MULTILINE
-    )
-    file.write_text(text, encoding="utf-8")
+    rlhf(folder, "preset", f"seed={seed}", "tracking.enabled=false")
     return {stage: rlhf(folder, stage) for stage in dvc_files.graph(folder)}
 
 
@@ -79,20 +72,13 @@ def flow(service: Service, **parameters: Any) -> tuple[float, dict[str, float]]:
     }
 
 
-def table(
-    untracked: Sequence[dict[str, float]],
-    tracked: Sequence[dict[str, float]],
-    tasks: Sequence[dict[str, float]],
-) -> list[str]:
+def table(stages: Sequence[dict[str, float]], tasks: Sequence[dict[str, float]]) -> list[str]:
     """A row per stage: the medians of its times, and of the differences, in seconds."""
-    lines = ["| stage | alone | tracking | in the flow | glue |", "|---|---|---|---|---|"]
-    for stage in untracked[0]:
-        own, task = (statistics.median(run[stage] for run in runs) for runs in (untracked, tasks))
-        tracking, glue = (
-            statistics.median(run[stage] - base[stage] for run, base in zip(runs, untracked, strict=True))
-            for runs in (tracked, tasks)
-        )
-        lines.append(f"| {stage} | {own:.1f} | {tracking:+.1f} | {task:.1f} | {glue:+.1f} |")
+    lines = ["| stage | alone | in the flow | glue |", "|---|---|---|---|"]
+    for stage in stages[0]:
+        own, task = (statistics.median(run[stage] for run in runs) for runs in (stages, tasks))
+        glue = statistics.median(run[stage] - base[stage] for run, base in zip(tasks, stages, strict=True))
+        lines.append(f"| {stage} | {own:.1f} | {task:.1f} | {glue:+.1f} |")
     return lines
 
 
@@ -105,9 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as work:
         root = clone(Path(work) / "project", options.preset)
         folders = [clone(Path(work) / f"alone-{seed}", options.preset) for seed in seeds]
-        each = list(zip(folders, seeds, strict=True))
-        untracked = [alone(folder, seed, tracked=False) for folder, seed in each]
-        tracked = [alone(folder, seed, tracked=True) for folder, seed in each]
+        stages = [alone(folder, seed) for folder, seed in zip(folders, seeds, strict=True)]
         start = time.monotonic()
         with toy.service(root) as service:
             up = time.monotonic() - start
@@ -116,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             unchanged = [flow(service, revision=commit)[0] for commit in commits]
             restored = [flow(service, seed=seed)[0] for seed in seeds]
     print(f"{options.preset}, {options.runs} seed(s), {os.cpu_count()} cores, medians in seconds", end="\n\n")
-    print(*table(untracked, tracked, [tasks for _, tasks in ran]), sep="\n")
+    print(*table(stages, [tasks for _, tasks in ran]), sep="\n")
     whole = statistics.median(whole - sum(tasks.values()) for whole, tasks in ran)
     print(f"\nflow without its tasks (workspace, experiment, artifacts): {whole:.1f}")
     print(f"run in which nothing changed, from Running to Completed: {statistics.median(unchanged):.1f}")

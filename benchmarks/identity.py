@@ -1,8 +1,8 @@
-"""Compares two finished runs: `python -m benchmarks.identity BEFORE AFTER [--added KEY …]`.
+"""Compares two finished runs: `python -m benchmarks.identity BEFORE AFTER`.
 
 BEFORE and AFTER are projects in which the pipeline has run with the same parameters, seed and number of
 threads. The md5 of every model.safetensors under models/ and every number under metrics/ must be equal;
-times are left out. The exit status is 1 if anything differs but the keys allowed by --added.
+times are left out. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_tasks.config import flatten
@@ -25,27 +25,21 @@ def contents(root: Path) -> dict[str, str]:
     Raises:
         SystemExit: for a folder without weights or metrics.
     """
-    weights = {
-        _name(root, file): hashing.dvc_md5(file) for file in _files(root, "models/**/model.safetensors")
-    }
+    weights = {file: hashing.dvc_md5(root / file) for file in _files(root, "models/**/model.safetensors")}
     numbers = {
-        f"{_name(root, file)} {key}": repr(value)
+        f"{file} {key}": repr(value)
         for file in _files(root, "metrics/**/*.json")
-        for key, value in flatten(json.loads(file.read_text(encoding="utf-8"))).items()
+        for key, value in flatten(json.loads((root / file).read_text(encoding="utf-8"))).items()
         if not is_time(key)
     }
     return weights | numbers
 
 
-def _files(root: Path, pattern: str) -> list[Path]:
-    files = sorted(root.glob(pattern))
+def _files(root: Path, pattern: str) -> list[str]:
+    files = sorted(file.relative_to(root).as_posix() for file in root.glob(pattern))
     if not files:
         raise SystemExit(f"{root} has no {pattern}: give a folder with a finished run")
     return files
-
-
-def _name(root: Path, file: Path) -> str:
-    return file.relative_to(root).as_posix()
 
 
 def is_time(key: str) -> bool:
@@ -53,17 +47,10 @@ def is_time(key: str) -> bool:
     return key == "eps" or "time" in key.split("/")
 
 
-def differences(
-    before: Mapping[str, str], after: Mapping[str, str], allowed: Collection[str]
-) -> Iterator[tuple[str, str]]:
-    """(kind, line) of what differs; the kind is `allowed`, `added`, `removed` or `changed`."""
-    for name in sorted({**before, **after}):
-        old, new = before.get(name, ABSENT), after.get(name, ABSENT)
-        if old == new:
-            continue
-        kind = "added" if old == ABSENT else "removed" if new == ABSENT else "changed"
-        key = name.partition(" ")[2]
-        yield ("allowed" if key and key in allowed else kind), f"{name}: {old} → {new}"
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """What differs, as `NAME: old → new`."""
+    names = [name for name in sorted({**before, **after}) if before.get(name) != after.get(name)]
+    return [f"{name}: {before.get(name, ABSENT)} → {after.get(name, ABSENT)}" for name in names]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,22 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("before", type=Path, help="the folder of the first run")
     parser.add_argument("after", type=Path, help="the folder of the second run")
-    parser.add_argument(
-        "--added", nargs="+", default=[], metavar="KEY", help="allow these metrics to be new or to differ"
-    )
     options = parser.parse_args(arguments)
     before, after = contents(options.before), contents(options.after)
-    found = list(differences(before, after, options.added))
-    for kind, line in found:
-        print(f"{kind:8} {line}")
+    found = differences(before, after)
+    print(*found, sep="\n", end="\n" * bool(found))
     num_weights = sum(" " not in name for name in before)
-    num_wrong = sum(kind != "allowed" for kind, _ in found)
-    print(
-        f"{num_weights} weight files and {len(before) - num_weights} numbers compared: "
-        + (f"{num_wrong} differ" if num_wrong else "equal")
-        + (f", {len(found) - num_wrong} allowed to differ" if len(found) > num_wrong else "")
-    )
-    return 1 if num_wrong else 0
+    result = f"{len(found)} differ" if found else "equal"
+    print(f"{num_weights} weight files and {len(before) - num_weights} numbers compared: {result}")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ versions of torch and transformers should equal ours. Both train random GPT-NeoX
 same rows and with the same number of epochs and optimiser steps. They alternate, in a process each. Our
 micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
 episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
-CPU, without gradient checkpointing, in float32. On our side, `--precision bf16` is `launch.precision`.
-A figure is the median over updates without the first, and over the
-turns; the ratio is of figures of one run. Without --peer only ours is measured.
+CPU, without gradient checkpointing, in float32. A figure is the median over updates without the first, and
+over the turns; the ratio is of figures of one run. Without --peer only ours is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,12 +56,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(CPU_SHAPES))
     parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of our side")
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        train, shape = SIDES[options.side, options.parts[0]], SHAPES[options.shapes[0]]
-        marks = train(replace(shape, precision=options.precision), options.updates + 1)
+        train = SIDES[options.side, options.parts[0]]
+        marks = train(SHAPES[options.shapes[0]], options.updates + 1)
         print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
         print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
         return
@@ -71,18 +68,15 @@ def main() -> None:
         print(f"\n| {part}, {UNITS[part]} | ours | peak GB | TRL 1.12.0 | peak GB | ratio |")
         print("|---|---|---|---|---|---|")
         for shape in options.shapes:
-            how = ["--precision", options.precision]
-            found = measure(part, shape, options.peer, options.updates, options.turns, how)
+            found = measure(part, shape, options.peer, options.updates, options.turns)
             print(line(shape, found), flush=True)
 
 
-def measure(
-    part: str, shape: str, peer: Path | None, updates: int, turns: int, how: Sequence[str] = ()
-) -> dict[str, Figures]:
-    """The figures of each side, `ours` and, with an interpreter, `peer`; `how` are more options."""
+def measure(part: str, shape: str, peer: Path | None, updates: int, turns: int) -> dict[str, Figures]:
+    """The figures of each side, `ours` and, with an interpreter, `peer`."""
     pythons = {"ours": Path(sys.executable)} | ({"peer": peer} if peer else {})
     found = [
-        {side: _turn(python, side, part, shape, updates, how) for side, python in pythons.items()}
+        {side: _turn(python, side, part, shape, updates) for side, python in pythons.items()}
         for _ in range(turns)
     ]
     return {
@@ -100,12 +94,10 @@ def line(shape: str, found: Mapping[str, Figures]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _turn(
-    python: Path, side: str, part: str, shape: str, updates: int, how: Sequence[str]
-) -> tuple[float, float]:
+def _turn(python: Path, side: str, part: str, shape: str, updates: int) -> tuple[float, float]:
     """Units per second, and peak memory in GB, of one process."""
     words = ["-m", "benchmarks.speed", "--side", side, "--parts", part, "--shapes", shape]
-    command = [str(python), *words, "--updates", str(updates), *how]
+    command = [str(python), *words, "--updates", str(updates)]
     environment = os.environ | {
         "PYTHONPATH": str(Path.cwd()),
         "TRL_EXPERIMENTAL_SILENCE": "1",

@@ -16,7 +16,6 @@ from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
 from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import TokenScores, place
 from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.metrics import Metrics
@@ -93,16 +92,7 @@ class Workload:
 
 
 def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -> Workload:
-    """PPO of random models: four epochs of one optimizer step, otherwise by `settings`.
-
-    Raises:
-        UserError: if `samples_per_prompt` does not divide the shape's batch.
-    """
-    if shape.batch % settings.samples_per_prompt:
-        raise UserError(
-            f"ppo.advantages.samples_per_prompt={settings.samples_per_prompt} does not divide the "
-            f"{shape.batch} episodes of this shape; set it to a number that does"
-        )
+    """PPO of random models: four epochs of one optimizer step, otherwise by `settings`."""
     advantages = settings.advantages
     if settings.critic is not None:
         advantages = advantages.model_copy(update={"critic": SeparateCritic(warmup=None)})

@@ -19,7 +19,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.types import SecretDict
 
-from flows import outcome, settings
+from flows import results, settings
 
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
 LOST = "rlhf: a run that is silent has crashed"
@@ -27,7 +27,7 @@ NOTIFY = "rlhf: notify of the ends of runs"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = (
     *("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, settings.OUT_OF_TIME),
-    *outcome.VERDICTS,
+    *results.VERDICTS,
 )
 NOTIFIED = ("Failed", "Crashed", "Promoted", "Not promoted")
 LOG, WEBHOOK = "rlhf-log", "rlhf-webhook"  # the blocks

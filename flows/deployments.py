@@ -78,9 +78,17 @@ def apply(
         variables = own if kind == "process" else {}
         if is_shared:
             _check_owner(client, root, pool, variables)
-        _make_limit(client, gpu_slots)
+        if find_limit(client, settings.SLOTS) is None:
+            size = gpu_slots or len(devices.visible()) or 1
+            made = GlobalConcurrencyLimitCreate(name=settings.SLOTS, limit=size)
+            client.create_global_concurrency_limit(made)
+        elif gpu_slots is not None:
+            client.upsert_global_concurrency_limit_by_name(settings.SLOTS, gpu_slots)
         automations.apply(client)
-        values, seconds = config.in_force(_params(root)), preset_seconds(client, pool)
+        params = Config()  # where params.yaml is invalid, which a run will say
+        with suppress(UserError):
+            params = config.load(root / "params.yaml")
+        values, seconds = config.in_force(params), preset_seconds(client, pool)
         for flow, name, description, schedules in (
             (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
             (
@@ -93,7 +101,7 @@ def apply(
             (sweep, "sweep", "Compare settings over seeds.", []),
         ):
             runs = f"{settings.PIPELINE}/{name_in(pool, 'pipeline')}"
-            made: Any = flow.to_deployment(
+            deployment: Any = flow.to_deployment(
                 name=name_in(pool, name),
                 description=description,
                 parameters={} if flow is pipeline else {"deployment": runs},
@@ -103,15 +111,7 @@ def apply(
                 job_variables=variables,
                 entrypoint_type=EntrypointType.MODULE_PATH,
             )
-            _register(client, flow, made, form(flow, values, seconds))
-
-
-def _params(root: Path) -> Config:
-    """The values of params.yaml; the defaults if it is invalid, which a run will say."""
-    try:
-        return config.load(root / "params.yaml")
-    except UserError:
-        return Config()
+            _register(client, flow, deployment, form(flow, values, seconds))
 
 
 def name_in(pool: str, name: str) -> str:
@@ -140,15 +140,6 @@ def _check_owner(client: SyncPrefectClient, root: Path, pool: str, variables: di
             f"`--pool NAME`, so that this project, {git.address(root)} in {root}, has its own work pool and "
             f"names. If the project has moved, run `prefect deployment delete {name}` first"
         )
-
-
-def _make_limit(client: SyncPrefectClient, slots: int | None) -> None:
-    """The limit `gpu`: at first a slot for each GPU of this machine, or one. Users may change it."""
-    if find_limit(client, settings.SLOTS) is None:
-        made = GlobalConcurrencyLimitCreate(name=settings.SLOTS, limit=slots or len(devices.visible()) or 1)
-        client.create_global_concurrency_limit(made)
-    elif slots is not None:
-        client.upsert_global_concurrency_limit_by_name(settings.SLOTS, slots)
 
 
 def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any, form: dict[str, Any]) -> None:

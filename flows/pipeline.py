@@ -28,8 +28,8 @@ from prefect.states import Cancelled
 from prefect.utilities.urls import url_for
 
 from flows import promotion, request, results, settings, stage_tasks, watch, workplace
-from flows.outcome import Outcome
 from flows.programs import OutOfTime
+from flows.results import Outcome
 from flows.slots import Slots
 from flows.stage_tasks import Dvc, StageFailed, StageRefused
 from rlhf_tasks import console
@@ -234,9 +234,10 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
             except BaseException as error:
                 if share and not checkpoint.point(Paths(dvc.folder), name):
                     share = 0.0  # a retry starts the stage anew
-                percent = show(f"{name}: {'failed' if isinstance(error, Exception) else 'stopped'}")
+                end = "failed" if isinstance(error, Exception) else "stopped, state kept; Retry resumes"
+                percent = show(f"{name}: {end}")
                 if isinstance(error, OutOfTime):
-                    raise OutOfTime(results.kept(percent)) from None
+                    raise OutOfTime(f"state kept at {percent}%; Retry resumes") from None
                 raise
             if name != inputs:
                 how[name] = "cached" if state.name == "Cached" else "ran"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from prefect import get_run_logger
 
@@ -27,8 +25,6 @@ HINT = re.compile(
     r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`"
 )
 
-Logger = logging.Logger | logging.LoggerAdapter[Any]
-
 
 class OutOfTime(KeyboardInterrupt):
     """The run's deadline is over. It unwinds like an interrupt, so that MLflow shows the run as KILLED."""
@@ -39,7 +35,6 @@ def run(
     folder: Path,
     environment: Mapping[str, str],
     grace_seconds: float,
-    logger: Logger | None = None,
     *,
     deadline: float = math.inf,
     follow: Callable[[], None] = lambda: None,
@@ -50,14 +45,13 @@ def run(
     the group gets SIGINT, upon which dvc waits for its stage, and what outlives the grace is killed.
 
     Args:
-        logger: The logger of the lines; by default that of the present Prefect run.
         deadline: When it is interrupted, by `time.monotonic`.
         follow: Is called every few seconds, in a thread of its own.
 
     Raises:
         OutOfTime: at the deadline, when the program has ended.
     """
-    logger, lines = logger or get_run_logger(), list[str]()
+    logger, lines = get_run_logger(), list[str]()
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -69,7 +63,8 @@ def run(
         errors="replace",
         env=environment,
         start_new_session=True,
-        preexec_fn=_restore_interrupts,
+        # A worker in a shell's background ignores SIGINT, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
     def read() -> None:
@@ -110,8 +105,3 @@ def run(
         for thread in (reader, follower):
             thread.join(DRAIN_SECONDS)
     return process.returncode, lines
-
-
-def _restore_interrupts() -> None:
-    """In the child: a worker in a shell's background ignores SIGINT, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -51,16 +51,14 @@ def verdict(folder: Path, values: Config, environment: dict[str, str]) -> dict[s
 
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
-def promote(
-    folder: Path, environment: dict[str, str], values: Config, logger: programs.Logger | None = None
-) -> State[Any]:
+def promote(folder: Path, environment: dict[str, str], values: Config) -> State[Any]:
     """Promoted, Not promoted or Deferred, which it is also if the gate cannot run.
 
     The message names no command that decides later: the notes of the run do, since they know the experiment.
     The task waits for a slot only if it has to judge.
     """
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
-    run = partial(programs.run, folder=folder, grace_seconds=service.grace_seconds, logger=logger)
+    run = partial(programs.run, folder=folder, grace_seconds=service.grace_seconds)
     status, lines = run([*command, "--unless-judging"], environment=environment)
     if status == UNDECIDED:
         with Slots() as slots:

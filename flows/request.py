@@ -6,7 +6,6 @@ No torch here.
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +22,6 @@ from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, git
 
 ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # where Prefect logs the error of a failed run
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
 # The docstrings of the flows describe the fields: Prefect takes the form's descriptions from there. Its form
 # has no editor for a nullable object or list and no choice for a nullable enum, so that no field is one.
@@ -33,7 +31,7 @@ Seed = Annotated[int, Field(ge=0, le=LAST_SEED)]
 Overrides = Annotated[dict[str, Any], Field(examples=[{"ppo.kl_coef": 0.05}])]
 Hours = Annotated[float, Field(gt=0, le=10_000)]
 Where = Literal["workspace", "checkout"]
-ExperimentName = Annotated[str, Field(pattern=NAME)]
+ExperimentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Revision = Annotated[str, Field(min_length=1, examples=["HEAD", "v1.0", "3f2a9c1"])]
 
 
@@ -117,9 +115,8 @@ def commit_of(root: Path, where: Where, revision: str | None, name: str | None) 
     """The hash of the commit that the run works on; None for a run in the checkout.
 
     Raises:
-        UserError: for an invalid revision or name, or one that has no effect where the run works.
+        UserError: for an invalid revision, or a field that has no effect where the run works.
     """
-    check_name(name)
     if where == "workspace":
         return git.resolve(root, revision)
     if given := [what for what, value in (("revision", revision), ("name", name)) if value is not None]:
@@ -128,12 +125,6 @@ def commit_of(root: Path, where: Where, revision: str | None, name: str | None) 
             "and makes no experiment: set `where` to workspace, or leave the field empty"
         )
     return None
-
-
-def check_name(name: str | None) -> None:
-    """Raises UserError for a name that no experiment can have."""
-    if name is not None and not re.fullmatch(NAME, name):
-        raise UserError(f"name={name!r}: letters, digits, - and _ are allowed, the first a letter or digit")
 
 
 def refused(error: Exception) -> State[Any]:

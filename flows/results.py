@@ -1,24 +1,73 @@
-"""What a finished run shows in Prefect: metrics, verdict, stages and links. No torch."""
+"""What came out of a run, and what Prefect shows of it: state, metrics, verdict, stages, links. No torch."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
-from flows.outcome import Outcome
 from rlhf_tasks import config
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.project import dvc_files
+from rlhf_tasks.promotion import gate
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.pipeline import REPORT
 from rlhf_tasks.tracking.record import PIPELINE
 
+VERDICTS = ("Promoted", "Not promoted", "Deferred")
+"""The names of states in which the gate ends. Each is completed: the run has its results."""
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of a run in which no stage failed."""
+
+    name: str
+    """Of the experiment, or of the run if it has none."""
+    how: Mapping[str, str]
+    """Per stage: `ran` or `cached`."""
+    revision: str
+    experiment: str | None = None
+    """Its commit."""
+    changes: Sequence[str] = ()
+    """Of the parameters, as the user requested them."""
+    notes: Sequence[str] = ()
+    verdict: str | None = None
+    """The state of the promotion (one of VERDICTS), if there was something to promote."""
+    reason: str = ""
+    """Of the verdict."""
+    criteria: Sequence[Mapping[str, Any]] = ()
+    unpushed: str | None = None
+    """What the DVC remote lacks although it was to be pushed."""
+
+    @property
+    def promotion(self) -> str:
+        return f"{self.verdict}: {self.reason}"
+
+    def tags(self) -> dict[str, str]:
+        """The tags by which the run in MLflow, DVC and git refer to each other."""
+        return {
+            "git.rev": self.revision,
+            **({"dvc.exp": self.name, "dvc.exp_rev": self.experiment} if self.experiment else {}),
+        }
+
+    def state(self) -> State[Any]:
+        """The final state of the flow run."""
+        ran = ", ".join(stage for stage, result in self.how.items() if result == "ran")
+        parts = [self.promotion] if self.verdict else []
+        parts += [f"ran {ran}" if ran else "nothing had to run"]
+        parts += [f"experiment {self.name}"] if self.experiment else []
+        parts += [f"not pushed: {self.unpushed}"] if self.unpushed else []
+        name = "Unpushed" if self.unpushed and self.verdict in (None, "Promoted") else self.verdict
+        return Completed(name=name or "Completed", message="; ".join(parts))
 
 
 def metrics(folder: Path) -> dict[str, float]:
@@ -34,11 +83,6 @@ def run_keys(folder: Path, stages: Sequence[str]) -> dict[str, str]:
     files = {stage: folder / "models/lineage" / f"{stage}.json" for stage in stages}
     read = {stage: json.loads(file.read_text("utf-8")) for stage, file in files.items() if file.exists()}
     return {stage: str(lineage["rlhf.run"]) for stage, lineage in read.items()}
-
-
-def kept(percent: float) -> str:
-    """What a run says that was stopped at this percentage."""
-    return f"state kept at {percent:.0f}%; Retry resumes"
 
 
 def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
@@ -122,25 +166,12 @@ def page(
         if stage != dvc_files.INPUTS
     ]
     sections = {
-        "Promotion": [outcome.promotion, table(outcome.criteria)] if outcome.verdict else [],
-        "Metrics": [table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
-        "Changes": ["\n".join(f"- {_code(change)}" for change in outcome.changes)],
-        "Stages": [table(stages)],
+        "Promotion": [outcome.promotion, gate.table(outcome.criteria)] if outcome.verdict else [],
+        "Metrics": [gate.table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
+        "Changes": ["\n".join(f"- `` {change} ``" for change in outcome.changes)],
+        "Stages": [gate.table(stages)],
     }
     for title, content in sections.items():
         if any(content):
             parts += [f"## {title}", *filter(None, content)]
     return "\n\n".join(parts) + "\n"
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table in markdown; empty without rows."""
-    names = list(rows[0]) if rows else []
-    cells = [[str(row[name]).replace("|", "\\|").replace("\n", "<br>") for name in names] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *cells] if rows)
-
-
-def _code(text: str) -> str:
-    """A code span, whatever the text holds."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"`{text}`" if len(fence) == 1 else f"{fence} {text} {fence}"

@@ -26,7 +26,7 @@ from filelock import FileLock
 from flows import settings, worker
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, processes, workspaces
+from rlhf_tasks.project import atomic, dvc_files, processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import HOST, Daemon, free_port
 from rlhf_tasks.tracking import context, dashboard, local_pages
@@ -250,7 +250,12 @@ class Service:
                 with suppress(*NO_ANSWER):  # `end_runs` sends signals to those that are left
                     self._cancel_runs()
             self.end_runs()
+            ports = {name: self.daemon(name).record().get("port") for name in PORTS}
             ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
+            for name in filter(
+                ports.get, ports
+            ):  # the next start takes the same, so that bookmarks stay valid
+                atomic.write_json(self.daemon(name).file, {"port": ports[name]})
         console.say(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
 
     def _cancel_runs(self) -> None:
@@ -268,9 +273,9 @@ class Service:
             set_state(run, type="CANCELLING", name="Cancelling")
         while (left := in_progress()) and time.monotonic() < deadline:
             time.sleep(processes.POLL_SECONDS)
-        for run in self._post("flow_runs/filter", {"flow_runs": {"id": {"any_": [*(runs - left)]}}}):
-            message = f"the service was stopped; {run['state']['message']}"
-            set_state(run["id"], type="CANCELLED", name=settings.STOPPED, message=message)
+        stopped = {"name": settings.STOPPED, "message": "the service was stopped; Retry resumes"}
+        for run in runs - left:
+            set_state(run, type="CANCELLED", **stopped)
 
     def end_runs(self) -> None:
         """End the flow runs before their worker, which would kill them before they have saved their state."""

@@ -129,7 +129,13 @@ class Slots:
             )
         if limit.active_slots + number > limit.limit:
             return f"waiting for {settings.SLOTS}"
-        free = [gpu for gpu in self.gpus if _has_room(client, limit_of(gpu))] if self.gpus else [""] * number
+        free = [] if self.gpus else [""] * number
+        for gpu in self.gpus:
+            if (own := find_limit(client, limit_of(gpu))) is None:  # its first run makes the limit
+                with suppress(ObjectAlreadyExists):
+                    made = GlobalConcurrencyLimitCreate(name=limit_of(gpu), limit=1)
+                    client.create_global_concurrency_limit(made)
+            free += [gpu] if own is None or own.active_slots < own.limit else []
         if len(free) < number:
             return f"waiting for {settings.SLOTS} on {platform.node()}"
         for gpu in free[:number]:
@@ -164,15 +170,6 @@ class Slots:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-def _has_room(client: SyncPrefectClient, name: str) -> bool:
-    """Whether the limit of a GPU has a free slot; its first run makes the limit."""
-    if (found := find_limit(client, name)) is None:
-        with suppress(ObjectAlreadyExists):
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=1))
-        found = client.read_global_concurrency_limit_by_name(name)
-    return found.active_slots < found.limit
 
 
 def show_waiting(client: SyncPrefectClient, run: UUID, message: str) -> None:

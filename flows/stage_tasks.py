@@ -46,8 +46,6 @@ class Dvc:
     environment: Mapping[str, str]
     grace_seconds: float
     """Time that an interrupted stage has to save its state."""
-    logger: programs.Logger | None = None
-    """By default that of the Prefect run which reproduces a stage."""
     deadline: float = math.inf
     """When a stage is interrupted, by `time.monotonic`."""
     follow: Callable[[Mapping[str, Any]], None] = lambda doing: None
@@ -97,7 +95,6 @@ class Dvc:
                 self.folder,
                 {**self.environment, **seen, **files},
                 self.grace_seconds,
-                self.logger,
                 deadline=self.deadline,
                 follow=follow,
             )

@@ -96,7 +96,6 @@ def sweep(
     """
     try:
         # 1. Everything is checked before any run starts.
-        request.check_name(name)
         watch.parameters_of(deployment)  # refuses a deployment that does not exist
         root = Path.cwd()
         listed = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]

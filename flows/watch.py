@@ -9,7 +9,6 @@ same request: runs with another preset, seed or overrides train other models.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +107,7 @@ def parameters_of(deployment: str) -> dict[str, Any]:
     raise UserError(f"deployment={deployment!r}: {problem}; `prefect deployment ls` lists the deployments")
 
 
-def start_run(
-    deployment: str,
-    parameters: dict[str, Any],
-    change: str,
-    run_deployment: Callable[..., Any] = run_deployment,
-) -> State[Any]:
+def start_run(deployment: str, parameters: dict[str, Any], change: str) -> State[Any]:
     """One run per change, however often the data is checked; another one only after a failed one.
 
     A run that was cancelled is not repeated; each check reports it as failed. Prefect makes one run per

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 import httpx
 
@@ -24,11 +23,6 @@ def command(pool: str, environment: Mapping[str, str] = os.environ) -> list[str]
     """The command of a worker. It answers health checks if the environment has a port for them."""
     health = ["--with-healthcheck"] if "PREFECT_WORKER_WEBSERVER_PORT" in environment else []
     return [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process", *health]
-
-
-def work(pool: str) -> NoReturn:
-    """Replace this process by a worker of the pool."""
-    os.execv(sys.executable, command(pool))
 
 
 @contextmanager

@@ -15,14 +15,13 @@ from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.client.schemas.sorting import ArtifactSort
 from prefect.states import Cancelled, Crashed
 
-from flows import results, settings
+from flows import settings
 from flows.slots import LABEL
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import processes, workspaces
+from rlhf_tasks.project import git, processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.workspaces import Workspace
 from rlhf_tasks.tracking import pipeline as tracking
@@ -88,7 +87,7 @@ def saved_experiment(workspace: Workspace | None, name: str, given: bool) -> tup
         return name, None
     if not given and workspace.like is not None and workspace.is_like():
         return workspace.like[1], workspace.like[0]
-    return name, workspace.save(name) if given or workspace.differs() else None
+    return name, workspace.save(name) if given or git.changed(workspace.folder) else None
 
 
 def workspace_name(flow_run: str) -> str:
@@ -103,14 +102,6 @@ def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Prefect's hook: clean up after a cancelled or crashed run. MLflow needs nothing: delivery closes it."""
     cancelled = state.is_cancelling() or state.is_cancelled()
     clean_run(flow_run.id, Cancelled(message=ENDED) if cancelled else Crashed(message=ENDED))
-    if cancelled:
-        with get_client(sync_client=True) as client:
-            of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
-            found = client.read_artifacts(flow_run_filter=of_run, sort=ArtifactSort.UPDATED_DESC)
-            if progress := [float(str(one.data)) for one in found if one.key == results.PROGRESS_KEY]:
-                message = results.kept(progress[0])
-                client.set_flow_run_state(flow_run.id, Cancelled(message=message), force=True)
-                flow_run.state = None  # Prefect's runner would replace the message; so it leaves the state
 
 
 def clean_run(flow_run: UUID, end: State[Any]) -> None:

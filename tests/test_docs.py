@@ -276,10 +276,4 @@ def test_the_tree_of_the_project_names_every_room() -> None:
     assert rooms | {"rlhf_tasks", "flows", "infra", "docs", "tests", "benchmarks", "examples"} == named
 
 
-@pytest.mark.parametrize("table", ["seeds", "ablations", "verifier"])
-def test_tables_of_the_results_are_those_of_the_benchmarks(table: str) -> None:
-    made = text_of(ROOT / "benchmarks" / f"{table}.md")
-    assert made.strip() in text_of(ROOT / "docs" / "results" / f"{table}.md")
-
-
 # ----------------------------------------------------------------------------------------------- words

@@ -81,33 +81,31 @@ def took(seconds: Mapping[str, float], stages: list[str]) -> str:
 def changed(paths: Paths) -> dict[str, str]:
     """The stages that `dvc repro` would run or restore, in their order, and why."""
     status: dict[str, list[Any]] = json.loads(dvc_cli.run(paths.root, "status", "--json"))
-    reasons = dict[str, str]()
-    for stage, node in dvc_files.graph(paths.root).items():
+    graph, reasons = dvc_files.graph(paths.root), dict[str, str]()
+    made = {out for node in graph.values() for out in node.outs}
+    for stage, node in graph.items():
         if stage == dvc_files.INPUTS:
             continue
-        makers = [name for name in reasons if {*node.deps} & {*dvc_files.graph(paths.root)[name].outs}]
-        parts = [why for change in status.get(stage, []) for why in _reasons(paths, stage, change)]
+        found = list[str]()
+        for change in status.get(stage, []):
+            if isinstance(change, str):  # "always changed", "changed command"
+                found.append(change)
+                continue
+            deps = change.get("changed deps", {})
+            now, before = inputs.recorded(paths, stage), inputs.used(paths.root, stage).flat()
+            if f"{dvc_files.INPUTS}/{stage}.json" in deps and now is not None:
+                found.append(inputs.differences(before, now.flat()) if before else "its parameters")
+            if code := [dep for dep in deps if dvc_files.is_code(dep)]:
+                found.append(f"the code of {', '.join(code)}")
+            # The outs of other stages are left to those stages.
+            found += [dep for dep in deps if not dvc_files.is_code(dep) and dep not in made]
+            found += ["its results are not here"] if change.get("changed outs") else []
+        makers = [name for name in reasons if {*node.deps} & {*graph[name].outs}]
         if not dvc_files.locked_by(paths.root, stage):
             reasons[stage] = "it has not run yet"
-        elif parts or makers:
-            reasons[stage] = "; ".join(parts or [f"after {', '.join(makers)}"])
+        elif found or makers:
+            reasons[stage] = "; ".join(found or [f"after {', '.join(makers)}"])
     return reasons
-
-
-def _reasons(paths: Paths, stage: str, change: str | Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One entry of `dvc status`, in words. Outs of other stages are left to those stages."""
-    if isinstance(change, str):
-        return [change]
-    graph, record = dvc_files.graph(paths.root), f"{dvc_files.INPUTS}/{stage}.json"
-    made, deps = {out for node in graph.values() for out in node.outs}, change.get("changed deps", {})
-    found = []
-    now, before = inputs.recorded(paths, stage), inputs.used(paths.root, stage).flat()
-    if record in deps and now is not None:
-        found.append(inputs.differences(before, now.flat()) if before else "its parameters")
-    if code := [dep for dep in deps if dvc_files.is_code(dep)]:
-        found.append(f"the code of {', '.join(code)}")
-    found += [dep for dep in deps if not dvc_files.is_code(dep) and dep not in made]
-    return [*found, *(["its results are not here"] if change.get("changed outs") else [])]
 
 
 def _repro(paths: Paths, name: str) -> int:

@@ -96,8 +96,8 @@ def up(
         from flows import worker
 
         worker.register(pool or POOL, makes_pool=work or pool == POOL)
-        if work:
-            worker.work(pool or POOL)
+        if work:  # this process becomes the worker
+            os.execv(sys.executable, worker.command(pool or POOL))
         return 0
     from flows.service import Service
 

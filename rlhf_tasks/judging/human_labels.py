@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
-from pydantic import field_validator
+from pydantic import Field
 
 from rlhf_tasks.judging import rows, statistics
 from rlhf_tasks.judging.results import HumanAgreement
@@ -27,15 +27,8 @@ class Label(rows.Row):
     prompt: str
     answer_a: str
     answer_b: str
-    outcome: float | None
+    outcome: Annotated[float, Field(ge=0, le=1, multiple_of=0.5)] | None
     """1 where the person prefers A, 0 where the person prefers B, ½ for a tie, None for a skipped pair."""
-
-    @field_validator("outcome")
-    @classmethod
-    def _is_outcome(cls, value: float | None) -> float | None:
-        if value not in (1, 0.5, 0, None):
-            raise ValueError(f"{value} is not an outcome")
-        return value
 
 
 def read(file: Path) -> list[Label]:

@@ -130,12 +130,6 @@ class RetentionResult(_Part):
     tasks: dict[str, dict[str, TaskScore]] = {}
     """By task of lm-evaluation-harness and metric."""
 
-    def scores(self) -> Iterator[tuple[str, str, TaskScore]]:
-        """Each task, metric and score."""
-        for task, metrics in self.tasks.items():
-            for metric, score in metrics.items():
-                yield task, metric, score
-
 
 class RewardDiagnostic(_Part):
     """How well one reward model orders the pairs of one origin."""
@@ -279,9 +273,10 @@ class EvaluationResults(_Part):
         for who, retained in self.retention.items():
             yield from ((f"perplexity/{text}/{who}", value) for text, value in retained.perplexity.items())
             yield f"choice/{who}", retained.multiple_choice
-            for task, metric, score in retained.scores():
-                yield f"task/{task}/{metric}/{who}", score.value
-                yield f"task/{task}/{metric}/{who}/standard_error", score.standard_error
+            for task, scores in retained.tasks.items():
+                for metric, score in scores.items():
+                    yield f"task/{task}/{metric}/{who}", score.value
+                    yield f"task/{task}/{metric}/{who}/standard_error", score.standard_error
         for task, change in self.task_changes.items():
             yield f"task_drop/{task}", change.drop
             yield f"task_drop/{task}/standard_error", change.standard_error

@@ -198,10 +198,6 @@ def log_curve(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
                 tracker.metrics({f"{judge.name}/{key}": value for key, value in point.items()}, step=episode)
 
 
-def _verifiers(settings: Judging) -> dict[str, Verifier]:
-    return {one.name: Verifier(one.checks, one.format) for one in settings.judges if one.kind == "verifier"}
-
-
 def check_verifiers(settings: Judging, rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
     """Check that the verifiers can use the columns of these rows of data/prompts.
 
@@ -211,9 +207,10 @@ def check_verifiers(settings: Judging, rows: Sequence[Mapping[str, Any]], names:
         UserError: naming the judge, and the column or the rows.
     """
     required = required_judges(settings, names)
-    for name, verifier in _verifiers(settings).items():
-        if name in required:
-            verifier.check(rows, columns.of_rows(rows), f"judge.judges: {name}")
+    for one in settings.judges:
+        if one.kind == "verifier" and one.name in required:
+            verifier = Verifier(one.checks, one.format)
+            verifier.check(rows, columns.of_rows(rows), f"judge.judges: {one.name}")
 
 
 def judged_rows(paths: Paths, num_examples: int, labeled: Collection[str]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -52,15 +51,6 @@ def run(folder: Path, *words: str) -> str:
 def cached_file(cache: Path, md5: str) -> Path:
     """The path in the cache of the file, or of the listing of a folder (`….dir`), with this md5."""
     return cache / "files" / "md5" / md5[:2] / md5[2:]
-
-
-def cached_folder(cache: Path, md5: str) -> dict[str, Path] | None:
-    """The cached files of a folder by relative path; None if the cache does not have the folder's listing."""
-    try:
-        entries = json.loads(cached_file(cache, md5).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return {entry["relpath"]: cached_file(cache, entry["md5"]) for entry in entries}
 
 
 def cached_text(root: Path, md5: str | None) -> str | None:

@@ -9,7 +9,6 @@ import re
 import subprocess
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from rlhf_tasks.errors import UserError
 
@@ -103,17 +102,16 @@ def address(root: Path) -> str:
     It is the address of the git remote `origin`, without protocol and login, and the project's folder in the
     repository; without a remote it is the absolute path of the folder.
     """
-    try:
-        url = output(root, "remote", "get-url", "origin")
-        inside, parts = output(root, "rev-parse", "--show-prefix"), urlsplit(url)
-    except (UserError, ValueError):  # ValueError: the address is not valid
+    url, inside = (
+        quiet_output(root, *words)
+        for words in (("remote", "get-url", "origin"), ("rev-parse", "--show-prefix"))
+    )
+    if not url:
         return str(root.resolve())
-    if "://" in url:
-        place = f"{parts.hostname or ''}{parts.path}"
-    elif there := re.fullmatch(r"(?:[^@/]+@)?([^@/:]+):/*(.+)", url):  # the form of ssh
-        place = f"{there[1]}/{there[2]}"
-    else:
-        place = str((root / url).resolve())
+    if ":" not in url:  # a folder
+        url = str((root / url).resolve())
+    place = re.sub(r"^(\w+://)?([^/@]+@)?", "", url)
+    place = re.sub(r":(\d+/)?/*", "/", place, count=1)  # a port, or the form of ssh, HOST:PATH
     return f"{place.rstrip('/').removesuffix('.git')}/{inside}".rstrip("/")
 
 

@@ -232,12 +232,17 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
     for key, function in functions_named(values) if stage not in READS_NO_FILES else ():
         try:
             own = _project_code(paths.root, function, (*deps, *NO_RESULT))
-            if own is None:
-                packages |= _installed_code(paths.root, function)
         except UserError as error:
             problems.append(f"{key}: {error}")
-        else:
-            files |= own or {}
+            continue
+        files |= own or {}
+        installed = _distributions(function) if own is None else []
+        packages |= {name: _version(name) for name in installed}
+        if own is None and not installed:
+            problems.append(
+                f"{key}: the module of {function} is neither a file below {paths.root.resolve()} nor in an "
+                f"installed package; write {re.split('[.:]', function)[0]}.py, or install its package"
+            )
     return Inputs(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
 
 
@@ -321,21 +326,6 @@ def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = [*above, *([node.module] if node.module else [])]
             yield from (".".join([*base, name.name]) for name in node.names)
-
-
-def _installed_code(root: Path, function: str) -> dict[str, str]:
-    """The versions of the installed packages that have the module of a function.
-
-    Raises:
-        UserError: if it is in none.
-    """
-    packages = _distributions(function)
-    if not packages:
-        raise UserError(
-            f"the module of {function} is neither a file below {root.resolve()} nor in an installed package; "
-            f"write {re.split('[.:]', function)[0]}.py, or install its package"
-        )
-    return {name: _version(name) for name in packages}
 
 
 def _distributions(function: str) -> list[str]:

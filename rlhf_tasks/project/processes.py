@@ -63,10 +63,10 @@ class Daemon:
         return self.folder / f"{self.name}.log"
 
     def record(self) -> dict[str, Any]:
-        """What was written at its last start; empty if there is no record, or it cannot be read."""
+        """What was written at its last start; empty if there is no record."""
         try:
             record: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return {}
         return record
 
@@ -257,10 +257,8 @@ def free_port(first: int, besides: Collection[int] = ()) -> int:
     """`first`, or the next port that is free and not among `besides`.
 
     Raises:
-        UserError: if none of the next ones is free, or `first` is not a port.
+        UserError: if none of the next ones is free.
     """
-    if not 1 <= first <= LAST_PORT:
-        raise UserError(f"port {first} is given; ports go from 1 to {LAST_PORT}")
     last = min(first + PORTS_TRIED - 1, LAST_PORT)
     for port in range(first, last + 1):
         if port not in besides and is_free(port):

@@ -26,13 +26,11 @@ from filelock import FileLock, Timeout
 
 from rlhf_tasks.config import Config, flatten
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, dvc_files, git, inputs
+from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing, inputs
 from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
 from rlhf_tasks.project.paths import Paths
 
-FOLDER = "workspaces"
 LOCK = "dvc.lock"
-NO_DATA = ("__pycache__",)  # folders below the data that do not belong to it
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,6 @@ class Workspace:
         with FileLock(Paths(self.root).home / "exp.lock"):
             dvc_cli.run(self.folder, "exp", "save", "--force", "--name", name, *options)
         return git.find_experiment(self.root, name) or ""
-
-    def differs(self) -> bool:
-        """Whether any file differs from the commit."""
-        return bool(git.changed(self.folder))
 
     def is_like(self) -> bool:
         """Whether dvc.lock is still that of the experiment that it started from."""
@@ -223,7 +217,7 @@ def _lock(root: Path, name: str) -> FileLock:
 
 def _all(root: Path) -> Path:
     """The folder of all workspaces."""
-    return Paths(root).home / FOLDER
+    return Paths(root).home / "workspaces"
 
 
 # ------------------------------------------------------------------------------ its data and other inputs
@@ -310,7 +304,7 @@ def data_files(folder: Path) -> Iterator[Path]:
     for at, folders, names in os.walk(folder, followlinks=True):
         up = [Path(at).resolve(), *Path(at).resolve().parents]
         back = [name for name in folders if Path(at, name).is_symlink() and Path(at, name).resolve() in up]
-        folders[:] = [name for name in folders if name not in (*back, *NO_DATA)]
+        folders[:] = [name for name in folders if name not in (*back, *hashing.NOT_DATA)]
         yield from (Path(at, name) for name in (*back, *names))
 
 

@@ -50,7 +50,7 @@ def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bo
         UserError: if there is no gate, no such policy, or no way to judge it.
     """
     settings, root = config.load(local.params), local.root
-    _criteria(settings)
+    criteria_of(settings)
     is_checkpoint = (root / model / "config.json").is_file()
     revision = None if is_checkpoint else git.find_experiment(root, model)
     if revision is None:
@@ -70,7 +70,7 @@ def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bo
 
 def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     settings, local, md5 = candidate.settings, candidate.local, candidate.md5
-    criteria, bar = _criteria(settings), settings.judge.bar
+    criteria, bar = criteria_of(settings), settings.judge.bar
     registry = Registry.open(settings.tracking, local.home, criteria.model)
     champion = registry.champion()
     if champion is not None and champion.md5 == md5:
@@ -89,7 +89,7 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     evidence = measurement.collect(candidate, stale)
     compared = {one.b for one in evidence.results.comparisons if one.a == "policy"}
     if opponent is not None:
-        restored = _restored(candidate, opponent)
+        restored = weights.restore(local.root, local.home, opponent.md5, opponent.tags)
         evidence = measurement.with_opponent(candidate, evidence, "champion", restored)
     elif bar not in compared:
         folder = candidate.paths.base if bar == "base" else None
@@ -143,7 +143,7 @@ def rollback(paths: Paths) -> int:
         UserError: if there is no gate, no champion, or no former one.
     """
     settings = config.load(paths.params)
-    criteria = _criteria(settings)
+    criteria = criteria_of(settings)
     try:
         with _locked(paths):
             registry = Registry.open(settings.tracking, paths.home, criteria.model)
@@ -226,21 +226,12 @@ def _origin(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], s
     return tags, run
 
 
-def _restored(candidate: Candidate, champion: Version) -> Path:
-    if not champion.md5:
-        raise UserError(
-            f"version {champion.number} of {_criteria(candidate.settings).model} is {CHAMPION} and has no "
-            "tag dvc.md5: `rlhf promote` did not register it, so its weights are not known; move the alias, "
-            "or remove it"
-        )
-    return weights.restore(candidate.local.root, candidate.local.home, champion.md5, champion.tags)
-
-
 def _name(candidate: Candidate, version: Version) -> str:
-    return f"{_criteria(candidate.settings).model} version {version.number} ({candidate.label})"
+    return f"{criteria_of(candidate.settings).model} version {version.number} ({candidate.label})"
 
 
-def _criteria(settings: Config) -> Promotion:
+def criteria_of(settings: Config) -> Promotion:
+    """The gate. Raises UserError without one."""
     if settings.promotion is None:
         raise UserError(
             "params.yaml has promotion: null, so there is no gate and no champion; give the section a value "

@@ -18,7 +18,7 @@ from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.provenance import Chain
 from rlhf_tasks.promotion import weights
-from rlhf_tasks.promotion.command import POLICY, check, verdict_file
+from rlhf_tasks.promotion.command import POLICY, check, criteria_of, verdict_file
 from rlhf_tasks.promotion.gate import Verdict
 from rlhf_tasks.promotion.registry import CHAMPION, Registry, Unreachable
 
@@ -93,20 +93,13 @@ def find(paths: Paths, name: str) -> Source:
 
 def _champion(paths: Paths) -> Source:
     settings = config.load(paths.params)
-    if settings.promotion is None:
-        raise UserError("params.yaml has promotion: null, so there is no champion; give the section a value")
-    model = settings.promotion.model
+    model = criteria_of(settings).model
     try:
         version = Registry.open(settings.tracking, paths.home, model).champion()
     except Unreachable as error:
         raise UserError(f"MLflow does not answer ({error}); repeat the command later") from None
     if version is None:
         raise UserError(f"{model} has no champion; `rlhf promote` makes one")
-    if not version.md5:
-        raise UserError(
-            f"version {version.number} of {model} has no tag dvc.md5, so its weights are unknown; export its "
-            "folder instead"
-        )
     folder = weights.restore(paths.root, paths.home, version.md5, version.tags)
     origin = version.tags.get(weights.EXPERIMENT) or version.tags.get(weights.REVISION)
     label = f"{model} version {version.number}"

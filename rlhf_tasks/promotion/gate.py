@@ -154,9 +154,14 @@ class Verdict:
 
     def table(self) -> str:
         """The rows as a table in Markdown."""
-        rows = self.rows()
-        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return table(self.rows())
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown; empty without rows."""
+    names = list(rows[0]) if rows else []
+    cells = [[str(row[name]).replace("|", "\\|").replace("\n", "<br>") for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *cells] if rows)
 
 
 def decide(
@@ -226,7 +231,10 @@ def _criteria(
         yield from _bounded(f"over_{b}/{judge}", title, low, ">", bounds[b])
     yield from _kl(evidence.kl, promotion.max_kl)
     yield from _retention(promotion, evidence.results)
-    shares = (_of_comparison(evidence.results, judge, b, _failure_share) for judge, b in pairs)
+    shares = (
+        _of_comparison(evidence.results, judge, b, lambda one: one.failures / (one.failures + one.examples))
+        for judge, b in pairs
+    )
     share = _combined(lambda *values: max(values), *shares)
     yield from _bounded(
         "failure_share", "share of failed comparisons", share, "<=", promotion.max_failure_share
@@ -304,10 +312,6 @@ def _of_comparison(
     if comparison is None:
         return f"{judge} has not compared this policy with {opponent}"
     return _finite(value(comparison))
-
-
-def _failure_share(comparison: ComparisonResult) -> float:
-    return comparison.failures / (comparison.failures + comparison.examples)
 
 
 def _perplexity(results: EvaluationResults, model: str, text: str) -> Value:

@@ -8,31 +8,30 @@ belong to the run that is judged. No torch here: what runs models is imported wh
 from __future__ import annotations
 
 import functools
+import json
 import os
 import statistics
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import console
-from rlhf_tasks.config import Config, JudgeView, Judging
-from rlhf_tasks.config.judge import ENGLISH
+from rlhf_tasks import config, console
+from rlhf_tasks.config import VIEWS, Config, JudgeView, Judging
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import (
     has_reward,
     is_trial,
     optimized_judges,
     selecting_judges,
-    shipped_prompts,
 )
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.project import dvc_files, hashing, inputs
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import evidence
 from rlhf_tasks.promotion.gate import Evidence, Kl, Opponent
+
+DISPLAY_ONLY = ("judge.labels", "judge.num_samples_shown")  # they change no comparison
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,71 @@ class Candidate:
         return hashing.dvc_md5(self.folder)
 
 
+def read(paths: Paths) -> Evidence:
+    """The evidence in a project's files. A KL that metrics/ppo.json does not have is missing evidence.
+
+    Raises:
+        UserError: for a results document that is missing or cannot be read.
+    """
+    return Evidence(results=EvaluationResults.read(paths.evaluation_results), kl=selected_kl(paths))
+
+
+def selected_kl(paths: Paths) -> Kl | None:
+    """The KL of the checkpoint that PPO kept, by metrics/ppo.json; None if it was not measured.
+
+    No score and no reward is read there, nor the KL of the last update.
+    """
+    file = paths.metrics("ppo")
+    metrics = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if metrics.get("selected_kl") is None:
+        return None
+    return Kl(mean=metrics["selected_kl"], standard_error=metrics.get("selected_kl_standard_error"))
+
+
+def is_trained_here(paths: Paths, md5: str) -> bool:
+    """Whether metrics/ppo.json describes the policy with these bytes, according to dvc.lock."""
+    locked = dvc_files.locked_by(paths.root, "ppo")
+    metrics = paths.metrics("ppo")
+    is_current = metrics.exists() and hashing.dvc_md5(metrics) == locked.get(paths.relative(metrics))
+    return is_current and locked.get(paths.relative(paths.policy)) == md5
+
+
+def is_judged_here(paths: Paths, md5: str) -> bool:
+    """Whether the files in the project describe the policy with these bytes, according to dvc.lock.
+
+    They do not if PPO has run since the judge did, if the files were replaced, or if `judge` in params.yaml
+    has changed since.
+    """
+    root, folder = paths.root, paths.judge_results
+    locked = dvc_files.locked_by(root, "judge")
+    is_current = folder.exists() and hashing.dvc_md5(folder) == locked.get(paths.relative(folder))
+    now = VIEWS["judge"].of(config.load(paths.params)).declared
+    decisive, used = (
+        {k: v for k, v in values.items() if k.startswith("judge.") and k not in DISPLAY_ONLY}
+        for values in (now, inputs.used(root, "judge").values)
+    )
+    return (
+        is_trained_here(paths, md5)
+        and is_current
+        and locked.get(paths.relative(paths.policy)) == md5
+        and decisive == used
+    )
+
+
+def reward_functions(paths: Paths) -> set[str]:
+    """The functions that PPO optimized when it trained the policy of dvc.lock, and those of params.yaml.
+
+    The cache may lack the record of the training.
+    """
+    now = dvc_files.parameters(paths.root).get("ppo", {}).get("scorers", [])
+    scorers = [*inputs.used(paths.root, "ppo").values.get("ppo.scorers", []), *now]
+    return {scorer["function"] for scorer in scorers if "function" in scorer}
+
+
 def stale_reason(candidate: Candidate) -> str | None:
     """Why the project's results do not describe the candidate by today's judges; None if they do."""
     paths = candidate.paths
-    if not evidence.is_judged_here(paths, candidate.md5):
+    if not is_judged_here(paths, candidate.md5):
         return f"are not of {candidate.model}"
     try:
         EvaluationResults.read(paths.evaluation_results)
@@ -86,9 +146,9 @@ def changed_files(run: Path, local: Path) -> list[str]:
 def collect(candidate: Candidate, stale: str | None) -> Evidence:
     """The pipeline's results, or new ones if `stale` is a reason not to use those."""
     paths, settings = candidate.paths, _with_local_files(candidate)
-    is_trained_here = evidence.is_trained_here(paths, candidate.md5)
+    is_own = is_trained_here(paths, candidate.md5)
     if stale is None:
-        known = evidence.read(paths)
+        known = read(paths)
     else:
         console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
         bounds = candidate.settings.promotion
@@ -100,12 +160,12 @@ def collect(candidate: Candidate, stale: str | None) -> Evidence:
             bounds.max_task_drop,
         } != {None}:
             known = measure_cost(settings, paths, candidate.folder)
-        if is_trained_here:
-            known = replace(known, kl=evidence.selected_kl(paths) or known.kl)
+        if is_own:
+            known = replace(known, kl=selected_kl(paths) or known.kl)
         known = with_opponent(candidate, known, "sft", paths.sft)
     optimized = optimized_judges(settings.judge, candidate.folder, paths.root)
-    if is_trained_here:
-        functions = evidence.reward_functions(paths)
+    if is_own:
+        functions = reward_functions(paths)
         own = [one for one in settings.judge.judges if one.kind == "function" and one.function in functions]
         optimized |= {one.name: one.function for one in own}
     facts = {
@@ -223,23 +283,11 @@ def _with_local_files(candidate: Candidate) -> Config:
         return settings
     outs = [out for node in dvc_files.graph(run).values() for out in node.outs]
     judge = settings.judge.model_dump(mode="json")
-    for section, key in _named_files(judge, outs):
-        section[key] = str(local.resolve() / section[key])
+    for key, path in inputs.files_named({"judge": judge}):
+        _, *inner, last = key.split(".")
+        part: Any = judge
+        for name in inner:
+            part = part[int(name) if name.isdigit() else name]
+        if not dvc_files.is_in(path, outs):
+            part[last] = str(local.resolve() / path)
     return settings.model_copy(update={"judge": Judging.model_validate(judge)})
-
-
-def _named_files(judge: Mapping[str, Any], outs: list[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every place of the section that names a file or folder of the user: its part, and the key in it."""
-    for one in judge["judges"]:
-        is_folder = "path" in one and one.get("revision") is None
-        if is_folder and not any(Path(one["path"]).is_relative_to(out) for out in outs):
-            yield one, "path"
-        if "prompt" in one and one["prompt"] not in shipped_prompts():
-            yield one, "prompt"
-    retention = judge["retention"] or {}
-    for key in ("general", "questions"):
-        if retention.get(key) not in (None, ENGLISH):
-            yield retention, key
-    tasks = retention.get("tasks") or {}
-    if tasks.get("folder") is not None:
-        yield tasks, "folder"

@@ -214,7 +214,8 @@ class Registry:
         before = [over.number, *over.before][:MAX_BEFORE] if over else []
         with translated_errors():
             self._tag(version.number, {BEFORE: ",".join(before) or NONE})
-            self._untag(version.number, ROLLED_BACK)
+            if ROLLED_BACK in version.tags:
+                self.client.delete_model_version_tag(self.name, version.number, ROLLED_BACK)
             if self._aliases().get(CHALLENGER) == version.number:
                 self.client.delete_registered_model_alias(self.name, CHALLENGER)
             self.client.set_registered_model_alias(self.name, CHAMPION, version.number)
@@ -245,11 +246,6 @@ class Registry:
     def _tag(self, number: str, tags: Mapping[str, str]) -> None:
         for key, value in tags.items():
             self.client.set_model_version_tag(self.name, number, key, value[:MAX_TAG])
-
-    def _untag(self, number: str, key: str) -> None:
-        version = self._version(number)
-        if version is not None and key in version.tags:
-            self.client.delete_model_version_tag(self.name, number, key)
 
 
 def _version(model_version: ModelVersion) -> Version:

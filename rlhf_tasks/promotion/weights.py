@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,8 +22,13 @@ def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
     """A folder with exactly these bytes, from the DVC cache, a commit, an experiment, or its first folder.
 
     Raises:
-        UserError: if none of these places has them.
+        UserError: if none of these places has them, or the version has no md5.
     """
+    if not md5:
+        raise UserError(
+            "the champion has no tag dvc.md5: `rlhf promote` did not register it, so its weights are not "
+            "known; move the alias `champion`, or remove it"
+        )
     target = home / "policies" / md5
     if _has_bytes(target, md5):
         return target
@@ -81,8 +87,10 @@ def _link(cache: Path, md5: str, target: Path) -> bool:
 
     Links are used because a second copy may take many gigabytes.
     """
-    files = dvc_cli.cached_folder(cache, md5)
-    if files is None or not all(file.exists() for file in files.values()):
+    listing = dvc_cli.cached_file(cache, md5)
+    entries = json.loads(listing.read_text(encoding="utf-8")) if listing.exists() else []
+    files = {entry["relpath"]: dvc_cli.cached_file(cache, entry["md5"]) for entry in entries}
+    if not files or not all(file.exists() for file in files.values()):
         return False
     with whole(target) as folder:
         for path, file in files.items():

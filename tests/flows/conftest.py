@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import uuid
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import devices, settings
+from flows import devices, programs, settings
 from tests.flows import toy
 
 ShowGpus = Callable[..., None]
@@ -45,6 +46,12 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs log, although no run is there."""
+    monkeypatch.setattr(programs, "get_run_logger", lambda: logging.getLogger("test of programs"))
 
 
 @pytest.fixture

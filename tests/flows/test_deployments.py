@@ -16,7 +16,6 @@ from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.client.schemas.sorting import DeploymentSort
 from prefect.events import emit_event
 from prefect.events.schemas.events import Event
 from prefect.exceptions import PrefectHTTPStatusError
@@ -108,15 +107,6 @@ def test_the_form_has_a_sentence_and_a_recorded_duration_for_each_preset(root: P
     assert [name for name in presets.names() if f" • {name}: {presets.summary(name)}" not in text] == []
     assert f"{presets.summary('smoke')} (0s here)" in text
     assert f"{presets.summary('trl')} (" not in text, "that run changed more than the preset"
-
-
-def test_the_deployments_are_listed_in_the_order_of_use(root: Path) -> None:
-    """Prefect's page sorts them by name."""
-    deployments.apply(root, None)
-    with get_client(sync_client=True) as client:
-        only = DeploymentFilter.model_validate({"tags": {"all_": [f"project:{root}"]}})
-        made = client.read_deployments(deployment_filter=only, sort=DeploymentSort.NAME_ASC)
-    assert [one.name for one in made] == ["pipeline", "scheduled", "sweep", "watch"]
 
 
 def test_a_deployment_keeps_the_queue_that_a_user_chose(root: Path) -> None:

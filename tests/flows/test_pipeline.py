@@ -330,7 +330,9 @@ def test_the_fingerprint_includes_data_below_links(root: Path) -> None:
     assert watch.fingerprint(root, values) != before
 
 
-def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed() -> None:
+def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: dict[str, FlowRun] = {}
 
     def start(deployment: str, *, idempotency_key: str, **_: Any) -> FlowRun:
@@ -339,8 +341,9 @@ def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed() -> N
         return made.setdefault(idempotency_key, FlowRun(flow_id=uuid.uuid4(), name=name, state=Running()))
 
     def check(change: str = "a") -> str:
-        return str(watch.start_run("any", {}, change, start).message)
+        return str(watch.start_run("any", {}, change).message)
 
+    monkeypatch.setattr(watch, "run_deployment", start)
     assert check() == check() == "the data changed: its run is run-1"
     made["a-try-1"].state = Failed()
     assert check() == check() == "the data changed: its run is run-2, after run-1 failed"
@@ -356,15 +359,18 @@ def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed() -> N
     assert check("b") == "the data changed: its run is run-4"
 
 
-def test_a_cancelled_run_of_changed_data_is_reported_and_not_repeated() -> None:
+def test_a_cancelled_run_of_changed_data_is_reported_and_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keys: list[str] = []
 
     def start(deployment: str, *, idempotency_key: str, **_: Any) -> FlowRun:
         keys.append(idempotency_key)
         return FlowRun(flow_id=uuid.uuid4(), id=uuid.UUID(int=0xABCD), name="run-1", state=Cancelled())
 
+    monkeypatch.setattr(watch, "run_deployment", start)
     for _ in range(2):
-        state = watch.start_run("f/d", {"preset": "smoke"}, "a", start)
+        state = watch.start_run("f/d", {"preset": "smoke"}, "a")
         assert state.is_failed()
         assert "its run run-1 was cancelled" in str(state.message)
         assert "`prefect deployment run f/d --param preset=smoke`" in str(state.message)

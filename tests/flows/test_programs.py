@@ -19,12 +19,12 @@ from rlhf_tasks.project import dvc_cli
 from rlhf_tasks.training import checkpoint
 from tests.flows import toy
 
-LOGGER = logging.getLogger("test of programs")
+pytestmark = pytest.mark.usefixtures("no_run")
 
 
 @pytest.fixture
 def dvc(root: Path) -> Dvc:
-    return Dvc(root, toy.run_environment(), 20.0, LOGGER)
+    return Dvc(root, toy.run_environment(), 20.0)
 
 
 def test_unchanged_restorable_and_changed_stages_differ(root: Path, dvc: Dvc) -> None:
@@ -84,7 +84,7 @@ def test_output_is_logged_and_the_input_of_a_program_is_empty(
 ) -> None:
     script = "echo a; echo; echo b >&2; wc -c; printf 'no end'; exit 3"
     with caplog.at_level(logging.INFO):
-        status, lines = programs.run(["sh", "-c", script], tmp_path, toy.run_environment(), 1.0, LOGGER)
+        status, lines = programs.run(["sh", "-c", script], tmp_path, toy.run_environment(), 1.0)
     assert (status, lines) == (3, ["a", "b", "0", "no end"])
     assert caplog.messages == lines
 
@@ -94,7 +94,7 @@ def test_a_process_that_outlives_its_program_does_not_hold_it_up(
 ) -> None:
     monkeypatch.setattr(programs, "DRAIN_SECONDS", 0.1)
     script = "echo a; (while [ ! -e stop ]; do sleep 0.1; done) &"
-    assert programs.run(["sh", "-c", script], tmp_path, toy.run_environment(), 1.0, LOGGER) == (0, ["a"])
+    assert programs.run(["sh", "-c", script], tmp_path, toy.run_environment(), 1.0) == (0, ["a"])
     (tmp_path / "stop").touch()
 
 
@@ -102,7 +102,7 @@ def test_a_process_that_outlives_its_program_does_not_hold_it_up(
 @pytest.mark.parametrize("trap", ["", "trap '' INT"])
 def test_an_interrupt_ends_dvc_and_its_stage_and_leaves_no_lock(root: Path, trap: str) -> None:
     """A stage that ignores the interrupt is killed after the grace."""
-    dvc = Dvc(root, toy.run_environment(), 1.0 if trap else 20.0, LOGGER)
+    dvc = Dvc(root, toy.run_environment(), 1.0 if trap else 20.0)
     toy.write_script(root, [trap, "echo $$ > pid", "while true; do sleep 1; done"])
     dvc.reproduce("first")
 
@@ -141,7 +141,6 @@ def test_a_deadline_interrupts_a_program_and_its_progress_is_followed(
             tmp_path,
             toy.run_environment(),
             5.0,
-            LOGGER,
             deadline=time.monotonic() + 1.0,
             follow=lambda: followed.append(True),
         )

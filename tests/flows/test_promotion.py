@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from prefect.client.orchestration import get_client
 
 from flows import pipeline as flows_pipeline
 from flows import promotion, results
-from flows.outcome import Outcome
+from flows.results import Outcome
 from flows.slots import Slots
 from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
@@ -23,7 +22,10 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.command import POLICY, RETRY_HINT, UNDECIDED, verdict_file
 from tests.flows import toy
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect and its server
+pytestmark = [
+    pytest.mark.usefixtures("no_run"),
+    pytest.mark.filterwarnings("ignore"),  # those of Prefect and its server
+]
 REFUSED = "rlhf-policy version 2 (models/policy): KL 11.2 > 10"
 CRITERION = {
     "key": "kl",
@@ -36,7 +38,6 @@ CRITERION = {
     "margin": -1.2,
     "passed": False,
 }
-LOGGER = logging.getLogger("test of promotion")
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def end_with(root: Path, text: str, status: int) -> None:
 
 
 def promote(root: Path) -> Any:
-    return promotion.promote.fn(root, toy.run_environment(), config.load(root / "params.yaml"), LOGGER)
+    return promotion.promote.fn(root, toy.run_environment(), config.load(root / "params.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import uuid
 from collections.abc import Callable, Iterator
@@ -35,10 +34,11 @@ def gpus(*names: str) -> str:
     return "".join(f"GPU {index}: NVIDIA H100 (UUID: {name})\n" for index, name in enumerate(names))
 
 
+@pytest.mark.usefixtures("no_run")
 def test_a_stage_sees_its_gpus_and_the_next_one_what_the_flow_sees(root: Path) -> None:
     toy.write_script(root, ["echo ${CUDA_VISIBLE_DEVICES-none} >> ../seen.txt", toy.SECOND.strip(), "exit 1"])
     environment = toy.run_environment() | {devices.VISIBLE: "0,2"}
-    dvc = Dvc(root, environment, 20.0, logging.getLogger("test"))
+    dvc = Dvc(root, environment, 20.0)
     dvc.reproduce("first")
     for chosen in ([SECOND, THIRD], []):
         with pytest.raises(StageFailed):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.judging import summary
@@ -25,11 +24,8 @@ from rlhf_tasks.judging.judges.comparisons import (
     Question,
     Reply,
     check_failures,
-    optimized_judges,
 )
 from rlhf_tasks.judging.results import ComparisonResult
-from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from tests import small
 
@@ -259,23 +255,6 @@ def test_invalid_judges_are_refused_with_the_reason(judges: list[Any], reason: s
     with pytest.raises(ConfigError) as caught:
         settings(*judges)
     assert reason in str(caught.value)
-
-
-def test_a_judge_that_ppo_optimised_is_identified_by_its_weights(models_here: Path) -> None:
-    one = small.HELDOUT | {"name": "optimised", "path": "models/elsewhere"}
-    (models_here / "models/reward").rename(models_here / "models/elsewhere")
-    judging = settings(small.HELDOUT, one)
-    policy = Path("models/policy")
-    assert optimized_judges(judging, policy, Path()) == {}, "the policy does not name its reward model"
-    parents = {"reward": contracts.fingerprint(models_here / "models/elsewhere")}
-    save_checkpoint(
-        load_causal(policy),
-        load_tokenizer(policy),
-        policy,
-        identity=contracts.identity("policy", parents),
-        card="a card",
-    )
-    assert optimized_judges(judging, policy, Path()) == {"optimised": "models/elsewhere"}
 
 
 # ----------------------------------------------------------------------------------------- prompts

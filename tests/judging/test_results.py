@@ -177,6 +177,9 @@ def test_a_file_that_is_not_a_results_document_is_a_user_error(
         EvaluationResults.read(file)
     assert str(file) in str(caught.value)
     assert "rlhf judge" in str(caught.value)
+    file.unlink()
+    with pytest.raises(UserError, match=r"results\.json cannot be read .*; run `rlhf judge` to write it"):
+        EvaluationResults.read(file)
 
 
 def test_wins_and_losses_follow_from_the_win_rate_and_the_ties() -> None:

@@ -278,23 +278,6 @@ def test_the_interval_of_kappa_resamples_prompts_with_all_comparisons() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_gain_is_least_squares_with_the_sandwich_variance(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    size = int(random.integers(3, 40))
-    x, d = random.integers(-3, 9, size).astype(float), random.normal(size=size)
-    x[0] = x[1] + 1  # some slope
-    rows = np.stack([np.ones(size), x], axis=1)
-    beta, *_ = np.linalg.lstsq(rows, d, rcond=None)
-    bread, meat = np.linalg.inv(rows.T @ rows), np.zeros((2, 2))
-    for row, value in zip(rows, d, strict=True):
-        meat += np.outer(row, row) * (value - row @ beta) ** 2
-    variance = size / (size - 2) * (bread @ meat @ bread)[0, 0]
-    result = matched_length_gain(d, np.zeros(size), x, np.zeros(size))
-    assert result.value == pytest.approx(beta[0])
-    assert result.high - result.value == pytest.approx(Z * math.sqrt(variance))
-
-
-@pytest.mark.parametrize("seed", range(5))
 def test_the_rate_at_equal_length_equals_a_slow_search_with_the_sandwich(seed: int) -> None:
     random = np.random.default_rng(seed)
     size = int(random.integers(6, 60))

@@ -88,14 +88,6 @@ def test_a_later_process_with_the_same_pid_is_another_one() -> None:
     assert not processes.is_alive(f"{host}:{pid}:{processes.start(first)}")
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"pid": 1}'])
-def test_an_unreadable_record_is_no_daemon(daemon: Daemon, text: str) -> None:
-    daemon.folder.mkdir()
-    daemon.file.write_text(text, encoding="utf-8")
-    assert not daemon.is_running()
-    assert not daemon.stop(0.5)
-
-
 def test_the_error_of_a_program_that_ends_has_the_end_of_its_log(daemon: Daemon) -> None:
     start(daemon, "print('no such database')")
     with pytest.raises(UserError, match=r"server has ended; .*ends with\nno such database"):
@@ -108,12 +100,6 @@ def test_a_port_in_use_is_skipped() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert port < processes.free_port(port) < port + processes.PORTS_TRIED
-
-
-@pytest.mark.parametrize("port", [0, -1, 65536])
-def test_an_invalid_port_is_refused(port: int) -> None:
-    with pytest.raises(UserError, match=f"port {port} is given; ports go from 1 to 65535"):
-        processes.free_port(port)
 
 
 def test_a_daemon_listens_only_on_its_own_port(daemon: Daemon) -> None:

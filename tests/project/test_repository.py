@@ -38,12 +38,6 @@ def test_the_address_is_the_remote_without_protocol_and_login(
     assert git.address(tmp_path / "part") == f"{address}/part"
 
 
-def test_the_address_is_the_folder_if_the_remote_is_not_valid(tmp_path: Path) -> None:
-    toy.git(tmp_path, "init", "-q")
-    toy.git(tmp_path, "remote", "add", "origin", "https://[bad/a")
-    assert git.address(tmp_path) == str(tmp_path)
-
-
 def test_a_folder_without_a_commit_is_an_error(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     with pytest.raises(UserError, match="has no git commit"):

@@ -169,12 +169,6 @@ def test_an_over_optimised_policy_is_refused(project: Path) -> None:
     assert aliases(project) == {"challenger": "hacked"}
 
 
-def test_disagreeing_judges_and_missing_evidence_refuse(project: Path) -> None:
-    assert promote(project, "one", results=planted.results(second=0.4)) == 3
-    assert promote(project, "two", results=planted.results(retention={})) == 3
-    assert aliases(project) == {"challenger": "two"}
-
-
 def test_the_champion_itself_is_not_judged_again(project: Path, measured: Measured) -> None:
     promote(project, "one")
     assert promote(project, "one") == 0
@@ -302,7 +296,6 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing after it runs."""
 
 
-STEPS = ("register", "challenge", "record", "promote")
 CALLS = (
     "create_registered_model", "create_model_version", "set_registered_model_alias", "set_model_version_tag",
     "update_model_version", "delete_registered_model_alias", "delete_model_version_tag",
@@ -395,23 +388,6 @@ def test_a_command_that_was_killed_before_any_request_ends_alike_when_repeated(
         assert registry_state(store) == whole, f"killed before request {limit}, {requests[limit]}"
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_promotion_killed_between_two_steps_succeeds_when_repeated(
-    project: Path, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    promote(project, "one")
-
-    def killed(self: Registry, *words: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Registry, step, killed)
-        with pytest.raises(Killed):
-            promote(project, "two")
-    assert promote(project, "two") == 0
-    assert aliases(project) == {"champion": "two"}
-
-
 def test_a_promotion_killed_while_the_verdict_is_written_succeeds_when_repeated(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,7 +471,7 @@ def test_a_champion_that_was_registered_otherwise_is_a_user_error(
     store.set_registered_model_alias(NAME, "champion", "1")
     planted.pipeline(project, "one")
     assert main.main(["promote"]) == 2
-    assert "is champion and has no tag dvc.md5" in capsys.readouterr().err
+    assert "the champion has no tag dvc.md5" in capsys.readouterr().err
 
 
 def test_a_function_that_ppo_optimised_refuses_even_if_params_changed_since(

@@ -293,15 +293,13 @@ def test_an_experiment_is_found_by_its_exact_name_even_beside_a_folder_of_that_n
     assert champion(root) == "1"
 
 
-def test_an_experiment_without_a_policy_and_an_unknown_name_are_user_errors(
+def test_an_experiment_without_a_policy_is_a_user_error(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = toy.git(root, "rev-parse", "HEAD").strip()
     toy.git(root, "update-ref", f"refs/exps/{head[:2]}/{head[2:]}/idle", head)
     assert main.main(["promote", "idle"]) == 2
     assert "the experiment idle has no models/policy: its stage ppo has not run" in capsys.readouterr().err
-    assert main.main(["promote", "none"]) == 2
-    assert "none is neither a checkpoint (it has no config.json) nor an experiment" in capsys.readouterr().err
 
 
 def test_an_experiment_that_the_local_judges_cannot_judge_comes_with_the_remedy(

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from mlflow.tracking import MlflowClient
 
 from rlhf_tasks.config import Tracking
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.promotion.registry import (
-    BEFORE,
-    CHALLENGER,
     CHAMPION,
     ROLLED_BACK,
     Registry,
@@ -25,7 +22,6 @@ from rlhf_tasks.promotion.registry import (
     translated_errors,
 )
 from rlhf_tasks.tracking.dashboard import server_command, server_environment
-from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
 
 NAME = "rlhf-policy"
@@ -73,31 +69,6 @@ def test_the_same_bytes_are_registered_once(registry: Registry) -> None:
     assert (version.tags["dvc.md5"], version.tags["dvc.exp"]) == ("a.dir", "two")
 
 
-def test_a_version_names_its_run(registry: Registry, home: Path) -> None:
-    client = MlflowClient(embedded_uri(home))
-    experiment = client.get_experiment_by_name("rlhf")
-    assert experiment is not None
-    run = client.create_run(experiment.experiment_id, tags={"rlhf.run": "ppo-1"}).info.run_id
-    assert registry.run_of("ppo-1", "rlhf") == run
-    assert registry.run_of("ppo-2", "rlhf") is None
-    assert registry.run_of("ppo-1", "another experiment") is None
-    registry.register("a.dir", "models/policy", {}, run)
-    assert client.get_model_version(NAME, "1").run_id == run
-
-
-def test_a_promoted_challenger_loses_that_alias(registry: Registry) -> None:
-    first = made(registry, "a.dir")
-    registry.challenge(first)
-    assert aliases(registry) == {CHALLENGER: "1"}
-    registry.promote(first, None)
-    assert aliases(registry) == {CHAMPION: "1"}
-    second = made(registry, "b.dir")
-    registry.challenge(second)
-    assert aliases(registry) == {CHAMPION: "1", CHALLENGER: "2"}
-    registry.promote(second, registry.champion())
-    assert aliases(registry) == {CHAMPION: "2"}
-
-
 def test_rollbacks_go_down_the_list_of_former_champions(registry: Registry) -> None:
     """Champions a, b, c, b: rollbacks go to c, b, a, and no further."""
     for md5 in ("a.dir", "b.dir", "c.dir", "b.dir"):
@@ -120,16 +91,6 @@ def test_a_deleted_champion_is_passed_over(registry: Registry) -> None:
         promote(registry, md5)
     registry.client.delete_model_version(NAME, "2")
     assert registry.rollback("now")[1].number == "1"
-
-
-def test_a_promotion_clears_the_mark_of_a_rollback(registry: Registry) -> None:
-    promote(registry, "a.dir")
-    promote(registry, "b.dir")
-    registry.rollback("now")
-    promote(registry, "b.dir")
-    tags = registry.client.get_model_version(NAME, "2").tags
-    assert ROLLED_BACK not in tags
-    assert tags[BEFORE] == "1"
 
 
 def test_a_version_that_was_judged_against_another_champion_is_not_promoted(registry: Registry) -> None:

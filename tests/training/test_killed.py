@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,9 +118,9 @@ def run_stages(
         made.survive(stage, kills.get(stage, 0), rng, undisturbed.get(stage, 0.0))
 
 
-def differences(one: Project, other: Project) -> Sequence[tuple[str, str]]:
+def differences(one: Project, other: Project) -> list[str]:
     """What differs between two finished runs: weights, and metrics but for times."""
-    return list(identity.differences(identity.contents(one.folder), identity.contents(other.folder), ()))
+    return identity.differences(identity.contents(one.folder), identity.contents(other.folder))
 
 
 @pytest.fixture(scope="module")

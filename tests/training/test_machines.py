@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import layouts
 from rlhf_tasks.project.processes import free_port
 from tests import toy
+from tests.training import layouts
 from tests.training.stages import faulty
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

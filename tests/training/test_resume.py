@@ -25,7 +25,6 @@ import torch
 from filelock import FileLock
 from ruamel.yaml import YAML
 
-from benchmarks import layouts
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
@@ -37,6 +36,7 @@ from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.checkpoint import State
 from tests import small, toy
 from tests.ppo.toy import without_critic
+from tests.training import layouts
 from tests.training.stages import loop
 
 SMALL: Mapping[str, Any] = {

@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +43,6 @@ Request = Mapping[str, Any]
 Record = Mapping[str, Any]
 
 
-@dataclass
-class Spent:
-    """Requests of this process, and the tokens of their replies."""
-
-    requests: int = 0
-    tokens: int = 0
-
-
 class LlmComparer:
     """A `Comparer`. The prompt's file is below `paths.root`; replies are kept in `paths.home`.
 
@@ -60,19 +51,13 @@ class LlmComparer:
     """
 
     def __init__(
-        self,
-        settings: LlmJudge,
-        max_failure_share: float,
-        paths: Paths,
-        *,
-        key: str = LISTED,
-        longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
+        self, settings: LlmJudge, max_failure_share: float, paths: Paths, *, key: str = LISTED
     ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
         self._prompt = load_prompt(settings.prompt, key, paths.root)
         self._key, self._cache = _key(settings), Cache(paths.home / FILE)
-        self._longest_wait_seconds = longest_wait_seconds
-        self.spent = Spent()
+        self._requests = self._tokens = 0
+        """Requests of this process, and the tokens of their replies."""
 
     def __call__(
         self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
@@ -86,7 +71,7 @@ class LlmComparer:
         failed = asyncio.run(self._fetch(todo, max_failures)) if todo else {}
         console.say(
             f"judge {self._settings.name}: {len(todo)} of {len(set(keys))} replies were requested, the "
-            f"others were kept; spent so far: {self.spent.requests} requests, {self.spent.tokens} tokens"
+            f"others were kept; spent so far: {self._requests} requests, {self._tokens} tokens"
         )
         records = [self._cache.get(key) for key in keys]
         return [
@@ -150,12 +135,12 @@ class LlmComparer:
         return failed
 
     def _check_budget(self, num_requested: int) -> None:
-        budget, spent = self._settings.budget, self.spent
+        budget = self._settings.budget
         if budget is None:
             return
         for name, most, used in (
-            ("requests", budget.requests, spent.requests),
-            ("tokens", budget.tokens, spent.tokens),
+            ("requests", budget.requests, self._requests),
+            ("tokens", budget.tokens, self._tokens),
         ):
             if most is not None and used >= most:
                 raise UserError(
@@ -171,8 +156,8 @@ class LlmComparer:
             UserError: for an error that every other question would meet too.
         """
         settings = self._settings
-        longest = (settings.max_retries + 1) * (settings.timeout_seconds + self._longest_wait_seconds)
-        self.spent.requests += 1
+        longest = (settings.max_retries + 1) * (settings.timeout_seconds + LONGEST_WAIT_SECONDS)
+        self._requests += 1
         try:
             # The client times each silence only; a reply that arrives byte by byte would never end.
             async with asyncio.timeout(longest):
@@ -188,7 +173,7 @@ class LlmComparer:
             return f"status {error.status_code}: {excerpt(error.message)}"
         except (openai.APIConnectionError, TimeoutError, Malformed) as error:
             return excerpt(f"{type(error).__name__}: {error}")
-        self.spent.tokens += record["tokens"] or 0
+        self._tokens += record["tokens"] or 0
         self._cache.add(key, record)
         if record["tokens"] is None and settings.budget is not None and settings.budget.tokens is not None:
             raise UserError(
