@@ -59,8 +59,8 @@ def models_of(value: str, adapter: bool) -> dict[str, Any]:
     [
         ("eos_trick_replace", "separate", False),
         *(pytest.param(kind, "separate", False, marks=pytest.mark.slow) for kind in TRUNCATIONS[1:]),
-        ("bootstrap", "shared", False),
-        ("eos_trick_replace", "shared", True),
+        pytest.param("bootstrap", "shared", False, marks=pytest.mark.slow),
+        pytest.param("eos_trick_replace", "shared", True, marks=pytest.mark.slow),
         pytest.param("none", "separate", True, marks=pytest.mark.slow),
     ],
 )
@@ -83,7 +83,7 @@ KL_IN_LOSS = {"kl__kind": "in_loss", "kl__estimator": "k3", "kl_coef": 0.01}
     ("advantages", "adapter", "kl"),
     [
         ("rloo", False, {}),
-        ("group", False, KL_IN_LOSS),
+        pytest.param("group", False, KL_IN_LOSS, marks=pytest.mark.slow),
         pytest.param("group", True, {}, marks=pytest.mark.slow),
     ],
 )
@@ -98,6 +98,7 @@ def test_a_token_is_learned_without_a_critic(advantages: str, adapter: bool, kl:
     assert last > (0.15 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, without_critic("rloo")], ids=["gae", "rloo"])
 def test_a_length_is_learned(changes: dict[str, Any]) -> None:
     first, last = learned(near(4), **changes)

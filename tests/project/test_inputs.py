@@ -44,7 +44,6 @@ def set_values(root: Path, changes: Mapping[str, Any]) -> None:
 def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: Path) -> None:
     """The programs write the same outs again, so that what follows needs no run. The report reads lineage."""
     chain = Chain(toy.make(tmp_path / "project"))
-    given = (chain.root / "params.yaml").read_text(encoding="utf-8")
 
     def repro() -> set[str]:
         """Which stages `dvc repro` runs."""
@@ -57,10 +56,6 @@ def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: P
     how = {"service.retries": 1, "resume.keep": 1, "launch.precision": "fp32"}
     set_values(chain.root, {"ppo.scorers": default, **how})
     assert repro() == set(), "defaults that are written out, and what changes no result"
-    set_values(chain.root, {"launch.precision": "bf16"})
-    assert repro() == {*MODEL_STAGES, "report"}
-    (chain.root / "params.yaml").write_text(given, encoding="utf-8")
-    assert repro() == set(), "the run cache has the first run"
     set_values(chain.root, {"ppo.kl_coef": 0.05})
     diff = json.loads(dvc_cli.run(chain.root, "params", "diff", "--json", "HEAD"))
     assert diff["params.yaml"]["ppo.kl_coef"]["new"] == 0.05, "although no stage depends on params.yaml"
@@ -117,6 +112,7 @@ def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(
     }
     assert rerun(named) == {"sft", "ppo", "judge", "verdict"}
     assert rerun() == set()
+    assert rerun({"launch.precision": "bf16"}) == {*MODEL_STAGES}
     for file, stages in {
         "ready/weights": {"sft"},
         "mine/deep.py": {"ppo"},

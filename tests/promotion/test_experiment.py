@@ -52,29 +52,40 @@ cp given/ppo.json metrics/ppo.json
 """
 
 
-@pytest.fixture
-def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A committed project without a run; the bytes of a policy are the seed."""
-    for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN"):
-        monkeypatch.delenv(name, raising=False)
-    given = tmp_path / "given"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed project with the experiments one and two, to be copied; a policy is the bytes of the seed."""
+    root = tmp_path_factory.mktemp("made")
+    given = root / "given"
     given.mkdir()
     (given / "ppo.sh").write_text(PPO, encoding="utf-8")
     planted.put(given / "ppo.json", {"selected_episode": 256.0, "selected_kl": planted.KL})
     planted.put(given / "lineage.json", {"rlhf.run": "ppo-of-it", "git.rev": "c" * 40})
     planted.BETTER.write(given / "results.json")
     (given / "labels.jsonl").touch()
-    planted.params(tmp_path, {"data.path": "given", "judge.labels": "given/labels.jsonl"})
-    (tmp_path / "dvc.yaml").write_text(STAGES, encoding="utf-8")
-    (tmp_path / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
-    (tmp_path / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
-    toy.git(tmp_path, "init", "-q")
-    toy.identify(tmp_path)
-    dvc_cli.run(tmp_path, "init", "-q")
-    shutil.copy(
-        planted.ROOT / ".dvc/config", tmp_path / ".dvc/config"
-    )  # without it DVC's daemon writes files later
-    toy.commit(tmp_path)
+    planted.params(root, {"data.path": "given", "judge.labels": "given/labels.jsonl"})
+    (root / "dvc.yaml").write_text(STAGES, encoding="utf-8")
+    (root / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
+    (root / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
+    toy.git(root, "init", "-q")
+    toy.identify(root)
+    dvc_cli.run(root, "init", "-q")
+    shutil.copy(planted.ROOT / ".dvc/config", root / ".dvc/config")  # else DVC's daemon writes files later
+    toy.commit(root)
+    for name, seed in (("one", 11), ("two", 12)):
+        run(root, name, seed=seed)
+    shutil.rmtree(root / ".rlhf")
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of the test: a copy of that project, with an empty MLflow store."""
+    for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True, symlinks=True)
+    (tmp_path / ".rlhf").mkdir()
+    shutil.copyfile(empty_store, tmp_path / ".rlhf/mlflow.db")
     monkeypatch.chdir(tmp_path)
     console.set_quiet(False)
     return tmp_path
@@ -113,9 +124,16 @@ def seen(root: Path) -> dict[str, str]:
 
 
 def test_an_experiment_is_promoted_and_the_working_tree_is_not_touched(
-    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = run(root, "one", seed=11), run(root, "two", seed=12)
+    """Also beside a folder of the same name, and without a git identity."""
+    (root / "one").mkdir()
+    for key in ("user.name", "user.email"):
+        toy.git(root, "config", "--unset", key)
+    for variable in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(root.parent))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    first, second = git.find_experiment(root, "one"), git.find_experiment(root, "two")
     (root / "given/results.json").write_text("a change of the user's\n", encoding="utf-8")
     before = seen(root)
     assert main.main(["promote", "one"]) == 0
@@ -190,7 +208,7 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
     planted.params(root, OWN_FILES)
     write_own_files(root, "then", -1)
     toy.commit(root)
-    run(root, "one", seed=11)
+    run(root, "then", seed=11)
     read: dict[str, Any] = {}
 
     def check(view: JudgeView, paths: Paths, functions: Path) -> None:
@@ -207,11 +225,11 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
         read["own"] = own.compare(["p"], ["good"], ["bad"]).outcomes.tolist()
 
     measured.check = check
-    assert main.main(["promote", "one"]) == 0
+    assert main.main(["promote", "then"]) == 0
     assert read == {}, "the files are the same: the experiment's own results count"
     write_own_files(root, "now", 1)
-    run(root, "two", seed=12)
-    assert main.main(["promote", "two"]) == 0
+    run(root, "now", seed=12)
+    assert main.main(["promote", "now"]) == 0
     others = "elsewhere, general.txt, opinion_of_here.py, rubric.txt, tasks"
     assert f"the results here were measured with another {others}: the policy" in capsys.readouterr().out
     assert read == {
@@ -224,7 +242,6 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
 def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(root, "one", seed=11)
     shutil.rmtree(root / ".dvc/cache")
     assert main.main(["promote", "one"]) == 2
     message = capsys.readouterr().err
@@ -238,59 +255,24 @@ def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
 def test_weights_of_a_remote_are_pulled(root: Path) -> None:
     dvc_cli.run(root, "remote", "add", "--default", "store", str(root.parent / f"{root.name}-store"))
     toy.commit(root)
-    run(root, "one", seed=11, push=True)
+    run(root, "pushed", seed=13, push=True)
     shutil.rmtree(root / ".dvc/cache")
-    assert main.main(["promote", "one"]) == 0
+    assert main.main(["promote", "pushed"]) == 0
     assert champion(root) == "1"
     assert tags(root, "1")["rlhf.run"] == "ppo-of-it"
 
 
-def test_results_that_cannot_be_found_are_measured_again(
+def test_results_that_cannot_be_found_are_measured_again_and_a_missing_lineage_is_only_a_warning(
     root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(root, "one", seed=11)
-    md5 = hashing.dvc_md5(root / "given/results.json")
-    planted.blob(root / ".dvc/cache", md5).unlink()
+    for name in ("results", "lineage"):
+        planted.blob(root / ".dvc/cache", hashing.dvc_md5(root / f"given/{name}.json")).unlink()
     assert main.main(["promote", "one"]) == 0
-    assert "evaluation/judge of one cannot be found: the policy will be judged again" in (
-        capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "evaluation/judge of one cannot be found: the policy will be judged again" in said
     assert measured.compared == ["models/sft", "models/base"]
-
-
-def test_a_missing_lineage_is_only_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(root, "one", seed=11)
-    md5 = hashing.dvc_md5(root / "given/lineage.json")
-    planted.blob(root / ".dvc/cache", md5).unlink()
-    assert main.main(["promote", "one"]) == 0
-    assert "models/lineage/ppo.json of one cannot be found" in capsys.readouterr().out
+    assert "models/lineage/ppo.json of one cannot be found" in said
     assert "rlhf.run" not in tags(root, "1")
-
-
-def test_a_promotion_needs_no_git_identity(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(root, "one", seed=11)
-    for key in ("user.name", "user.email"):
-        toy.git(root, "config", "--unset", key)
-    for variable in ("HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(variable, str(root.parent))
-    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-    assert main.main(["promote", "one"]) == 0
-    assert champion(root) == "1"
-
-
-def test_an_experiment_is_found_by_its_exact_name_even_beside_a_folder_of_that_name(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(root, "one", seed=11)
-    for pattern in ("o*", "[o]ne", "on?"):
-        assert main.main(["promote", pattern]) == 2
-        assert (
-            f"{pattern} is neither a checkpoint (it has no config.json) nor an experiment"
-            in capsys.readouterr().err
-        )
-    (root / "one").mkdir()
-    assert main.main(["promote", "one"]) == 0
-    assert champion(root) == "1"
 
 
 def test_an_experiment_without_a_policy_and_an_unknown_name_are_user_errors(
@@ -300,8 +282,10 @@ def test_an_experiment_without_a_policy_and_an_unknown_name_are_user_errors(
     toy.git(root, "update-ref", f"refs/exps/{head[:2]}/{head[2:]}/idle", head)
     assert main.main(["promote", "idle"]) == 2
     assert "the experiment idle has no models/policy: its stage ppo has not run" in capsys.readouterr().err
-    assert main.main(["promote", "none"]) == 2
-    assert "none is neither a checkpoint (it has no config.json) nor an experiment" in capsys.readouterr().err
+    for name in ("none", "o*", "[o]ne", "on?"):
+        assert main.main(["promote", name]) == 2
+        message = f"{name} is neither a checkpoint (it has no config.json) nor an experiment"
+        assert message in capsys.readouterr().err
 
 
 def test_an_experiment_that_the_local_judges_cannot_judge_comes_with_the_remedy(

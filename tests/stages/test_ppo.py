@@ -203,15 +203,6 @@ def test_the_stage_trains_without_a_critic(models_here: Path, monkeypatch: pytes
     assert load_causal(POLICY) is not None
 
 
-def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
-    def written() -> dict[str, bytes]:
-        run()
-        files = [*POLICY.iterdir(), *SAMPLES.iterdir()]
-        return {file.name: file.read_bytes() for file in sorted(files)}
-
-    assert written() == written()
-
-
 def test_ptx_text_is_the_documents_of_a_file(tmp_path: Path) -> None:
     """A document is cut at the model's length; no row spans two documents."""
     tokenizer, policy, file = small.tokenizer(), small.causal(), tmp_path / "text.txt"

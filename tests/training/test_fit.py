@@ -147,9 +147,9 @@ STATES = Shape(vocab=60, query_min=4, query=4, response=4, batch=16, micro=4, la
     ("shape", "chunk", "changes"),
     [
         (LONG, 2**18, {}),
-        (LONG, 2**18, {"gradient_checkpointing": True}),
-        (LOGITS, 2**22, {}),
-        (STATES, 2**18, {}),
+        pytest.param(LONG, 2**18, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(LOGITS, 2**22, {}, marks=pytest.mark.slow),
+        pytest.param(STATES, 2**18, {}, marks=pytest.mark.slow),
     ],
     ids=["activations", "checkpointing", "logits", "optimizer"],
 )
