@@ -280,6 +280,3 @@ def test_the_tree_of_the_project_names_every_room() -> None:
 def test_tables_of_the_results_are_those_of_the_benchmarks(table: str) -> None:
     made = text_of(ROOT / "benchmarks" / f"{table}.md")
     assert made.strip() in text_of(ROOT / "docs" / "results" / f"{table}.md")
-
-
-# ----------------------------------------------------------------------------------------------- words

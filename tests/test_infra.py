@@ -19,8 +19,6 @@ from prefect.server.schemas.actions import WorkPoolCreate
 from prefect.utilities.templating import apply_values
 from ruamel.yaml import YAML
 
-from flows import settings
-from flows.automations import SILENCE
 from tests.flows import toy
 
 INFRA = Path(__file__).parents[1] / "infra"
@@ -63,14 +61,6 @@ def test_compose_binds_to_loopback_and_holds_no_secret() -> None:
         for variable, value in service.get("environment", {}).items():
             if SECRET.search(variable) and not variable.startswith("MLFLOW_AUTH_CONFIG"):
                 assert ":?" in str(value), f"{name} has {variable} from nowhere"
-
-
-def test_compose_requires_logins() -> None:
-    services = compose()["services"]
-    assert "PREFECT_SERVER_API_AUTH_STRING" in services["prefect"]["environment"]
-    assert "--app-name basic-auth" in services["mlflow"]["command"]
-    source = compose()["configs"]["mlflow_auth"]["file"]
-    assert "[mlflow]" in (INFRA / source).read_text(encoding="utf-8")
 
 
 def test_compose_as_docker_reads_it() -> None:
@@ -117,35 +107,6 @@ def test_every_image_has_a_version_and_ours_is_the_projects() -> None:
     assert own == template()["variables"]["properties"]["image"]["default"]
     assert own in defaults
     assert compose()["x-image"]["build"]["args"]["BASE"] == f"${{RLHF_BASE:-{base[1]}}}"
-
-
-def test_the_image_has_what_kubernetes_jobs_are_made_with() -> None:
-    needs = (INFRA / "requirements.server.txt").read_text(encoding="utf-8")
-    (worker,) = (t for t in manifests() if t["kind"] == "Deployment" and t["metadata"]["name"] == "worker")
-    words = worker["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert words[words.index("--type") + 1] == "kubernetes"
-    assert "prefect-kubernetes" in needs
-
-
-def test_browsers_get_addresses_outside_the_cluster() -> None:
-    """A browser cannot resolve the names of servers inside the cluster."""
-    config = yaml(INFRA / "kubernetes/kustomization.yaml")[0]["configMapGenerator"]
-    addresses = dict(line.split("=", 1) for line in config[1]["literals"])
-    assert ".svc" in addresses["PREFECT_API_URL"]
-    for name in ("PREFECT_UI_API_URL", "RLHF_MLFLOW_URL"):
-        assert addresses[name].startswith("http://127.0.0.1:"), name
-
-
-def test_a_run_may_miss_nine_heartbeats_before_it_counts_as_crashed() -> None:
-    """With Prefect's default of 180 seconds it could not miss two."""
-    config = yaml(INFRA / "kubernetes/kustomization.yaml")[0]["configMapGenerator"]
-    jobs = dict(line.split("=", 1) for line in config[1]["literals"])
-    for environment in (
-        compose()["services"]["worker"]["environment"],
-        jobs,
-        settings.prefect(Path("/p"), "http://a"),
-    ):
-        assert 10 * int(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == SILENCE.total_seconds()
 
 
 # ------------------------------------------------------------------------------------ Kubernetes

@@ -203,12 +203,6 @@ def test_the_message_names_a_parameter_file_that_cannot_be_read(tmp_path: Path) 
         assert "suppress" not in str(error.value), "advice for programmers"
 
 
-def test_a_config_cannot_be_changed() -> None:
-    settings = config.validate(small.params(), "test")
-    with pytest.raises(ValidationError, match="frozen"):
-        settings.ppo.cliprange = 0.5
-
-
 # ------------------------------------------------------------------------------------- stage views
 
 
@@ -227,10 +221,6 @@ def test_the_declared_parameters_are_those_that_the_stage_reads(stage: config.St
     reads = config.VIEWS[stage].reads()
     assert all(any(key == r or key.startswith(f"{r}.") for r in reads) for key in declared)
     assert {key.split(".")[0] for key in declared} == {r.split(".")[0] for r in reads}
-
-
-def test_flatten_joins_nested_keys_with_dots() -> None:
-    assert config.flatten({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}
 
 
 DUMMY = {"kind": "dummy"}
@@ -350,11 +340,6 @@ def test_bootstrapping_needs_a_critic(advantages: dict[str, object]) -> None:
     assert "truncation.kind=bootstrap_add needs the value of a critic" in problems(changes)
 
 
-def test_a_critic_may_learn_from_several_samples_of_a_prompt() -> None:
-    settings = config.validate(small.params({"ppo.advantages.samples_per_prompt": 4}), "test").ppo
-    assert (settings.advantages.kind, settings.samples_per_prompt) == ("gae", 4)
-
-
 def test_without_a_critic_the_reward_model_is_needed_by_scorers_and_judges_only() -> None:
     changes = {"ppo.advantages.kind": "rloo", "reward.train": False}
     assert "is needed by ppo.scorers, judge.judges" in problems(changes)
@@ -388,12 +373,6 @@ def test_a_server_by_its_address_or_by_its_command_is_accepted() -> None:
         sampler = config.validate(small.params({"ppo.sampler": ENGINE | own}), "test").ppo.sampler
         assert sampler.kind == "vllm"
         assert sampler.command == (("/opt/vllm/bin/vllm", "serve") if own else None)
-
-
-@pytest.mark.parametrize("parallelism", ["ddp", "zero2", "zero3", "fsdp2"])
-def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: str) -> None:
-    changes = {"ppo.sampler": ENGINE, "launch.num_processes": 2, "launch.parallelism": parallelism}
-    config.validate(small.params(changes), "test")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,34 +73,6 @@ def test_micro_batches_are_as_few_as_the_budget_allows_where_nothing_is_padded()
     assert sorted(map(len, micro_batches([4] * 5, 8))) == [1, 2, 2]
     assert micro_batches([4] * 5, 20) == [[0, 1, 2, 3, 4]]
     assert micro_batches([], 20) == []
-
-
-def cost(groups: Iterable[Sequence[int]], rows: Sequence[int]) -> int:
-    return sum(len(group) * max(rows[i] for i in group) + PASS_TOKENS for group in groups)
-
-
-def every_cut(order: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-    """All partitions of a sequence into contiguous groups."""
-    if not order:
-        yield []
-    for size in range(1, len(order) + 1):
-        for rest in every_cut(order[size:]):
-            yield [order[:size], *rest]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 300, 900, 10_000])
-@pytest.mark.parametrize("longest", [30, 300])
-def test_no_cut_of_the_sorted_rows_under_the_bound_is_cheaper(max_tokens: int, longest: int) -> None:
-    drawn = random.Random(longest)
-    for count in range(1, 10):
-        rows = [drawn.randint(1, longest) for _ in range(count)]
-        order = sorted(range(count), key=lambda i: (rows[i], i))
-        allowed = [
-            cut
-            for cut in every_cut(order)
-            if all(len(group) == 1 or len(group) * rows[group[-1]] <= max_tokens for group in cut)
-        ]
-        assert cost(micro_batches(rows, max_tokens), rows) == min(cost(cut, rows) for cut in allowed)
 
 
 def test_padding_is_worth_a_pass_only_up_to_what_a_pass_costs() -> None:

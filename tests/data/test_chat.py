@@ -330,33 +330,6 @@ def test_marks_that_end_before_the_answer_are_refused(base: Any) -> None:
     assert "marks parts of the completion for training that are not its end" in report
 
 
-NO_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
-SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
-
-
-@pytest.mark.parametrize(
-    ("template", "row", "words"),
-    [
-        (
-            NO_SYSTEM,
-            {"messages": [{"role": "system", "content": "a cat"}, user("a cat?"), assistant("no")]},
-            "leaves out message 0 (role system)",
-        ),
-        (PLAIN, {"prompt": "hi", "completion": "yes", "tools": [SEARCH]}, "its prompt is text"),
-    ],
-)
-def test_what_another_text_holds_by_chance_is_left_out_all_the_same(
-    template: str, row: dict[str, Any], words: str, rendering: Any
-) -> None:
-    _, report = read(rendering(template), row)
-    assert words in report
-
-
-def test_a_tool_whose_name_the_user_writes_is_missed(rendering: Any) -> None:
-    with pytest.raises(UserError, match="which the chat template of the tokenizer of m does not write"):
-        read(rendering(PLAIN), {"messages": [user("search cats"), assistant("yes")], "tools": [SEARCH]})
-
-
 @pytest.mark.parametrize(
     "answer",
     [

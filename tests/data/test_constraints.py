@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from rlhf_tasks import presets
 from rlhf_tasks.config.scorers import Check
 from rlhf_tasks.data import constraints
-from rlhf_tasks.data.constraints import COLUMNS, LEAST_WORDS, SEEN, TOPICS, UNSEEN
+from rlhf_tasks.data.constraints import COLUMNS, LEAST_WORDS, SEEN, UNSEEN
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.verifier import Verifier
@@ -113,29 +111,3 @@ def test_a_seed_decides_the_prompts_which_the_chat_template_writes() -> None:
     assert marked["test"][0]["prompt"] == f"<{generate(3)['test'][0]['prompt']}>True"
     with pytest.raises(UserError, match=r"synthetic_prompt_rows=9000, and .* different train prompts"):
         generate(num_prompts=9000)
-
-
-def test_topics_are_several_hundred_plurals_or_substances() -> None:
-    """The rule finds the singular by leaving out the last letter."""
-    assert len({*TOPICS}) == len(TOPICS) > 400
-    assert [one for one in TOPICS if re.search(r"(ies|oes|ves|ches|shes|xes|sses)$", one)] == [
-        "canoes",
-        "caves",
-        "gloves",
-        "locomotives",
-        "mangroves",
-        "olives",
-        "shoes",
-        "waves",
-    ]
-
-
-def test_the_preset_rewards_and_judges_by_the_rule() -> None:
-    preset = presets.read("constraints")
-    (scorer,), (judge,) = preset["ppo"]["scorers"], preset["judge"]["judges"]
-    assert [check["column"] for check in scorer["checks"]] == ["rule", "about", "form"]
-    assert judge["checks"] == [{"kind": "regex", "column": "rule"}], "strict: no partial credit"
-    assert judge["by"] == ["seen", "kind"]
-    assert preset["ppo"]["total_episodes"] <= 4000
-    assert preset["ppo"]["response_length"] == preset["data"]["max_completion_tokens"]
-    assert preset["data"]["num_test"] == preset["judge"]["num_examples"] == 40 * len([*SEEN, *UNSEEN])

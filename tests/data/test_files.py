@@ -180,18 +180,6 @@ def test_the_shipped_examples_are_good(columns: Columns, plain: Rendering) -> No
     }
 
 
-def test_a_number_that_json_cannot_read_is_a_bad_row(
-    tmp_path: Path, columns: Columns, plain: Rendering
-) -> None:
-    jsonl(tmp_path / "sft.jsonl", *demonstrations(4))
-    with (tmp_path / "sft.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"prompt": "p", "completion": "c", "id": ' + "1" * 5000 + "}\n")
-    problems = Problems()
-    corpus = load(tmp_path, columns, plain, problems)
-    assert sum(len(corpus["sft"][split]) for split in SPLITS) == 4
-    assert "sft.jsonl:5: malformed: not JSON: Exceeds the limit" in problems.report()
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

@@ -68,14 +68,6 @@ def test_a_loaded_tokenizer_is_the_saved_one(tmp_path: Path) -> None:
         assert ids(loaded, "<eos>") == [loaded.eos_token_id]
 
 
-def test_training_twice_writes_the_same_bytes(tmp_path: Path) -> None:
-    for kind in ("words", "bpe"):
-        for run in ("a", "b"):
-            tokenizer.save(tokenizer.train(shape(kind, 280), TEXTS, 64), tmp_path / f"{kind}-{run}")
-        for file in (tmp_path / f"{kind}-a").iterdir():
-            assert file.read_bytes() == (tmp_path / f"{kind}-b" / file.name).read_bytes()
-
-
 def test_vocab_size_is_an_upper_bound() -> None:
     assert len(tokenizer.train(shape("words", 10), TEXTS, 64)) == 10
     assert len(tokenizer.train(shape("words", 1000), TEXTS, 64)) == 3 + len(
@@ -137,27 +129,3 @@ def test_a_missing_base_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"the tokenizer of model\.base"):
         tokenizer.ready(Model(base=str(tmp_path / "empty"), revision=None, scratch=None))
-
-
-ODD = [
-    "a b",
-    " a  b",
-    "a\nb ",
-    "",
-    " ",
-    "x\u00a0y z",
-    "né à\u3000c",
-    "a<eos> b",
-    "zz unknownword",
-    "don't  stop\n\n now",
-]
-
-
-@pytest.mark.parametrize("kind", ["words", "bpe", "bpe_uncased"])
-def test_counts_by_words_are_those_of_whole_texts(kind: Any) -> None:
-    learned = ["a b c x y z don't stop now é à", "a\nb stop  now ."] * 3
-    trained = tokenizer.train(Scratch(vocab_size=400, tokenizer=kind), learned, 100)
-    prompts, texts = zip(*((prompt, text) for prompt in ODD for text in ODD), strict=True)
-    queries, responses, merged = tokenizer.continue_prompts(trained, prompts, texts)
-    exact = list(map(len, queries)), list(map(len, responses)), merged
-    assert tokenizer.Counts(trained)._of_words(prompts, texts) == exact

@@ -261,10 +261,3 @@ def test_a_mixture_of_experts_is_adapted_outside_its_experts_and_merged(tmp_path
     loaded = load_causal(save(merge_adapter(model), tmp_path / "merged"))
     torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(logits_of(model), logits_of(small.other("olmoe")), atol=1e-2)
-
-
-def test_merging_a_model_without_adapters_returns_it() -> None:
-    model = small.causal()
-    assert merge_adapter(model) is model
-    with disable_adapters(model):
-        assert torch.equal(logits_of(model), logits_of(small.causal()))

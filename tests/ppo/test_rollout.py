@@ -100,15 +100,6 @@ def test_a_custom_stop_token_ends_responses() -> None:
     assert {response[-1] for response in rollout.responses} >= {7, EOS}
 
 
-def test_a_shared_value_head_starts_at_zero() -> None:
-    one = toy(actor_critic=shared(), advantages__critic__kind="shared", truncation__kind="bootstrap")
-    rollout = one.sample()
-    assert (rollout.values == 0).all()
-    assert (rollout.bootstrap_values == 0).all()
-    next(one.updates)
-    assert one.sample().values.abs().max() > 0
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_score_that_is_nan_or_infinite_is_an_error(bad: float) -> None:
     def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
@@ -318,14 +309,6 @@ def test_a_critic_that_is_right_explains_all_variance() -> None:
     values = torch.tensor([[2.0, 2.0, 0, 0], [6.0, 6.0, 6.0, 0]])
     metrics = measured(replace(hand_made_rollout(), values=values), kl_coef=0.0, advantages__lam=1.0)
     assert metrics["val/explained_variance"] == pytest.approx(1)
-
-
-def test_repetition_is_the_share_of_repeated_trigrams() -> None:
-    responses, mask = [[7, 7, 7, 7], [8, 9, 10, 11]], torch.ones(2, 4, dtype=torch.bool)
-    metrics = measured(replace(hand_made_rollout(), responses=responses, mask=mask))
-    assert metrics["val/distinct_1"] == pytest.approx((1 / 4 + 1) / 2)
-    assert metrics["val/distinct_2"] == pytest.approx((1 / 3 + 1) / 2)
-    assert metrics["val/repetition"] == pytest.approx(1 - (1 / 2 + 1) / 2)
 
 
 def test_metrics_of_a_sampler_are_means_over_the_real_tokens() -> None:

@@ -397,31 +397,12 @@ def largest_changes(one: Toy, rollout: Rollout) -> list[float]:
     return [max(float((p - q).detach().abs().max()) for p, q in pair) for pair in pairs]
 
 
-def test_the_critic_can_have_a_learning_rate_of_its_own(rollout: Rollout) -> None:
-    one_rate = largest_changes(toy(learning_rate=1e-3, **ONE_STEP), rollout)
-    two_rates = largest_changes(
-        toy(learning_rate=1e-3, advantages__critic__learning_rate=1e-2, **ONE_STEP), rollout
-    )
-    assert two_rates[0] == one_rate[0]
-    assert two_rates[1] == pytest.approx(10 * one_rate[1], rel=0.05)  # Adam's first step is the rate
-
-
 def test_gradients_are_scaled_down_to_max_grad_norm(rollout: Rollout) -> None:
     """Adam's first step is lr · g / (|g| + 1e-5): a gradient of norm 1e-6 gives none above lr / 10."""
     free = largest_changes(toy(max_grad_norm=None, learning_rate=1e-3, **ONE_STEP), rollout)
     clipped = largest_changes(toy(max_grad_norm=1e-6, learning_rate=1e-3, **ONE_STEP), rollout)
     assert max(free) == pytest.approx(1e-3, rel=0.05)
     assert 1e-6 < max(clipped) < 1e-4
-
-
-def test_adams_moments_decay_by_its_betas(rollout: Rollout) -> None:
-    """After one step its moments are (1 − β₁) g and (1 − β₂) g²."""
-    one = toy(adam_betas=[0.6, 0.9], **ONE_STEP)
-    one.learn(rollout)
-    moments = [(state["exp_avg"], state["exp_avg_sq"]) for state in one.state.optimizer.state.values()]
-    assert len(moments) == len(list(one.actor_critic.parameters()))
-    for first, second in moments:
-        torch.testing.assert_close(second, 0.1 * (first / 0.4) ** 2)
 
 
 # ------------------------------------------------------------------------------------------------- NaN

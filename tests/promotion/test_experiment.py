@@ -54,7 +54,7 @@ cp given/ppo.json metrics/ppo.json
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A committed project with the experiments one and two, to be copied; a policy is the bytes of the seed."""
+    """A committed project with the experiments one and two, to be copied. A policy is the seed as text."""
     root = tmp_path_factory.mktemp("made")
     given = root / "given"
     given.mkdir()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_tasks.data import docstrings, tokenizer
+from rlhf_tasks.data import docstrings
 from rlhf_tasks.data.rows import REASONS, ROLES, SPLITS, TEXTS
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
@@ -206,28 +206,3 @@ def test_rows_that_merge_with_their_prompts_are_counted(
     metrics = run({**files, "model.scratch.tokenizer": "bpe", "model.scratch.vocab_size": 400})
     assert metrics["tokens/merged_rows"] == 7
     assert "in 7 rows the tokenizer would join" in capsys.readouterr().out
-
-
-def test_no_tokenizer_reads_a_text_that_is_too_long_for_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row of 30 MB took half a minute to train the tokenizer on, and to count."""
-    endless = {"prompt": "question x ?", "completion": " word" * 100_000}
-    jsonl(tmp_path / "rows.jsonl", *demonstrations(40), endless)
-    read: list[str] = []
-    train, count = tokenizer.train, tokenizer.continue_prompts
-
-    def seen(texts: Iterable[str]) -> list[str]:
-        read.extend(found := list(texts))
-        return found
-
-    monkeypatch.setattr(tokenizer, "train", lambda s, texts, n: train(s, seen(texts), n))
-    monkeypatch.setattr(
-        tokenizer, "continue_prompts", lambda words, *texts, **how: count(words, *map(seen, texts), **how)
-    )
-    files = {"data.source": "files", "data.path": "rows.jsonl", "data.num_validation": 4, "data.num_test": 4}
-    with pytest.raises(UserError, match=r"rows\.jsonl:41: too_long: completion has 500,000 characters"):
-        run(files)
-    assert max(map(len, read)) < 50
-    metrics = run({**files, "data.on_bad_row": "quarantine"})
-    assert (metrics["quarantined/too_long"], metrics["rows/sft/train"]) == (1, 32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import collate_pairs, load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import (
@@ -128,11 +128,6 @@ def test_a_prompt_that_is_read_once_gives_the_same_sums_and_gradients(family: Fa
     assert found(True, [query[::-1] for query in QUERIES])[0] != pytest.approx(once, rel=1e-4)
 
 
-def test_a_forked_pair_takes_the_tokens_of_its_prompt_once() -> None:
-    lengths = [len(q) + len(c) + len(r) for q, c, r in zip(QUERIES, CHOSEN, REJECTED, strict=True)]
-    assert Pairs(QUERIES, CHOSEN, REJECTED, PAD, shares_prefix=True).sizes == lengths
-
-
 def test_a_pair_without_a_prompt_is_scored_at_its_own_ends() -> None:
     model = Learner(small.scores(), None)
     alone = Pairs([[]], [[8, 9, 10]], [[11, 12]], PAD).sums(model, [0], torch.device("cpu"))
@@ -140,26 +135,6 @@ def test_a_pair_without_a_prompt_is_scored_at_its_own_ends() -> None:
         model, [0], torch.device("cpu")
     )
     torch.testing.assert_close(alone, shares_prefix)
-
-
-def test_responses_in_one_row_do_not_see_each_other() -> None:
-    made = collate_pairs([[5, 6], [7]], [[8], [9, 10]], [[11, 12], [13]], PAD)
-    assert made.query_response.tolist() == [[5, 6, 8, 11, 12], [PAD, 7, 9, 10, 13]]
-    assert made.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 1, 2, 1]]
-    assert made.len_rejected.tolist() == [2, 1]
-    assert made.attention_mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 0, 1, 0],
-        [1, 1, 0, 1, 1],
-    ]
-    assert made.attention_mask[1, 0].int().tolist()[1:] == [
-        [0, 1, 0, 0, 0],
-        [0, 1, 1, 0, 0],
-        [0, 1, 1, 1, 0],
-        [0, 1, 0, 0, 1],
-    ]
 
 
 def test_a_model_with_a_sliding_window_reads_each_prompt_twice() -> None:

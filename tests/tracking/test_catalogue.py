@@ -123,29 +123,6 @@ def test_every_metric_with_a_panel_is_in_a_figure() -> None:
     assert {metric.name for metric in METRICS if metric.panel} == shown
 
 
-def test_ppo_shows_kl_reward_and_clip_fraction_first() -> None:
-    titles = [panel.title for panel in catalogue.panels("ppo")]
-    assert titles[:3] == ["KL from the SFT model", "Reward", "Clip fraction"]
-
-
-def test_a_panel_selects_logged_names_in_its_order() -> None:
-    reward = catalogue.panels("reward")[0]
-    names = ["lr", "heldout/train/loss", "eval/loss", "train/loss"]
-    assert reward.select(names) == ["train/loss", "heldout/train/loss", "eval/loss"]
-
-
-def test_headlines_leave_out_the_ends_of_intervals() -> None:
-    names = ["accuracy", "accuracy/low", "heldout/accuracy", "margin"]
-    assert catalogue.select_headlines("reward", names) == ["accuracy", "heldout/accuracy"]
-
-
-def test_a_stages_names_are_ordered_with_headlines_first() -> None:
-    names = ["warmup/x", "loss/policy_avg", "episode", "policy/clipfrac_avg", "objective/kl", "val/ratio"]
-    assert catalogue.ordered("ppo", names) == [
-        "objective/kl", "policy/clipfrac_avg", "loss/policy_avg", "val/ratio", "episode", "warmup/x",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("stage", "name", "words"),
     [

@@ -11,7 +11,6 @@ from accelerate.state import AcceleratorState
 
 from rlhf_tasks.data.batches import TokenBudget, collate
 from rlhf_tasks.models.logprobs import token_stats
-from rlhf_tasks.training import distributed
 from rlhf_tasks.training.distributed import Distributed
 from tests import small
 
@@ -84,37 +83,3 @@ def test_the_head_of_a_reward_model_keeps_float32_in_bf16(bf16: Distributed) -> 
     bf16.freeze(scores)
     with bf16.autocast():
         assert torch.equal(scores.scored(hidden), exact)
-
-
-# ------------------------------------------------------------------------ models before they are sharded
-
-
-def sharding(rank: int, device: str = "cpu") -> Distributed:
-    """A process that will share the weights of its models."""
-    dist = small.distributed()
-    dist.shards, dist.rank, dist.device = True, rank, torch.device(device)
-    return dist
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_model_without_room_on_the_gpu_is_checked_by_the_first_process_on_the_cpu(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small.causal()
-    num_bytes = 4 * sum(p.numel() for p in model.parameters())
-    monkeypatch.setattr(distributed, "free_memory", lambda device: 1.1 * num_bytes)
-    checked = sharding(rank, "meta").to_check(model)
-    assert checked is (model if rank == 0 else None)
-    assert model.device.type == "cpu"
-
-
-def test_a_model_that_is_to_be_sharded_is_checked_by_a_copy_on_the_gpu() -> None:
-    """The model's own weights stay those of the file that all processes map; `meta` stands for the GPU."""
-    model = small.other("gemma2")  # with tied weights
-    before = {name: value.data_ptr() for name, value in model.state_dict(keep_vars=True).items()}
-    checked = sharding(1, "meta").to_check(model)
-    assert checked is not None
-    assert checked.state_dict().keys() == model.state_dict().keys()
-    assert {value.device.type for value in (*checked.parameters(), *checked.buffers())} == {"meta"}
-    assert {name: value.data_ptr() for name, value in model.state_dict(keep_vars=True).items()} == before
-    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}

@@ -83,23 +83,6 @@ def test_a_signal_after_the_last_step_ends_the_stage(project: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_the_estimate_is_the_rest_of_a_step_like_the_last_one_and_a_snapshot_like_the_last_one(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with loop() as snapshots:
-        assert snapshots.plan() == "finishing this step and saving a snapshot"
-        now[0] = 100.0
-        snapshots.due()
-        now[0] = 130.0
-        assert snapshots.plan().endswith("(about 1m10s)")
-        snapshots._save_seconds = 5.0
-        assert snapshots.plan().endswith("(about 1m15s)")
-        now[0] = 999.0
-        assert snapshots.plan().endswith("(about 5s)")
-
-
 # -------------------------------------------------------------------------------------------- real programs
 
 PROGRAM = Path(__file__).with_name("slow_stage.py")
