@@ -59,11 +59,6 @@ def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-def prose(text: str) -> str:
-    """The text without its code."""
-    return SPAN.sub("", FENCE.sub("", text))
-
-
 # ------------------------------------------------------------------------------ links and pictures
 
 
@@ -197,12 +192,6 @@ def test_a_command_that_a_page_shows_is_accepted(shown: Shown, tmp_path: Path) -
     except (SystemExit, Exit, TyperException) as error:
         if getattr(error, "exit_code", getattr(error, "code", 0)):  # 0: its help was printed
             pytest.fail(f"{shown.page}: `{' '.join(shown.words)}` is not accepted: {error}")
-
-
-@pytest.mark.parametrize("words", [["rlhf", "--help"], ["rlhf", "preset"], ["make", "help"]])
-def test_commands_that_only_print_run(words: list[str]) -> None:
-    program = [sys.executable, "-m", "rlhf_tasks.cli", *words[1:]] if words[0] == "rlhf" else words
-    assert subprocess.run(program, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)

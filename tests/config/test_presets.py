@@ -237,22 +237,6 @@ def test_single_values_of_a_request_override_its_preset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"ppo.kl_cof": 1.0}, "did you mean 'kl_coef'"),
-        ({"ppo.kl_coef": "0.1"}, "ppo.kl_coef"),
-        ({"nothing.of.it": 1}, "nothing: unknown key"),
-        ({"ppo.kl_coef": 0.1, "sft.batch_size": -1}, "sft.batch_size"),
-    ],
-)
-def test_overrides_of_a_request_are_checked_by_the_config_types(
-    overrides: dict[str, object], message: str
-) -> None:
-    with pytest.raises(errors.ConfigError, match=message):
-        Request(overrides=overrides).resolve(SHIPPED)
-
-
-@pytest.mark.parametrize(
     ("name", "changes", "found"),
     [
         (None, {}, []),

@@ -124,13 +124,6 @@ def test_file_names_give_role_and_split(tmp_path: Path, columns: Columns, plain:
     ]
 
 
-def test_files_of_one_role_and_split_are_joined(tmp_path: Path, columns: Columns, plain: Rendering) -> None:
-    jsonl(tmp_path / "sft.train.jsonl", *demonstrations(4))
-    jsonl(tmp_path / "train" / "0000.jsonl", {"instruction": "i", "output": "o"})
-    corpus = load(tmp_path, columns, plain)
-    assert sum(len(rows) for rows in corpus["sft"].values()) == 5
-
-
 def test_files_named_by_split_get_their_role_from_their_columns(
     tmp_path: Path, columns: Columns, plain: Rendering
 ) -> None:

@@ -160,14 +160,6 @@ def responses_alone() -> list[Ids]:
     return sample_responses(small.causal(), small.tokenizer(), PROMPTS, **settings)
 
 
-def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
-    scorers, expected = Recorder(), responses_alone()
-    one, before = Evaluations(scorer=scorers), torch.get_rng_state()
-    one.evaluate(0)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert scorers.calls == [expected]
-
-
 def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
     class Impossible(ReferenceCopy):
         def logprobs(self, batch: Any, temperature: float) -> Tensor:

@@ -141,12 +141,6 @@ def test_quarantine_writes_bad_rows_with_reasons_and_counts_them(tmp_path: Path)
     assert {reason: metrics[f"quarantined/{reason}"] for reason in REASONS} == {r: counts[r] for r in REASONS}
 
 
-def test_a_missing_column_fails_under_quarantine_too(tmp_path: Path) -> None:
-    jsonl(tmp_path / "in" / "sft.jsonl", {"id": "q", "completion": "a"})
-    with pytest.raises(UserError, match=r"no known shape; its columns are id \(text\), completion"):
-        run(LIMITS | {"data.on_bad_row": "quarantine"})
-
-
 def test_an_error_about_an_empty_split_includes_the_bad_rows(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", *({"prompt": " ", "completion": "a"} for _ in range(4)))
     with pytest.raises(UserError, match=r"no usable row is left for sft/train(.|\n)*sft.jsonl:1: empty"):

@@ -6,10 +6,8 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
@@ -28,7 +26,6 @@ from tests.tracking.toy import (
     record,
     runs,
     status,
-    step,
     table,
     view,
 )  # fmt: skip
@@ -37,44 +34,6 @@ from tests.tracking.toy import (
 def last_error(home: Path, key: str) -> str | None:
     error: str | None = record(home, key).state()["last_error"]
     return error
-
-
-# ---------------------------------------------------------------------------------- the server
-
-
-def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, away = MlflowClient.log_batch, list[bool]()
-
-    def log_batch(self: MlflowClient, *args: Any, **options: Any) -> Any:
-        if away:
-            raise MlflowException("away")
-        return real(self, *args, **options)
-
-    def errors() -> list[str | None]:
-        step(home)
-        return [last_error(home, "sft-1"), last_error(home, "ppo-1")]
-
-    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    with tracking.open_run(Paths(), "sft", view(), key="sft-1") as sft:
-        with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-1") as ppo:
-            sft.metrics({"train/loss": 2.0}, step=1)
-            ppo.metrics({"train/loss": 4.0}, step=1)
-            assert errors() == [None, None]
-            away.append(True)
-            sft.metrics({"train/loss": 1.0}, step=2)
-            ppo.metrics({"train/loss": 3.0}, step=2)
-            assert errors() == ["MlflowException: away"] * 2
-            away.clear()
-            assert errors() == [None, None], "an error that is over is removed"
-            away.append(True)
-            ppo.metrics({"train/loss": 2.0}, step=3)
-        assert errors()[1] == "MlflowException: away"
-        away.clear()
-    assert sync(home) == (2, {})
-    assert points(home, "sft") == [(1, 2.0), (2, 1.0)]
-    assert points(home, "ppo") == [(1, 4.0), (2, 3.0), (3, 2.0)]
 
 
 # ----------------------------------------------------------------------------------- the record
