@@ -56,6 +56,7 @@ cp given/ppo.json metrics/ppo.json
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A committed project with the experiments one and two, to be copied. A policy is the seed as text."""
     root = tmp_path_factory.mktemp("made")
+    shutil.copytree(toy.repository(), root, dirs_exist_ok=True)
     given = root / "given"
     given.mkdir()
     (given / "ppo.sh").write_text(PPO, encoding="utf-8")
@@ -67,9 +68,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "dvc.yaml").write_text(STAGES, encoding="utf-8")
     (root / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
     (root / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
-    toy.git(root, "init", "-q")
-    toy.identify(root)
-    dvc_cli.run(root, "init", "-q")
     shutil.copy(planted.ROOT / ".dvc/config", root / ".dvc/config")  # else DVC's daemon writes files later
     toy.commit(root)
     for name, seed in (("one", 11), ("two", 12)):
