@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -148,23 +147,6 @@ def test_the_line_of_life_names_a_part_within_a_meter_and_how_much_of_both_is_do
                 shown.show_life()
     line = "6/9 ppo  25% of 8,192 episodes  171/s  sampling  12% of 64 responses  judge gpt  0% of 2 replies"
     assert out.getvalue().splitlines()[0] == f"{line}  0s so far", "a meter within a meter is a part"
-
-
-def test_a_part_of_another_thread_or_of_a_quiet_rank_shows_nothing(clock: Clock) -> None:
-    out = io.StringIO()
-    shown = Console(out)
-
-    def work() -> None:
-        with shown.part("saving"):
-            clock.now += 12
-            shown.show_life()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert out.getvalue() == "at work  12s so far\n"
-    with Console(out, quiet=True).part("loading", 2, "files") as meter:
-        meter.advance()
 
 
 def test_a_quiet_console_writes_nothing() -> None:

@@ -105,29 +105,6 @@ def test_a_group_that_is_out_of_memory_is_cut_smaller_and_no_other_is_repeated()
         budget.each([200, 3], lambda group: compute([]) if group == [1] else compute(list(range(57))))
 
 
-@pytest.mark.parametrize("room", [500, 1000, 2000, 3000])
-def test_out_of_memory_halves_the_bound_no_further_than_needed(room: int) -> None:
-    """Many equal groups wait when the first one fails: they must not halve the bound once more each."""
-    budget, seen = TokenBudget(4096), list[int]()
-
-    def compute(group: list[int]) -> None:
-        if 64 * len(group) > room:
-            raise torch.OutOfMemoryError("planted")
-        seen.extend(group)
-
-    budget.each([64] * 512, compute)
-    assert sorted(seen) == list(range(512))
-    assert room // 2 <= budget.max_tokens <= room
-
-
-def test_a_bound_that_was_lowered_after_a_snapshot_stays_lowered() -> None:
-    budget, before = TokenBudget(4096), TokenBudget(4096).state_dict()
-    budget.cut([64] * 8)
-    budget.lower()
-    budget.load_state_dict(before)
-    assert (budget.max_tokens, budget.is_lowered) == (256, True)
-
-
 def test_an_epoch_is_a_permutation_in_batches() -> None:
     batches = list(epoch_batches(ROWS, 8, torch.Generator().manual_seed(1)))
     assert sorted(row for batch in batches for row in batch) == list(range(57))

@@ -75,17 +75,6 @@ def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails() -> No
     assert not passes("quotes", '"lighthouse"')
 
 
-@pytest.mark.parametrize("kind", [*SEEN, *UNSEEN])
-def test_long_responses_of_every_sort_are_checked_at_once(kind: str) -> None:
-    """No rule backtracks for long; a second would be thousands of times what a rule needs."""
-    import time
-
-    start = time.monotonic()
-    for piece in ("a", "a ", "lighthouse ", "* a\n", "*", "[", "<<", ". ", "P.S. ", '"', "\n", "small "):
-        passes(kind, f"lighthouse {piece * 400}!", ({**SEEN, **UNSEEN})[kind].arguments[0])
-    assert time.monotonic() - start < 1
-
-
 def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only() -> None:
     tables = generate()
     rows = {split: [row["columns"] for row in tables[split]] for split in SPLITS}

@@ -106,8 +106,3 @@ def test_a_set_of_pairs_alone_is_enough_and_its_splits_are_found_by_their_words(
     assert len(corpus["preferences"]["test"]) == 4
     assert sum(map(len, corpus["preferences"].values())) == 24
     assert "the splits test_gen, train_sft are not used for preferences" in capsys.readouterr().out
-
-
-def test_no_set_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match="names no data set; give `sft`, `preferences` or both"):
-        HubSources()

@@ -34,16 +34,6 @@ def test_bytes_round_trip_exactly_whatever_the_text() -> None:
         assert words.decode(ids(words, text)) == text
 
 
-def test_a_name_in_code_is_the_same_tokens_as_the_word_in_a_sentence() -> None:
-    texts = ["def get_node(self): return node", "Return the Node of a tree."] * 20
-    words = tokenizer.train(shape("bpe_uncased", 200), texts, 64)
-    node = ids(words, "node")
-    assert len(node) == 1
-    assert node[0] in ids(words, "x = get_node()")
-    assert node[0] in ids(words, "Node.")
-    assert words.decode(ids(words, "Return the Node of a tree.")) == "return the node of a tree."
-
-
 def test_words_decode_to_text_that_encodes_to_the_same_ids() -> None:
     tables = synthetic.generate(
         1, num_prompts=50, num_sft=50, num_preferences=50, num_validation=1, num_test=1
@@ -112,17 +102,6 @@ def test_a_tokenizer_that_begins_with_bos_has_its_text_put_before_plain_prompts(
     rendering = tokenizer.ready_rendering(ready, "with-bos")
     assert rendering.bos == "<s>"
     assert ids(ready, f"{rendering.bos}hi") == [bos, *ids(ready, "hi")] == list(ready("hi")["input_ids"])
-
-
-def test_a_length_saved_with_a_tokenizer_does_not_hide_over_long_texts(
-    chat_model: Path, tmp_path: Path
-) -> None:
-    words = AutoTokenizer.from_pretrained(chat_model)
-    words.backend_tokenizer.enable_truncation(4)
-    words.save_pretrained(tmp_path / "short")
-    ready = tokenizer.ready(Model(base=str(tmp_path / "short"), revision=None, scratch=None))
-    text = "zqzqzqzqzq"
-    assert len(tokenizer.encode(ready, [text])[0]) == len(text)
 
 
 def test_a_missing_base_is_a_user_error(tmp_path: Path) -> None:

@@ -19,16 +19,6 @@ from tests.ppo.toy import DEMONSTRATIONS, QUERIES, Memory, toy, untimed, without
 NAMES = ["rloo", "group"]
 
 
-def test_an_update_measures_the_seconds_of_its_steps() -> None:
-    """The clock is read at the start, and after sampling, scoring and optimizing."""
-    readings = iter([0.0, 2.0, 6.0, 30.0])
-    metrics = next(toy(clock=lambda: next(readings)).updates)
-    seconds = [metrics[f"time/{part}_seconds"] for part in ("generate", "score", "train")]
-    assert seconds == [2.0, 4.0, 24.0]
-    assert metrics["eps"] == pytest.approx(16 / 30)
-    assert metrics["time/tokens_per_second"] == pytest.approx(16 * metrics["val/response_length"] / 30)
-
-
 def test_samples_and_evaluations_are_evenly_spaced_last_update_included() -> None:
     assert [sorted(sample_updates(n, 8)) for n in (0, 1, 2, 3)] == [[], [8], [0, 8], [0, 4, 8]]
     assert sample_updates(9, 8) == set(range(9))

@@ -36,7 +36,7 @@ stages:
   ppo:
     cmd: sh given/ppo.sh
     deps: [given, inputs/ppo.json]
-    outs: [models/policy, models/lineage/ppo.json]
+    outs: [models/policy, models/reward_heldout, models/lineage/ppo.json]
     metrics: [{{metrics/ppo.json: {{cache: false}}}}]
   judge:
     cmd: mkdir -p evaluation/judge && cp given/results.json evaluation/judge/results.json
@@ -44,12 +44,44 @@ stages:
     outs: [evaluation/judge]
 """
 PPO = """\
-mkdir -p models/policy models/lineage metrics
+mkdir -p models/policy models/reward_heldout models/lineage metrics
 grep '^seed:' params.yaml | cut -d' ' -f2 | tr -d '\\n' > models/policy/weights
 echo '{}' > models/policy/config.json
+echo its own > models/reward_heldout/w
 cp given/lineage.json models/lineage/ppo.json
 cp given/ppo.json metrics/ppo.json
 """
+
+
+RUBRIC = "{prompt} {first} {second}"
+OWN_FILES: dict[str, Any] = {
+    "data.path": "given",
+    "judge.labels": "given/labels.jsonl",
+    "judge.judges": [
+        {"kind": "gold", "name": "gold"},
+        {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"},
+        {"kind": "reward_model", "name": "elsewhere", "path": "elsewhere"},
+        {"kind": "function", "name": "own", "function": "opinion_of_here:scores"},
+        {
+            "kind": "llm", "name": "gpt", "base_url": "http://127.0.0.1:9/v1", "model": "m",
+            "key_variable": None, "prompt": "rubric.txt", "logprobs": False, "max_reply_tokens": 4,
+            "concurrency": 1, "timeout_seconds": 1.0, "max_retries": 0, "budget": None,
+        },
+    ],
+    "judge.retention.general": "general.txt",
+    "judge.retention.tasks": {"names": ["x"], "folder": "tasks", "num_examples": None, "batch_size": 1},
+}  # fmt: skip
+
+
+def write_own_files(root: Path, text: str, score: int) -> None:
+    """What the judges and retention tests of OWN_FILES read, which a text and a score identify."""
+    for folder in ("elsewhere", "tasks"):
+        (root / folder).mkdir(exist_ok=True)
+    texts = {"rubric.txt": f"{text} {RUBRIC}", "elsewhere/w": text, "general.txt": text, "tasks/x.yaml": text}
+    for name, content in texts.items():
+        (root / name).write_text(content, encoding="utf-8")
+    code = f"def scores(prompts, answers):\n    return [{score} if a == 'good' else 0 for a in answers]\n"
+    (root / "opinion_of_here.py").write_text(code, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +96,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     planted.put(given / "lineage.json", {"rlhf.run": "ppo-of-it", "git.rev": "c" * 40})
     planted.BETTER.write(given / "results.json")
     (given / "labels.jsonl").touch()
-    planted.params(root, {"data.path": "given", "judge.labels": "given/labels.jsonl"})
+    planted.params(root, OWN_FILES)
+    write_own_files(root, "then", -1)
     (root / "dvc.yaml").write_text(STAGES, encoding="utf-8")
     (root / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
     (root / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
     shutil.copy(planted.ROOT / ".dvc/config", root / ".dvc/config")  # else DVC's daemon writes files later
     toy.commit(root)
-    for name, seed in (("one", 11), ("two", 12)):
-        run(root, name, seed=seed)
+    run(root, "one", seed=11)
+    run(root, "two", seed=12, promotion=None)
     shutil.rmtree(root / ".rlhf")
     return root
 
@@ -89,15 +122,13 @@ def root(made: Path, tmp_path: Path, empty_store: Path, monkeypatch: pytest.Monk
     return tmp_path
 
 
-def run(root: Path, name: str, *, push: bool = False, **changes: Any) -> str:
-    """Leave an experiment of this name, as the service does; returns its commit."""
+def run(root: Path, name: str, **changes: Any) -> None:
+    """Leave an experiment of this name, as the service does."""
     text, settings, _ = Request(overrides=changes).resolve(git.committed(root, "params.yaml"))
     place = workspaces.create(root, name, text, settings)
     try:
         repro(place.folder)
-        if push:
-            dvc_cli.run(place.folder, "push", "--quiet")
-        return place.save(name)
+        place.save(name)
     finally:
         place.remove()
 
@@ -154,59 +185,19 @@ def test_an_experiment_is_promoted_and_the_working_tree_is_not_touched(
 def test_the_gate_and_the_judges_are_those_of_the_working_tree(
     root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A sweep's run without a gate can be promoted; judges that it did not run with judge it again."""
-    run(root, "cell", seed=11, promotion=None)
-    planted.params(root, {"data.path": "given", "promotion.max_kl": 1.0})
-    assert main.main(["promote", "cell"]) == 3
+    """A sweep's run without a gate can be promoted; other settings of the judges judge it again."""
+    planted.params(root, OWN_FILES | {"promotion.max_kl": 1.0})
+    assert main.main(["promote", "two"]) == 3
     assert "KL 1.5 > 1" in capsys.readouterr().out
     assert measured.compared == []
-    planted.params(root, {"data.path": "given", "judge.temperature": 0.5})
-    assert main.main(["promote", "cell"]) == 0
+    planted.params(root, OWN_FILES | {"judge.temperature": 0.5})
+    assert main.main(["promote", "two"]) == 0
     assert measured.compared == ["models/sft", "models/base"]
-
-
-RUBRIC = "{prompt} {first} {second}"
-OWN_FILES: dict[str, Any] = {
-    "data.path": "given",
-    "judge.labels": "given/labels.jsonl",
-    "judge.judges": [
-        {"kind": "gold", "name": "gold"},
-        {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"},
-        {"kind": "reward_model", "name": "elsewhere", "path": "elsewhere"},
-        {"kind": "function", "name": "own", "function": "opinion_of_here:scores"},
-        {
-            "kind": "llm", "name": "gpt", "base_url": "http://127.0.0.1:9/v1", "model": "m",
-            "key_variable": None, "prompt": "rubric.txt", "logprobs": False, "max_reply_tokens": 4,
-            "concurrency": 1, "timeout_seconds": 1.0, "max_retries": 0, "budget": None,
-        },
-    ],
-    "judge.retention.general": "general.txt",
-    "judge.retention.tasks": {"names": ["x"], "folder": "tasks", "num_examples": None, "batch_size": 1},
-}  # fmt: skip
-
-
-def write_own_files(root: Path, text: str, score: int) -> None:
-    """What the judges and retention tests of OWN_FILES read, which a text and a score identify."""
-    for folder in ("elsewhere", "tasks"):
-        (root / folder).mkdir(exist_ok=True)
-    texts = {"rubric.txt": f"{text} {RUBRIC}", "elsewhere/w": text, "general.txt": text, "tasks/x.yaml": text}
-    for name, content in texts.items():
-        (root / name).write_text(content, encoding="utf-8")
-    code = f"def scores(prompts, answers):\n    return [{score} if a == 'good' else 0 for a in answers]\n"
-    (root / "opinion_of_here.py").write_text(code, encoding="utf-8")
 
 
 def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
     root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages = STAGES.replace("outs: [models/policy,", "outs: [models/policy, models/reward_heldout,")
-    (root / "dvc.yaml").write_text(stages, encoding="utf-8")
-    with (root / "given/ppo.sh").open("a", encoding="utf-8") as file:
-        file.write("mkdir -p models/reward_heldout && echo its own > models/reward_heldout/w\n")
-    planted.params(root, OWN_FILES)
-    write_own_files(root, "then", -1)
-    toy.commit(root)
-    run(root, "then", seed=11)
     read: dict[str, Any] = {}
 
     def check(view: JudgeView, paths: Paths, functions: Path) -> None:
@@ -223,11 +214,10 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
         read["own"] = own.compare(["p"], ["good"], ["bad"]).outcomes.tolist()
 
     measured.check = check
-    assert main.main(["promote", "then"]) == 0
+    assert main.main(["promote", "one"]) == 0
     assert read == {}, "the files are the same: the experiment's own results count"
     write_own_files(root, "now", 1)
-    run(root, "now", seed=12)
-    assert main.main(["promote", "now"]) == 0
+    assert main.main(["promote", "two"]) == 0
     others = "elsewhere, general.txt, opinion_of_here.py, rubric.txt, tasks"
     assert f"the results here were measured with another {others}: the policy" in capsys.readouterr().out
     assert read == {
@@ -251,11 +241,11 @@ def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
 
 
 def test_weights_of_a_remote_are_pulled(root: Path) -> None:
-    dvc_cli.run(root, "remote", "add", "--default", "store", str(root.parent / f"{root.name}-store"))
+    store = root.parent / f"{root.name}-store"
+    (root / ".dvc/cache").rename(store)  # which has the layout of a remote
+    dvc_cli.run(root, "remote", "add", "--default", "store", str(store))
     toy.commit(root)
-    run(root, "pushed", seed=13, push=True)
-    shutil.rmtree(root / ".dvc/cache")
-    assert main.main(["promote", "pushed"]) == 0
+    assert main.main(["promote", "one"]) == 0
     assert champion(root) == "1"
     assert tags(root, "1")["rlhf.run"] == "ppo-of-it"
 

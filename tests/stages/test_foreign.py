@@ -203,23 +203,6 @@ def test_an_sft_model_that_does_not_fit_is_refused() -> None:
     refused("sft", with_sft("foreign/llama"), "was not made from models/base: model_type llama and gpt2")
 
 
-def test_an_sft_model_that_names_another_base_is_refused() -> None:
-    settings = prepared("gpt2")
-    toy.run("sft", settings)
-    Path("models/sft").rename("kept")
-    toy.foreign("foreign/base", "gpt2", seed=7)
-    toy.run("base", settings)
-    refused("sft", with_sft("kept"), "kept was made from another base model")
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_reward_model_is_refused_as_sft_model(family: str) -> None:
-    """GPT-2's LM head is its embedding: nothing would be missing, only the score head be left over."""
-    toy.foreign("foreign/sft", family, labels=1)
-    with pytest.raises(ContractError, match="give a language model"):
-        load_causal("foreign/sft")
-
-
 def test_the_reward_model_is_checked_before_anything_is_trained() -> None:
     settings = prepared("gpt2")
     for stage in ("sft", "preferences"):

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_tasks.data import docstrings
 from rlhf_tasks.data.rows import REASONS, ROLES, SPLITS, TEXTS
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
@@ -141,12 +140,6 @@ def test_quarantine_writes_bad_rows_with_reasons_and_counts_them(tmp_path: Path)
     assert {reason: metrics[f"quarantined/{reason}"] for reason in REASONS} == {r: counts[r] for r in REASONS}
 
 
-def test_an_error_about_an_empty_split_includes_the_bad_rows(tmp_path: Path) -> None:
-    jsonl(tmp_path / "in" / "sft.jsonl", *({"prompt": " ", "completion": "a"} for _ in range(4)))
-    with pytest.raises(UserError, match=r"no usable row is left for sft/train(.|\n)*sft.jsonl:1: empty"):
-        run(LIMITS | {"data.on_bad_row": "quarantine"})
-
-
 def test_roles_without_comparisons_still_have_their_columns(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", *demonstrations(8))
     metrics = run({"data.source": "files", "data.path": "in"})
@@ -169,23 +162,6 @@ def test_a_base_models_tokenizer_is_copied_and_its_template_applied(tmp_path: Pa
     assert ours.chat_template == theirs.chat_template
     written = table("sft", "train")
     assert all(r["prompt"].endswith("<eos>\n<assistant>") and r["completion"] == "x" for r in written)
-
-
-def test_mined_pairs_that_are_too_long_are_left_out_and_are_not_bad_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def load(seed: int, **bounds: Any) -> Any:
-        rows = [
-            {"prompt": f"def f{i} " + "x " * i, "completion": " Do it.", "source": f"a.py:{i}"}
-            for i in range(40)
-        ]
-        return {"sft": {"train": rows[:30:2] + rows[30:], "validation": rows[1:5:2], "test": rows[5:9:2]}}
-
-    monkeypatch.setattr(docstrings, "load", load)
-    metrics = run({"data.source": "docstrings", "data.max_prompt_tokens": 20})
-    assert metrics["quarantined"] == 0
-    assert metrics["rows/sft/train"] == 10  # i = 0, 2, … 18: i + 2 tokens
-    assert metrics["tokens/prompt_max"] == 20
 
 
 def test_rows_that_merge_with_their_prompts_are_counted(

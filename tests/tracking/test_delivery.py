@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
-from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.store import Delivery, embedded_uri
@@ -137,19 +135,6 @@ def test_an_unfinished_line_waits_and_a_resumed_run_removes_it(home: Path) -> No
     assert one.read(offset)[0][0]["kind"] == "run"
     assert sync(home) == (1, {})
     assert points(home) == [(1, 1.0), (2, 2.0)]
-
-
-def test_a_line_that_a_full_disk_cuts_is_removed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-        tracker.metrics({"train/loss": 1.0}, step=1)
-        with monkeypatch.context() as full:
-            full.setattr(os, "write", lambda handle, data: write(handle, data[:9]))
-            with pytest.raises(DiskFullError, match="is full"):
-                tracker.metrics({"train/loss": 2.0}, step=2)
-        tracker.metrics({"train/loss": 3.0}, step=3)
-    assert sync(home) == (1, {})
-    assert points(home) == [(1, 1.0), (3, 3.0)]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"closed": true', '{"closed": true}'])

@@ -206,18 +206,6 @@ def test_sharded_states_need_what_the_papers_say() -> None:
     assert states("fsdp2") == pytest.approx(16 * 7.5e9 / 64)
 
 
-def test_fsdp2_gathers_the_policy_to_sample_unless_an_engine_does_and_some_layers_in_a_pass() -> None:
-    """Embeddings and head of 100,000 each, ten layers of 50,000: 2 bytes to compute, 4 more to share out."""
-    passes = 2 * (2 * 100_000 + 2 * 50_000) + 6 * 100_000
-    found = memory(run(num_gpus=2, layout="fsdp2"))
-    assert found["gathered"] == 2 * 700_000
-    engine = memory(run(num_gpus=2, layout="fsdp2", sampler=ENGINE))
-    assert engine["gathered"] == passes
-    assert engine["cache"] == 0
-    assert engine["weights"] == found["weights"]
-    assert found["machine"] == 2 * 4 * 700_000, "the selected weights, and the policy that is written"
-
-
 def test_offload_moves_a_ranks_part_into_the_machines_memory() -> None:
     """Half of 16 bytes for each of 1,300,100 trained numbers, and of the reference's 4. ZeRO-2 keeps its
     weights and buckets on the GPU."""
