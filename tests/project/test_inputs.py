@@ -249,32 +249,6 @@ def _texts_of(section: type[Section], prefix: str = "") -> set[str]:
     return found
 
 
-def test_a_large_file_is_read_again_only_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hashing, "LARGE", 4)
-    folder, memory = tmp_path / "model", tmp_path / "known.json"
-    folder.mkdir()
-    (folder / "weights").write_text("large", encoding="utf-8")
-    (folder / "config").write_text("{}", encoding="utf-8")
-    first = hashing.dvc_md5(folder, memory)
-    assert first == hashing.dvc_md5(folder)
-    reads: list[str] = []
-    real: Callable[[Path, str], str] = hashing._digest
-
-    def noted(file: Path, name: str) -> str:
-        reads.append(file.name)
-        return real(file, name)
-
-    monkeypatch.setattr(hashing, "_digest", noted)
-    assert hashing.dvc_md5(folder, memory) == first
-    assert reads == ["config"]
-    (folder / "weights").write_text("other", encoding="utf-8")
-    assert hashing.dvc_md5(folder, memory) == hashing.dvc_md5(folder) != first
-    memory.write_text("[1", encoding="utf-8")
-    assert hashing.dvc_md5(folder, memory) == hashing.dvc_md5(folder)
-
-
 # ------------------------------------------------------------------------------------- what a stage uses
 
 
