@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_a_fingerprint_is_of_names_shapes_types_and_bytes(
 def test_a_fingerprint_is_of_the_weights_alone(policy: Path, tmp_path: Path) -> None:
     again = save(small.causal(), tmp_path / "again", {"kind": "else"})
     assert contracts.fingerprint(again) == contracts.fingerprint(policy)
+
+
+def test_a_fingerprint_is_computed_again_when_the_weights_change(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(4)}, file)
+    before = contracts.fingerprint(tmp_path)
+    save_file({"w": torch.ones(4)}, file)
+    os.utime(file, ns=(1, 1))
+    assert contracts.fingerprint(tmp_path) == hash_slowly(file) != before
 
 
 @pytest.mark.parametrize(

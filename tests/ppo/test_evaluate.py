@@ -160,6 +160,14 @@ def responses_alone() -> list[Ids]:
     return sample_responses(small.causal(), small.tokenizer(), PROMPTS, **settings)
 
 
+def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
+    scorers, expected = Recorder(), responses_alone()
+    one, before = Evaluations(scorer=scorers), torch.get_rng_state()
+    one.evaluate(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert scorers.calls == [expected]
+
+
 def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
     class Impossible(ReferenceCopy):
         def logprobs(self, batch: Any, temperature: float) -> Tensor:
@@ -228,6 +236,12 @@ def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: l
     assert metrics["eval/response_length"] == pytest.approx(
         (sum(ended) - closed + 8 * num_cut) / len(responses)
     )
+
+
+def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:
+    with pytest.raises(NonFiniteError, match="models/reward_heldout gave NaN") as caught:
+        Evaluations(heldout=lambda rows: length(*rows.given) * math.nan).evaluate(0)
+    assert len(caught.value.batch["responses"]) == len(PROMPTS)
 
 
 # ------------------------------------------------------------------------------------------- two ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -89,6 +90,20 @@ def test_a_guard_trips_after_patience_updates_in_a_row() -> None:
 def test_responses_that_no_longer_end_trip_the_guard_and_those_that_never_did_do_not() -> None:
     assert trips({}, {"val/truncated_share": 0.5}, {"val/truncated_share": 0.6}) == [None, None, "eos"]
     assert trips(*[{"val/truncated_share": 0.99}] * 3) == [None] * 3
+
+
+def test_the_eos_guard_allows_for_the_noise_of_small_rollouts() -> None:
+    """Each of 16 responses ends with probability 0.3, so the largest share is chance."""
+    rng = random.Random(1)
+    ended = [sum(rng.random() < 0.3 for _ in range(16)) / 16 for _ in range(500)]
+    assert max(ended) >= 0.6, "by chance"
+    low = [share < 0.5 * max(ended) for share in ended]
+    assert any(all(low[i : i + 3]) for i in range(498)), (
+        "noise alone is below half of that, three times in a row"
+    )
+    shares = [*ended, 0.0, 0.0, 0.0]
+    result = trips(*[{"val/truncated_share": 1 - share} for share in shares], num_episodes=16, patience=3)
+    assert result == [None] * 502 + ["eos"]
 
 
 def test_collapse_is_low_perplexity_while_length_or_repetition_rises() -> None:

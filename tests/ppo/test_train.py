@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from benchmarks.workloads import NoEvaluator
-from rlhf_tasks.ppo.guards import GuardTripped
+from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
 from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.state import handle_trips
 from rlhf_tasks.ppo.train import sample_updates, selection_updates
+from rlhf_tasks.tracking import NullTracker
 from tests.ppo.toy import DEMONSTRATIONS, QUERIES, Memory, toy, untimed, without_critic
 
 NAMES = ["rloo", "group"]
@@ -40,6 +42,11 @@ def test_each_prompt_of_a_rollout_has_all_of_its_samples_and_comes_once(name: st
     list(toy(score, total_episodes=64, **without_critic(name)).updates)
     assert [queries == queries[:4] * 4 for queries in seen] == [True] * 4
     assert sorted(query for queries in seen for query in queries[:4]) == sorted(QUERIES)
+
+
+def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:
+    history = list(toy(total_episodes=32, advantages__samples_per_prompt=4).updates)
+    assert all("loss/value_avg" in metrics and "val/group_deviation" not in metrics for metrics in history)
 
 
 # ----------------------------------------------------------------------------------------- critic warm-up
@@ -155,6 +162,18 @@ def test_a_roll_back_returns_to_the_state_before_the_fault(tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_all_trips_of_an_update_are_recorded_and_one_that_cannot_be_undone_stops(tmp_path: Path) -> None:
+    one = toy(guards=ROLL_BACK, faults=tmp_path)
+    next(one.updates)
+    trips = [
+        GuardTrip("kl_high", "12", "steps"),
+        GuardTrip("first_ratio", "0.1", "a bug", can_be_undone=False),
+    ]
+    with pytest.raises(GuardTripped, match="by the guard first_ratio"):
+        handle_trips(one.dist, one.config, one.state, trips, NullTracker("ppo"))
+    assert [trip["guard"] for trip in one.state.trips] == ["kl_high", "first_ratio"]
+
+
 def test_training_stops_after_max_roll_backs(tmp_path: Path) -> None:
     one = toy(NanIn(2, 3, 4, 5), guards=ROLL_BACK | {"max_roll_backs": 2}, faults=tmp_path)
     with pytest.raises(GuardTripped, match=r"after 2 roll backs by the guard non_finite: .*scores"):
@@ -206,6 +225,12 @@ def test_raise_kl_multiplies_kl_coef_at_each_trip_and_continues() -> None:
     expected = [0.05] * 2 + [0.075] * 2 + [0.1125] * 2
     assert [m["objective/kl_coef"] for m in history] == pytest.approx(expected)
     assert len(one.state.trips) == 2
+
+
+def test_raise_kl_stops_at_nan(tmp_path: Path) -> None:
+    one = toy(NanIn(2), guards=GAP | {"action": "raise_kl"}, faults=tmp_path)
+    with pytest.raises(GuardTripped, match="update 1 by the guard non_finite"):
+        list(one.updates)
 
 
 @pytest.mark.parametrize("action", ["roll_back", "raise_kl"])

@@ -237,6 +237,13 @@ while True:
 """
 
 
+def test_workers_are_started_with_the_time_to_save_unless_the_user_sets_another() -> None:
+    name = next(iter(launch.STOPPING))
+    for given, expected in (({}, launch.STOPPING[name]), ({name: "7"}, "7")):
+        script = f"import os, sys; sys.exit(os.environ[{name!r}] != {expected!r})"
+        assert launch.supervise("sft", [sys.executable, "-c", script], given) == 0
+
+
 @pytest.mark.parametrize("seconds", [0.5, pytest.param(35.0, marks=pytest.mark.slow)])
 def test_stopped_workers_get_the_time_that_they_need_to_save(seconds: float, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -190,6 +190,14 @@ def test_one_row_that_does_not_fit_is_the_users_mistake() -> None:
         fit(small.causal(), hungry(2), **LARGE)
 
 
+def test_an_evaluation_that_is_out_of_memory_is_cut_smaller() -> None:
+    budget, model = TokenBudget(10**6), small.causal()
+    found = evaluate(small.distributed(), model, hungry(60), budget)
+    expected = evaluate(small.distributed(), model, hungry(10**9), TokenBudget(10**6))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert 30 <= budget.max_tokens <= 60
+
+
 def test_a_lowered_bound_is_resumed() -> None:
     memory, model = Memory(2), small.causal()
     with pytest.raises(Stopped):
@@ -256,6 +264,13 @@ def test_an_epoch_takes_every_row_once(epochs: float, steps: int) -> None:
 def test_rates_by_hand(schedule: str, expected: list[float]) -> None:
     settings = small.optimization(learning_rate=1.0, schedule=schedule, warmup_fraction=0.3)  # 2 of 6 steps
     assert [learning_rate(settings, step, 6) for step in range(6)] == pytest.approx(expected)
+
+
+def test_the_reported_rate_is_the_rate_in_use() -> None:
+    how: dict[str, Any] = {"batch_size": 5, "num_epochs": 2.0, "schedule": "linear", "learning_rate": 1.0}
+    state, steps = fit(nn.Linear(1, 1), Counted([1] * 10), **how)
+    assert [step["lr"] for step in steps] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert {group["lr"] for group in state.optimizer.param_groups} == {steps[-1]["lr"]}
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight() -> None:
