@@ -101,7 +101,7 @@ def test_planted_keys_are_nowhere_in_what_a_run_wrote(
     judged = run(folder, "judge")
     assert judged.returncode == 0, judged.stderr
     assert sum(judge_server.paid.values()) > 0, "the judge's key was accepted"
-    scorer_server.script = [scores] * 3 + [status(401)]
+    scorer_server.script = [scores, scores, *[status(401)] * 99]
     failed = run(folder, "ppo")
     assert failed.returncode != 0
     assert "rejected the request" in failed.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import os
 import random
@@ -29,7 +28,7 @@ from benchmarks import layouts
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import disk, hashing, inputs, lineage, precision
+from rlhf_tasks.project import hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import NullTracker
@@ -242,30 +241,6 @@ def test_a_half_written_snapshot_is_not_used(project: Path, view: SftView) -> No
     assert not half.exists()
 
 
-def test_a_part_that_writes_its_own_files_is_loaded_as_their_folder(view: SftView) -> None:
-    """DeepSpeed does so."""
-
-    def write(folder: Path) -> None:
-        (folder / "part.bin").write_bytes(b"own")
-
-    with loop(view) as snapshots:
-        snapshots.save(4, {"training": write, "x": [1, None, "text", 0.5]})
-        found = snapshots.load()
-    assert found is not None
-    assert (found["training"] / "part.bin").read_bytes() == b"own"
-    assert found["x"] == [1, None, "text", 0.5]
-
-
-def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    object.__setattr__(view.resume, "every_seconds", 60.0)
-    with loop(view) as snapshots:
-        assert [snapshots.due() for now[0] in (159.0, 160.0, 161.0)] == [False, True, True]
-        snapshots.save(1, {})
-        assert [snapshots.due() for now[0] in (220.0, 221.0)] == [False, True]
-
-
 def test_snapshots_take_at_most_a_fiftieth_of_the_time(
     view: SftView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,29 +292,6 @@ def test_without_room_in_memory_training_waits_for_the_disk(
     with loop(view) as snapshots:
         snapshots.save(1, {"step": 1})
         assert [path.name for path in snapshots_of(project)] == ["step-000000001"]
-
-
-def test_a_snapshot_that_cannot_be_written_ends_the_stage(
-    view: SftView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(hashing, "sha256_of_files", full)
-    with pytest.raises(disk.DiskFullError), loop(view) as snapshots:
-        snapshots.save(1, {"step": 1})
-
-
-def test_restored_generators_draw_the_same_numbers(tmp_path: Path) -> None:
-    def drawn() -> tuple[float, float, list[float]]:
-        return random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()
-
-    dist = small.distributed()
-    drawn()  # the second number of a pair is kept inside
-    torch.save(dist.rng_state(), tmp_path / "state.pt")
-    expected = drawn()
-    dist.set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert drawn() == expected
 
 
 # ---------------------------------------------------------------------------------- mismatches
