@@ -102,6 +102,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
     (root / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
     shutil.copy(planted.ROOT / ".dvc/config", root / ".dvc/config")  # else DVC's daemon writes files later
+    dvc_cli.run(root, "remote", "add", "--default", "store", "../store")  # which nobody has made
     toy.commit(root)
     run(root, "one", seed=11)
     run(root, "two", seed=12, promotion=None)
@@ -114,12 +115,13 @@ def root(made: Path, tmp_path: Path, empty_store: Path, monkeypatch: pytest.Monk
     """The working folder of the test: a copy of that project, with an empty MLflow store."""
     for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN"):
         monkeypatch.delenv(name, raising=False)
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True, symlinks=True)
-    (tmp_path / ".rlhf").mkdir()
-    shutil.copyfile(empty_store, tmp_path / ".rlhf/mlflow.db")
-    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "project"
+    shutil.copytree(made, root, symlinks=True)
+    (root / ".rlhf").mkdir()
+    shutil.copyfile(empty_store, root / ".rlhf/mlflow.db")
+    monkeypatch.chdir(root)
     console.set_quiet(False)
-    return tmp_path
+    return root
 
 
 def run(root: Path, name: str, **changes: Any) -> None:
@@ -241,10 +243,7 @@ def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
 
 
 def test_weights_of_a_remote_are_pulled(root: Path) -> None:
-    store = root.parent / f"{root.name}-store"
-    (root / ".dvc/cache").rename(store)  # which has the layout of a remote
-    dvc_cli.run(root, "remote", "add", "--default", "store", str(store))
-    toy.commit(root)
+    (root / ".dvc/cache").rename(root.parent / "store")  # a remote has the layout of the cache
     assert main.main(["promote", "one"]) == 0
     assert champion(root) == "1"
     assert tags(root, "1")["rlhf.run"] == "ppo-of-it"
