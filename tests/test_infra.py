@@ -314,21 +314,25 @@ def test_the_slurm_file_is_valid_and_needs_no_gpu_unless_an_option_requests_one(
     assert [command for command in commands if f"#   {command}\n" not in text] == []
 
 
-def test_slurm_runs_training_stages_on_all_nodes_and_others_on_one(tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
+def stand_ins(folder: Path, scripts: dict[str, str], **variables: str) -> dict[str, str]:
+    """The environment of a job that has these programs, and an empty virtual environment."""
+    tools = folder / "tools"
     tools.mkdir()
-    scripts = {"srun": SRUN, "dvc": DVC, "rlhf": RLHF, "scontrol": "#!/bin/bash\nprintf 'n1\\nn2\\n'\n"}
-    scripts["python"] = PYTHON
     for name, text in scripts.items():
         (tools / name).write_text(text, encoding="utf-8")
         (tools / name).chmod(0o755)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").touch()
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/activate").touch()
+    return os.environ | variables | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_slurm_runs_training_stages_on_all_nodes_and_others_on_one(tmp_path: Path) -> None:
+    scripts = {"srun": SRUN, "dvc": DVC, "rlhf": RLHF, "scontrol": "#!/bin/bash\nprintf 'n1\\nn2\\n'\n"}
     calls = tmp_path / "calls"
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "CALLS": str(calls), "PATH": path}
+    slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "CALLS": str(calls)}
+    environment = stand_ins(tmp_path, scripts | {"python": PYTHON}, **slurm)
     words = ["bash", str(INFRA / "slurm/pipeline.sbatch")]
-    subprocess.run(words, cwd=tmp_path, env={**os.environ, **slurm}, check=True, timeout=60)
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=60)
     done = calls.read_text(encoding="utf-8").splitlines()
     assert sorted(done) == sorted(["dvc - sft", "dvc 0 ppo", "rlhf 1 ppo n1", "dvc - judge"])
     assert done[0] == "dvc - sft"
@@ -347,8 +351,6 @@ except KeyboardInterrupt:
 
 
 def test_slurms_warning_lets_the_stage_save_its_state_and_requeues_the_job(tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
     (tmp_path / "stage.py").write_text(STAGE, encoding="utf-8")
     real = shlex.quote(sys.executable)
     scripts = {
@@ -357,17 +359,10 @@ def test_slurms_warning_lets_the_stage_save_its_state_and_requeues_the_job(tmp_p
         "scontrol": '#!/bin/bash\n[ "$1" = requeue ] && echo "$2" > requeued || echo n1\n',
         "python": '#!/bin/bash\n[[ "$*" != *restorable* ]] || exit 1\necho judge\n',
     }
-    for name, text in scripts.items():
-        (tools / name).write_text(text, encoding="utf-8")
-        (tools / name).chmod(0o755)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").touch()
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    slurm = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", "PATH": path}
+    slurm = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7"}
+    environment = stand_ins(tmp_path, scripts, **slurm)
     words = ["bash", str(INFRA / "slurm/pipeline.sbatch")]
-    with subprocess.Popen(
-        words, cwd=tmp_path, env={**os.environ, **slurm}, preexec_fn=restore_interrupts
-    ) as job:
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, preexec_fn=restore_interrupts) as job:
         toy.until((tmp_path / "started").exists, "the start of the stage")
         job.send_signal(signal.SIGINT)  # to the batch shell alone, as --signal=B:INT does
         assert job.wait(60) == 130

@@ -52,17 +52,16 @@ def identity(folder: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------- what is taken
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_foreign_base_goes_through_every_stage(family: str) -> None:
+def test_a_foreign_base_goes_through_every_stage() -> None:
     """GPT-2's tokenizer has no pad: EOS pads then."""
-    settings = prepared(family, words=toy.tokenizer(pad=None if family == "gpt2" else "<pad>"))
+    settings = prepared("gpt2", words=toy.tokenizer(pad=None))
     for stage in ("sft", "preferences", "reward", "ppo", "judge"):
         metrics = toy.run(stage, settings)
         assert metrics
         assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values()), stage
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
     assert identity("models/sft")["parents"] == {"base": contracts.fingerprint(Path("models/base"))}
-    assert load_causal("models/policy").config.model_type == family
+    assert load_causal("models/policy").config.model_type == "gpt2"
 
 
 def test_a_family_without_a_classifier_goes_through_every_stage_that_scores() -> None:
