@@ -176,7 +176,7 @@ def folder(tmp_path: Path, place: str) -> Iterator[Path]:
     "place", [".", *(pytest.param(name, marks=pytest.mark.slow) for name in ("models", ".rlhf"))]
 )
 def test_a_stage_in_a_read_only_folder_ends_with_one_message_and_keeps_the_old_result(
-    place: str, trained: Path, folder: Path
+    place: str, trained: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of the project, the folder of its result, or that of its snapshots and records."""
     old = written("sft", workspace(trained, folder, **{"tracking.enabled": True}))
@@ -184,3 +184,8 @@ def test_a_stage_in_a_read_only_folder_ends_with_one_message_and_keeps_the_old_r
     message = refusal(start("sft", folder))
     assert message.startswith(f"rlhf: {(folder / place).resolve()} is read-only (")
     assert written("sft", folder) == old
+    mount(folder / place, "-o", "remount,rw")
+    workspace(trained, folder)
+    monkeypatch.chdir(folder)
+    assert runner.run("sft", Paths()) == 0
+    assert written("sft", folder) != old
