@@ -30,7 +30,7 @@ from rlhf_tasks.models.load import (
     score_head,
 )
 from tests import small
-from tests.small import EOS, FAMILIES, HIDDEN, PAD, Family
+from tests.small import FAMILIES, HIDDEN, PAD, Family
 
 QUERIES, RESPONSES = small.rows(6, longest=7)
 
@@ -61,15 +61,6 @@ def test_a_padded_rows_scores_are_the_heads_products_with_its_own_states(family:
         alone = alone[0] @ score_head(scores.model).weight[0]
         last = slice(-len(response) - 1, None)
         torch.testing.assert_close(together[row, last], alone[last], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_pad_may_equal_eos(family: Family) -> None:
-    model, scores = small.causal(family), small.scores(family)
-    apart, same = (collate(QUERIES, RESPONSES, pad) for pad in (PAD, EOS))
-    assert torch.equal(*(small.response_logits(model, x)[apart.response_mask] for x in (apart, same)))
-    assert torch.equal(scores(apart)[:, -1], scores(same)[:, -1])
 
 
 # -------------------------------------------------------------------------------- reward heads

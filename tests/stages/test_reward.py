@@ -23,8 +23,6 @@ from rlhf_tasks.models.load import (
     supports_shared_prefix,
 )
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.scoring.protocol import Responses
-from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.stages import reward
 from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums
 from rlhf_tasks.tracking import NullTracker
@@ -150,15 +148,6 @@ def test_micro_batches_change_no_sum_of_pairs() -> None:
     parts = [task.sums(learner, [i], cpu) for i in range(6)]
     for key, value in whole.items():
         assert value.item() == pytest.approx(sum(part[key].item() for part in parts), rel=1e-4, abs=1e-5)
-
-
-def test_a_scorer_gives_the_scores_in_the_order_of_the_rows() -> None:
-    scores = small.scores()
-    alone = small.last_scores_alone(scores, QUERIES, CHOSEN)
-    for max_tokens in (1, 30, 16384):
-        rows = Responses.of_ids([""] * len(QUERIES), QUERIES, CHOSEN, small.tokenizer())
-        found = RewardModel(scores, small.tokenizer(), max_tokens)(rows)
-        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
 
 
 def test_no_prompt_trains_both_models() -> None:
