@@ -103,24 +103,3 @@ def test_a_token_is_learned_without_a_critic(advantages: str, adapter: bool, kl:
 def test_a_length_is_learned(changes: dict[str, Any]) -> None:
     first, last = learned(near(4), **changes)
     assert last > first + 0.25, f"from {first:.2f} to {last:.2f} only"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
-@pytest.mark.parametrize("value", ["separate", "shared"])
-@pytest.mark.parametrize("adapter", [False, True])
-def test_a_length_of_twelve_is_learned(truncation: str, value: str, adapter: bool) -> None:
-    """Random models must learn to count; responses are cut at 26 tokens, where the score is below zero.
-
-    Bootstrapping scores a cut response by the critic's value of its last state. If no response ends, only
-    γ < 1 determines that value: with γ = 1 every constant satisfies the recursion, and responses that
-    never end can have the highest value.
-    """
-    gamma = 0.97 if truncation.startswith("bootstrap") else 1.0
-    changes = models_of(value, adapter) | {
-        "truncation__kind": truncation,
-        "response_length": 26,
-        "advantages__gamma": gamma,
-    }
-    first, last = learned(near(12), num_updates=40, schedule="linear", **changes)
-    assert last > first + 0.1, f"from {first:.2f} to {last:.2f} only"
