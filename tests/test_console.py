@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 from pathlib import Path
 
 import pytest
-import rich.console
 
 from rlhf_tasks import console
 from rlhf_tasks.console import Console, duration
@@ -162,62 +160,6 @@ def test_a_log_shows_a_short_part_as_its_meter(clock: Clock) -> None:
             clock.now += 1.0
             shown.show_life()
     assert out.getvalue() == "5/9 reward  3% of 3 epochs  6m17s left  loss 0.5\n"
-
-
-def test_a_meter_without_advance_for_thirty_seconds_says_so_once_and_then_ever_more_rarely(
-    clock: Clock,
-) -> None:
-    out = io.StringIO()
-    shown = Console(out)
-    shown.say("begin")
-    with shown.part("hashing model.safetensors", 540, "MB") as meter:
-        lines = {}
-        for clock.now in range(1, 120):
-            if clock.now <= 35:
-                meter.advance(5)
-            before = len(out.getvalue())
-            shown.show_life()
-            if new := out.getvalue()[before:]:
-                lines[clock.now] = new
-    assert [*lines] == [10, 30, 65, 85]
-    assert lines[30] == "hashing model.safetensors  27% of 540 MB  5/s  30s so far\n"
-    assert lines[65] == "hashing model.safetensors  32% of 540 MB  2.69/s  no advance for 30s\n"
-
-
-def test_a_bar_shows_beside_it_what_is_done_within_it(clock: Clock) -> None:
-    out = io.StringIO()
-    shown = Console(out)
-    shown._rich = rich.console.Console(file=out, force_terminal=True, width=160)
-    with shown.stage("ppo", 6, 9), shown.progress("ppo", 100, unit="episodes") as bar:
-        assert isinstance(bar, console._Bar)
-        with shown.part("sampling", 64, "responses") as meter:
-            for clock.now, inside in ((1.0, ""), (3.0, "sampling  0% of 64 responses  3s so far")):
-                shown.show_life()
-                assert bar._bar.tasks[0].fields["inside"] == inside
-            meter.advance(32)
-            clock.now += 31
-            shown.show_life()
-            inside = "sampling  50% of 64 responses  no advance for 31s"
-            assert bar._bar.tasks[0].fields["inside"].replace("  1.02/s", "") == inside
-        shown.show_life()
-        assert bar._bar.tasks[0].fields["inside"] == ""
-
-
-def test_a_part_of_another_thread_or_of_a_quiet_rank_shows_nothing(clock: Clock) -> None:
-    out = io.StringIO()
-    shown = Console(out)
-
-    def work() -> None:
-        with shown.part("saving"):
-            clock.now += 12
-            shown.show_life()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert out.getvalue() == "at work  12s so far\n"
-    with Console(out, quiet=True).part("loading", 2, "files") as meter:
-        meter.advance()
 
 
 def test_a_quiet_console_writes_nothing() -> None:

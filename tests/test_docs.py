@@ -16,6 +16,7 @@ import pytest
 from ruamel.yaml import YAML
 from typer import Exit, TyperException
 
+from docs.generator.__main__ import pages
 from rlhf_tasks import config, presets
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.config import STAGES, Config
@@ -57,11 +58,6 @@ def name_of(page: Path) -> str:
 
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
-
-
-def prose(text: str) -> str:
-    """The text without its code."""
-    return SPAN.sub("", FENCE.sub("", text))
 
 
 # ------------------------------------------------------------------------------ links and pictures
@@ -199,12 +195,6 @@ def test_a_command_that_a_page_shows_is_accepted(shown: Shown, tmp_path: Path) -
             pytest.fail(f"{shown.page}: `{' '.join(shown.words)}` is not accepted: {error}")
 
 
-@pytest.mark.parametrize("words", [["rlhf", "--help"], ["rlhf", "preset"], ["make", "help"]])
-def test_commands_that_only_print_run(words: list[str]) -> None:
-    program = [sys.executable, "-m", "rlhf_tasks.cli", *words[1:]] if words[0] == "rlhf" else words
-    assert subprocess.run(program, cwd=ROOT, capture_output=True, check=False).returncode == 0
-
-
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_parameters_that_a_page_names_exist(page: Path) -> None:
     sections = {
@@ -253,14 +243,10 @@ def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
 
 
 def test_the_generated_reference_is_current() -> None:
-    check = subprocess.run(
-        [sys.executable, "-m", "docs.generator", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert check.returncode == 0, check.stdout + check.stderr
+    """`python -m docs.generator` writes it."""
+    made = pages()
+    assert [file.name for file, text in made.items() if text_of(file) != text] == []
+    assert not [file.name for file, text in made.items() if str(ROOT) in text], "a path of this machine"
 
 
 def test_readme_and_changelog_are_short() -> None:
@@ -274,6 +260,3 @@ def test_the_tree_of_the_project_names_every_room() -> None:
     rooms = {path.parent.name for path in (ROOT / "rlhf_tasks").glob("*/__init__.py")}
     named = {word.rstrip("/") for word in re.findall(r"^ *(\w+/)", tree, re.MULTILINE)}
     assert rooms | {"rlhf_tasks", "flows", "infra", "docs", "tests", "benchmarks", "examples"} == named
-
-
-# ----------------------------------------------------------------------------------------------- words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from rlhf_tasks import console
 from rlhf_tasks.cli import main, run
 from rlhf_tasks.project import durations, dvc_cli, inputs
 from rlhf_tasks.project.paths import Paths
+from tests.flows import toy
 from tests.promotion import planted
 
 DVC_YAML = """
@@ -38,8 +39,7 @@ open("page", "w").write("x")
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
-        subprocess.run(words, check=True)
+    shutil.copytree(toy.repository(), tmp_path, dirs_exist_ok=True)
     planted.params(tmp_path)
     Path("dvc.yaml").write_text(DVC_YAML.format(python=sys.executable), encoding="utf-8")
     Path("stage.py").write_text(STAGE, encoding="utf-8")

@@ -77,24 +77,8 @@ def test_a_value_of_the_wrong_type_is_refused_and_never_converted(key: str, valu
     ("changes", "why"),
     [
         ({"seed": 2**64}, "seed: Input should be less than or equal to 4294967295 (given: 1844674407370955"),
-        ({"seed": -1}, "seed: Input should be greater than or equal to 0 (given: -1)"),
         ({"model.scratch.hidden_size": 2**31}, "hidden_size: Input should be less than or equal to 65536"),
-        ({"model.scratch.num_layers": 10**9}, "num_layers: Input should be less than or equal to 1024"),
         ({"sft.num_epochs": 1e300}, "sft.num_epochs: Input should be less than or equal to 10000"),
-        ({"data.num_test": 10**9}, "data.num_test: Input should be less than or equal to 10000000"),
-        (
-            {"data.max_prompt_tokens": 10**9},
-            "_tokens: Input should be less than or equal to 1048576",
-        ),
-        (
-            {"ppo.rollout_batch_size": 2**40},
-            "batch_size: Input should be less than or equal to 1048576",
-        ),
-        ({"ppo.total_episodes": 2**63}, "total_episodes: Input should be less than or equal to 2147483647"),
-        (
-            {"launch.num_processes": 10**6},
-            "num_processes: Input should be less than or equal to 65536",
-        ),
         ({"seed": 16**9999}, "(given: 0x1000"),
     ],
 )
@@ -203,12 +187,6 @@ def test_the_message_names_a_parameter_file_that_cannot_be_read(tmp_path: Path) 
         assert "suppress" not in str(error.value), "advice for programmers"
 
 
-def test_a_config_cannot_be_changed() -> None:
-    settings = config.validate(small.params(), "test")
-    with pytest.raises(ValidationError, match="frozen"):
-        settings.ppo.cliprange = 0.5
-
-
 # ------------------------------------------------------------------------------------- stage views
 
 
@@ -227,10 +205,6 @@ def test_the_declared_parameters_are_those_that_the_stage_reads(stage: config.St
     reads = config.VIEWS[stage].reads()
     assert all(any(key == r or key.startswith(f"{r}.") for r in reads) for key in declared)
     assert {key.split(".")[0] for key in declared} == {r.split(".")[0] for r in reads}
-
-
-def test_flatten_joins_nested_keys_with_dots() -> None:
-    assert config.flatten({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}
 
 
 DUMMY = {"kind": "dummy"}
@@ -263,7 +237,6 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
             "missing_eos_score: Input should be less than or equal to 0",
         ),
         ({"ppo.advantages.critic": {"warmup": {}, "vf_coef": 0.0}}, "with vf_coef=0 the critic learns"),
-        ({"ppo.advantages.critic.warmup": {"settled": 1.0}}, "ppo.advantages.critic.warmup.settled: "),
         ({"ppo.kl.kind": "in_loss", "ppo.kl.estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
         ({"ppo.top_p": 0.9}, "another distribution than the log-probabilities"),
         ({"ppo.scorers": []}, "ppo.scorers: add at least one, such as {kind: dummy} (given: [])"),
@@ -294,13 +267,8 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
             "reward.train is true, but no scorer, critic, judge or guard uses one",
         ),
         ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.url: must begin with http:// or https://"),
-        ({"ppo.scorers": [{**HTTP, "url": "http://:8000/score"}]}, "scorers.0.url: must begin with http://"),
-        ({"ppo.scorers": [{**HTTP, "url": "http://999.1.1.1"}]}, "scorers.0.url: is not an address: Invalid"),
-        ({"ppo.scorers": [{**HTTP, "url": "http://xn--"}]}, "ppo.scorers.0.url: is not an address: "),
-        ({"ppo.scorers": [{**HTTP, "url": "http://x:99999"}]}, "ppo.scorers.0.url: Port out of range"),
         ({"ppo.scorers": [{**HTTP, "urll": "x"}]}, "did you mean 'url'?"),
         ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
-        ({"ppo.cliprange": 3.0}, "ppo.cliprange: "),
         ({"reward.train": False}, "needed by ppo.scorers, ppo.advantages.critic.init, judge.judges"),
         ({**small.WITHOUT_REWARD, "ppo.guards.gap_max": 1.0}, "is needed by ppo.guards.gap_max"),
     ],
@@ -350,11 +318,6 @@ def test_bootstrapping_needs_a_critic(advantages: dict[str, object]) -> None:
     assert "truncation.kind=bootstrap_add needs the value of a critic" in problems(changes)
 
 
-def test_a_critic_may_learn_from_several_samples_of_a_prompt() -> None:
-    settings = config.validate(small.params({"ppo.advantages.samples_per_prompt": 4}), "test").ppo
-    assert (settings.advantages.kind, settings.samples_per_prompt) == ("gae", 4)
-
-
 def test_without_a_critic_the_reward_model_is_needed_by_scorers_and_judges_only() -> None:
     changes = {"ppo.advantages.kind": "rloo", "reward.train": False}
     assert "is needed by ppo.scorers, judge.judges" in problems(changes)
@@ -388,12 +351,6 @@ def test_a_server_by_its_address_or_by_its_command_is_accepted() -> None:
         sampler = config.validate(small.params({"ppo.sampler": ENGINE | own}), "test").ppo.sampler
         assert sampler.kind == "vllm"
         assert sampler.command == (("/opt/vllm/bin/vllm", "serve") if own else None)
-
-
-@pytest.mark.parametrize("parallelism", ["ddp", "zero2", "zero3", "fsdp2"])
-def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: str) -> None:
-    changes = {"ppo.sampler": ENGINE, "launch.num_processes": 2, "launch.parallelism": parallelism}
-    config.validate(small.params(changes), "test")
 
 
 @pytest.mark.parametrize(

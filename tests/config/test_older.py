@@ -14,8 +14,7 @@ from rlhf_tasks.config.older import MOVED, TRACES
 from rlhf_tasks.errors import ConfigError
 
 OLDER = (Path(__file__).parent / "older.yaml").read_text(encoding="utf-8")
-LORA, WARMUP = {"r": 2, "alpha": 4.0}, {"max_updates": 3, "settled": 0.1}
-VLLM = {"kind": "vllm", "url": "http://127.0.0.1:8000"}
+LORA = {"r": 2, "alpha": 4.0}
 CRITIC = dict.fromkeys(("value_model", "critic_init", "cliprange_value", "vf_coef", "lam"))
 
 
@@ -75,13 +74,6 @@ def test_an_upgrade_keeps_values_and_comments(project: Path, capsys: pytest.Capt
             {"advantages": {"kind": "rloo"}, "kl": {"kind": "in_loss", "estimator": "k2"}},
         ),
         (
-            {"truncation": "bootstrap", "gamma": 0.9, "cliprange_value": None, "critic_warmup": WARMUP},
-            {
-                "truncation": {"kind": "bootstrap"},
-                "advantages": {"gamma": 0.9, "critic": {"cliprange_value": None, "warmup": WARMUP}},
-            },
-        ),
-        (
             {"lora": {**LORA, "value": True}, "value_learning_rate": 1e-4, "sampling_batch_size": 8},
             {
                 "lora": LORA,
@@ -89,12 +81,8 @@ def test_an_upgrade_keeps_values_and_comments(project: Path, capsys: pytest.Capt
                 "sampler": {"batch_size": 8},
             },
         ),
-        (
-            {"value_model": "shared", "lora": {**LORA, "value": False}, "engine": {**VLLM, "command": None}},
-            {"lora": LORA, "advantages": {"critic": {"kind": "shared"}}, "sampler": VLLM},
-        ),
     ],
-    ids=["rloo", "bootstrap", "lora", "shared-vllm"],
+    ids=["rloo", "lora"],
 )
 def test_an_upgrade_moves_what_a_kind_has_and_leaves_the_rest(
     project: Path, old: dict[str, Any], new: dict[str, Any]
@@ -113,24 +101,9 @@ def test_an_upgrade_moves_what_a_kind_has_and_leaves_the_rest(
             "ppo.lora.value → ppo.advantages.critic.lora",
         ),
         (
-            {"lora": {"value": True}},
-            {"lora": {}, "advantages": {"critic": {"lora": {}}}},
-            "ppo.lora.value → ppo.advantages.critic.lora",
-        ),
-        (
             {"advantages": {"kind": "gae"}, "gamma": 0.9},
             {"advantages": {"gamma": 0.9}},
             "ppo.gamma → ppo.advantages.gamma",
-        ),
-        (
-            {"advantages": {"critic": {"vf_coef": 0.3}}, "critic_init": "sft"},
-            {"advantages": {"critic": {"vf_coef": 0.3, "init": "sft"}}},
-            "ppo.critic_init → ppo.advantages.critic.init",
-        ),
-        (
-            {"kl": {"estimator": "k2"}, "kl_in": "loss"},
-            {"kl": {"kind": "in_loss", "estimator": "k2"}},
-            "ppo.kl_in → ppo.kl.kind",
         ),
         (
             {"advantages": {"kind": "rloo"}, "gamma": 0.9},
@@ -141,12 +114,6 @@ def test_an_upgrade_moves_what_a_kind_has_and_leaves_the_rest(
             {"advantages": {"gamma": 0.8}, "gamma": 0.9},
             {"advantages": {"gamma": 0.8}},
             "ppo.gamma is left out: ppo.advantages.gamma is given",
-        ),
-        ({"engine": None}, {}, "ppo.engine is left out: it has no effect"),
-        (
-            {"sampler": VLLM | {"ahead": 0}},
-            {"sampler": VLLM},
-            "ppo.sampler.ahead is left out: it has no effect",
         ),
     ],
 )

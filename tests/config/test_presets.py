@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks import config, errors, presets
 from rlhf_tasks.cli import main
-from rlhf_tasks.config.ppo import AdaptiveKl, EosTrickReplace, Gae, Group, Guards, SeparateCritic
+from rlhf_tasks.config.ppo import AdaptiveKl, EosTrickReplace, Gae, Group, Guards
 from rlhf_tasks.data.batches import micro_batches
 from rlhf_tasks.presets import Request
 from tests import toy
@@ -108,12 +108,6 @@ def test_replacing_a_section_leaves_no_key_of_the_old_one() -> None:
     assert settings.ppo == config.validate(config.parse(text, "params.yaml"), "params.yaml").ppo
 
 
-def test_a_preset_with_a_complete_section_turns_it_on(project: Path) -> None:
-    assert config.load().ppo.ptx is None
-    assert main.main(["preset", "ppo_max"]) == 0
-    assert None not in (config.load().ppo.ptx, config.load().ppo.score_scaling)
-
-
 def test_a_single_value_turns_on_a_section_that_is_null(project: Path) -> None:
     assert main.main(["preset", "--set", "ppo.guards=null", "ppo.adaptive_kl.target=3.0"]) == 0
     assert main.main(["preset", "over_optimised", "--set", "ppo.kl_coef=0.01"]) == 0
@@ -201,14 +195,6 @@ def test_a_preset_of_a_paper_has_the_published_values_and_a_source_for_each(name
     assert "written for" in presets.summary(name), "the size of the model"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("under", ["docstrings", "tldr-pythia-1b"])
-def test_a_preset_of_a_paper_combines_with_another_task(project: Path, name: str, under: str) -> None:
-    pins = [f"{key}={value}" for key, value in config.flatten(UNPINNED.get(under, {})).items()]
-    assert main.main(["preset", under, name, "--set", *pins, "seed=2"]) == 0
-    assert config.load().data.source == with_preset(under).data.source
-
-
 @pytest.mark.parametrize(("name", "advantages"), [("rloo", "rloo"), ("grpo", "group")])
 @pytest.mark.parametrize("under", ["docstrings", "smoke", "trl"])
 def test_one_command_trains_without_a_critic(project: Path, name: str, advantages: str, under: str) -> None:
@@ -237,14 +223,6 @@ def test_a_key_inside_a_section_keeps_its_kind_and_another_kind_replaces_the_sec
             Request(overrides={"ppo.advantages": {"kind": "rloo", "lam": 0.5}}).resolve(text)
 
 
-def test_the_smoke_preset_neither_trains_nor_uses_a_reward_model() -> None:
-    settings = with_preset("smoke")
-    assert not settings.reward.train
-    assert [scorer.kind for scorer in settings.ppo.scorers] == ["dummy"]
-    assert settings.ppo.critic == SeparateCritic(init="sft")
-    assert [judge.kind for judge in settings.judge.judges] == ["gold"]
-
-
 SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
 
 
@@ -256,41 +234,6 @@ def test_single_values_of_a_request_override_its_preset() -> None:
     assert {"seed: 1 → 9", "reward.train: true → false", "ppo.advantages.critic.init: reward → sft"} <= {
         *changes
     }
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(
-            ("tracking.experiment", text)
-            for text in ("true", "Null", "1", "", "two\nlines", "a: b", "- a", "plain", "models/x-1.0")
-        ),
-        ("tracking.uri", None),
-        ("ppo.kl_coef", 1.5),
-    ],
-)
-def test_a_value_in_a_change_list_is_one_line_of_yaml(key: str, value: str | float | None) -> None:
-    shipped = SHIPPED.replace("tracking: {", "tracking: {uri: /a, ")
-    _, _, (change,) = Request(overrides={key: value}).resolve(shipped)
-    text = change.partition(" → ")[2]
-    assert "\n" not in text
-    assert YAML(typ="safe", pure=True).load(text) == value
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"ppo.kl_cof": 1.0}, "did you mean 'kl_coef'"),
-        ({"ppo.kl_coef": "0.1"}, "ppo.kl_coef"),
-        ({"nothing.of.it": 1}, "nothing: unknown key"),
-        ({"ppo.kl_coef": 0.1, "sft.batch_size": -1}, "sft.batch_size"),
-    ],
-)
-def test_overrides_of_a_request_are_checked_by_the_config_types(
-    overrides: dict[str, object], message: str
-) -> None:
-    with pytest.raises(errors.ConfigError, match=message):
-        Request(overrides=overrides).resolve(SHIPPED)
 
 
 @pytest.mark.parametrize(

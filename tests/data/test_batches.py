@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,34 +75,6 @@ def test_micro_batches_are_as_few_as_the_budget_allows_where_nothing_is_padded()
     assert micro_batches([], 20) == []
 
 
-def cost(groups: Iterable[Sequence[int]], rows: Sequence[int]) -> int:
-    return sum(len(group) * max(rows[i] for i in group) + PASS_TOKENS for group in groups)
-
-
-def every_cut(order: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-    """All partitions of a sequence into contiguous groups."""
-    if not order:
-        yield []
-    for size in range(1, len(order) + 1):
-        for rest in every_cut(order[size:]):
-            yield [order[:size], *rest]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 300, 900, 10_000])
-@pytest.mark.parametrize("longest", [30, 300])
-def test_no_cut_of_the_sorted_rows_under_the_bound_is_cheaper(max_tokens: int, longest: int) -> None:
-    drawn = random.Random(longest)
-    for count in range(1, 10):
-        rows = [drawn.randint(1, longest) for _ in range(count)]
-        order = sorted(range(count), key=lambda i: (rows[i], i))
-        allowed = [
-            cut
-            for cut in every_cut(order)
-            if all(len(group) == 1 or len(group) * rows[group[-1]] <= max_tokens for group in cut)
-        ]
-        assert cost(micro_batches(rows, max_tokens), rows) == min(cost(cut, rows) for cut in allowed)
-
-
 def test_padding_is_worth_a_pass_only_up_to_what_a_pass_costs() -> None:
     assert micro_batches([100, 100 + PASS_TOKENS - 1], 10_000) == [[0, 1]]
     assert micro_batches([100, 100 + PASS_TOKENS + 1], 10_000) == [[0], [1]]
@@ -131,29 +103,6 @@ def test_a_group_that_is_out_of_memory_is_cut_smaller_and_no_other_is_repeated()
     assert budget.is_lowered
     with pytest.raises(UserError, match="one row at a time"):
         budget.each([200, 3], lambda group: compute([]) if group == [1] else compute(list(range(57))))
-
-
-@pytest.mark.parametrize("room", [500, 1000, 2000, 3000])
-def test_out_of_memory_halves_the_bound_no_further_than_needed(room: int) -> None:
-    """Many equal groups wait when the first one fails: they must not halve the bound once more each."""
-    budget, seen = TokenBudget(4096), list[int]()
-
-    def compute(group: list[int]) -> None:
-        if 64 * len(group) > room:
-            raise torch.OutOfMemoryError("planted")
-        seen.extend(group)
-
-    budget.each([64] * 512, compute)
-    assert sorted(seen) == list(range(512))
-    assert room // 2 <= budget.max_tokens <= room
-
-
-def test_a_bound_that_was_lowered_after_a_snapshot_stays_lowered() -> None:
-    budget, before = TokenBudget(4096), TokenBudget(4096).state_dict()
-    budget.cut([64] * 8)
-    budget.lower()
-    budget.load_state_dict(before)
-    assert (budget.max_tokens, budget.is_lowered) == (256, True)
 
 
 def test_an_epoch_is_a_permutation_in_batches() -> None:

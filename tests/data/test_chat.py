@@ -297,15 +297,6 @@ def test_the_models_own_folder_has_the_tokenizer_that_is_made_of_it(base: Any, t
     assert load_tokenizer(folder).eos_token == load_tokenizer(tmp_path / "data").eos_token == "<|im_end|>"
 
 
-def test_a_template_whose_end_of_turn_is_unknown_is_named_once(
-    base: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = base("{{ raise_exception('never these') }}")
-    for _ in range(2):
-        tokenizer.ready(Model(base=str(folder), scratch=None))
-    assert capsys.readouterr().out.count("rejects a question with its answer (never these)") == 1
-
-
 def test_a_tool_call_loses_the_end_that_is_not_eos(base: Any) -> None:
     row = only(made_ready(base(CALLS)), {"messages": ASKED[:2]})
     assert row["completion"] == 'warmth {"at": "home"}'
@@ -322,66 +313,3 @@ def test_marks_for_training_decide_what_a_demonstration_is(base: Any) -> None:
     assert row["prompt"].endswith("<|im_start|>assistant\nmood: calm\n")
     _, report = read(rendering, {"messages": [user("a"), assistant("b", train=False)]})
     assert "marks nothing of the completion for training" in report
-
-
-def test_marks_that_end_before_the_answer_are_refused(base: Any) -> None:
-    template = MARKS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} ok<|im_end|>")
-    _, report = read(made_ready(base(template)), {"messages": [user("a"), assistant("b")]})
-    assert "marks parts of the completion for training that are not its end" in report
-
-
-NO_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
-SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
-
-
-@pytest.mark.parametrize(
-    ("template", "row", "words"),
-    [
-        (
-            NO_SYSTEM,
-            {"messages": [{"role": "system", "content": "a cat"}, user("a cat?"), assistant("no")]},
-            "leaves out message 0 (role system)",
-        ),
-        (PLAIN, {"prompt": "hi", "completion": "yes", "tools": [SEARCH]}, "its prompt is text"),
-    ],
-)
-def test_what_another_text_holds_by_chance_is_left_out_all_the_same(
-    template: str, row: dict[str, Any], words: str, rendering: Any
-) -> None:
-    _, report = read(rendering(template), row)
-    assert words in report
-
-
-def test_a_tool_whose_name_the_user_writes_is_missed(rendering: Any) -> None:
-    with pytest.raises(UserError, match="which the chat template of the tokenizer of m does not write"):
-        read(rendering(PLAIN), {"messages": [user("search cats"), assistant("yes")], "tools": [SEARCH]})
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        assistant("<think>\n4\n</think>\n\nIt is 4."),
-        assistant("It is 4.", reasoning_content="4"),
-        assistant("It is 4.", thinking="4"),
-        assistant("It is 4.", reasoning="4"),
-    ],
-)
-def test_a_thought_that_the_answer_repeats_is_kept(answer: dict[str, Any], rendering: Any) -> None:
-    row = only(rendering(STRIPS_THOUGHTS), {"messages": [user("2+2?"), answer]})
-    assert row["completion"] == "<think>\n4\n</think>\n\nIt is 4."
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [("%e", " 6"), ("%c", "Sat Jul  6 00:00:00 2024"), ("%s", "1720224000"), ("%R %U %Z", "00:00 26 ")],
-)
-def test_every_code_of_a_date_is_written(code: str, expected: str, rendering: Any) -> None:
-    made = rendering("{{ strftime_now('" + code + "') }}" + PLAIN, "2024-07-06")
-    assert made.chat is not None
-    assert made.chat([user("hi")], True).startswith(expected + "<user>")
-
-
-def test_a_constant_date_of_a_template_stays(rendering: Any) -> None:
-    constant = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
-    made = rendering(constant + "{{ date_string }}" + PLAIN, "2025-01-01")
-    assert made.chat([user("hi")], True).startswith("26 Jul 2024<user>")

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.errors import ConfigError, UserError
@@ -92,14 +91,3 @@ def test_the_built_in_task_keeps_its_facts() -> None:
         prepared({"data.source": "docstrings", "judge.judges": [small.HELDOUT]}, "answer")
     with pytest.raises(ConfigError, match="who is there twice"):
         prepared(settings, "who", "who")
-
-
-def test_rows_and_columns_are_two_views_of_one_thing() -> None:
-    rows = [{"prompt": str(i), "columns": {"a": value, "b": i}} for i, value in enumerate(VALUES)]
-    assert columns.decoded([columns.encoded(row) for row in rows]) == rows
-    table = columns.of_rows(rows)
-    assert table == {"a": VALUES, "b": list(range(8))}
-    assert columns.take(table, [5, 0]) == {"a": [VALUES[5], 7], "b": [5, 0]}
-    assert [{"prompt": str(i)} | columns.of_row(table, i) for i in range(8)] == rows
-    assert columns.shown(rows[5]) == {"prompt": "5", "column/a": '[1, "two", null]', "column/b": "5"}
-    assert columns.of_row(columns.NONE, 3) == columns.of_rows([{"prompt": "p"}]) == {}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from rlhf_tasks import presets
 from rlhf_tasks.config.scorers import Check
 from rlhf_tasks.data import constraints
-from rlhf_tasks.data.constraints import COLUMNS, LEAST_WORDS, SEEN, TOPICS, UNSEEN
+from rlhf_tasks.data.constraints import COLUMNS, LEAST_WORDS, SEEN, UNSEEN
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.verifier import Verifier
@@ -77,17 +75,6 @@ def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails() -> No
     assert not passes("quotes", '"lighthouse"')
 
 
-@pytest.mark.parametrize("kind", [*SEEN, *UNSEEN])
-def test_long_responses_of_every_sort_are_checked_at_once(kind: str) -> None:
-    """No rule backtracks for long; a second would be thousands of times what a rule needs."""
-    import time
-
-    start = time.monotonic()
-    for piece in ("a", "a ", "lighthouse ", "* a\n", "*", "[", "<<", ". ", "P.S. ", '"', "\n", "small "):
-        passes(kind, f"lighthouse {piece * 400}!", ({**SEEN, **UNSEEN})[kind].arguments[0])
-    assert time.monotonic() - start < 1
-
-
 def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only() -> None:
     tables = generate()
     rows = {split: [row["columns"] for row in tables[split]] for split in SPLITS}
@@ -113,29 +100,3 @@ def test_a_seed_decides_the_prompts_which_the_chat_template_writes() -> None:
     assert marked["test"][0]["prompt"] == f"<{generate(3)['test'][0]['prompt']}>True"
     with pytest.raises(UserError, match=r"synthetic_prompt_rows=9000, and .* different train prompts"):
         generate(num_prompts=9000)
-
-
-def test_topics_are_several_hundred_plurals_or_substances() -> None:
-    """The rule finds the singular by leaving out the last letter."""
-    assert len({*TOPICS}) == len(TOPICS) > 400
-    assert [one for one in TOPICS if re.search(r"(ies|oes|ves|ches|shes|xes|sses)$", one)] == [
-        "canoes",
-        "caves",
-        "gloves",
-        "locomotives",
-        "mangroves",
-        "olives",
-        "shoes",
-        "waves",
-    ]
-
-
-def test_the_preset_rewards_and_judges_by_the_rule() -> None:
-    preset = presets.read("constraints")
-    (scorer,), (judge,) = preset["ppo"]["scorers"], preset["judge"]["judges"]
-    assert [check["column"] for check in scorer["checks"]] == ["rule", "about", "form"]
-    assert judge["checks"] == [{"kind": "regex", "column": "rule"}], "strict: no partial credit"
-    assert judge["by"] == ["seen", "kind"]
-    assert preset["ppo"]["total_episodes"] <= 4000
-    assert preset["ppo"]["response_length"] == preset["data"]["max_completion_tokens"]
-    assert preset["data"]["num_test"] == preset["judge"]["num_examples"] == 40 * len([*SEEN, *UNSEEN])

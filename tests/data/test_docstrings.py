@@ -43,45 +43,6 @@ def test_code_is_parsed_and_never_run(tmp_path: Path) -> None:
     assert pair.prompt == f'def area(first_value, second_value):\n    label = ""\n{BODY.rstrip()}\n# Summary:'
 
 
-def test_methods_are_named_with_their_class_and_dedented(tmp_path: Path) -> None:
-    method = textwrap.indent(function("area", "Compute the square of a sum."), "    ")
-    (pair,) = mine(package(tmp_path, "a", module=f"class Shape:\n{method}"))
-    assert pair.source.endswith("module.py:Shape.area")
-    assert pair.prompt.startswith("def area(")
-
-
-def test_files_that_do_not_parse_are_skipped_without_a_warning(tmp_path: Path) -> None:
-    odd = function("first", "Compute the square of a sum.", r"\d")  # an invalid escape: a SyntaxWarning
-    pairs = mine(package(tmp_path, "a", broken='def f(:\n    """Never read at all."""\n', odd=odd))
-    assert [pair.source for pair in pairs] == ["a==1.0 a/odd.py:first"]
-
-
-def test_no_prompt_occurs_twice_and_no_summary_occurs_twice_in_a_package(tmp_path: Path) -> None:
-    one = function("area", "Compute the square of a sum.") + function(
-        "other", "Compute the square of a sum.", "x"
-    )
-    two = function("area", "Say it in other words.") + function("third", "Compute the square of a sum.", "y")
-    pairs = mine(package(tmp_path, "a", m=one), package(tmp_path, "b", m=two))
-    assert [pair.source.rpartition(":")[2] for pair in pairs] == ["area", "third"]
-
-
-def test_a_long_body_is_cut_by_whole_lines(tmp_path: Path) -> None:
-    long = function("area", "Compute the square of a sum.") + "".join(
-        f"    line_{i} = {i}\n" for i in range(99)
-    )
-    (pair,) = mine(package(tmp_path, "a", m=long), max_chars=150)
-    code = pair.prompt.removesuffix(docstrings.SUFFIX)
-    assert len(pair.prompt) <= 150
-    assert code.splitlines()[-1] in long.splitlines()
-    assert "Compute" not in code
-
-
-def test_a_package_gives_a_bounded_number_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docstrings, "MAX_PAIRS_PER_PACKAGE", 3)
-    many = "".join(function(f"f{i}", f"Compute the square number {i}.", str(i)) for i in range(9))
-    assert len(mine(package(tmp_path, "a", m=many))) == 3
-
-
 def test_functions_without_content_are_left_out(tmp_path: Path) -> None:
     text = '''
         def no_docstring(first_value, second_value):

@@ -124,13 +124,6 @@ def test_file_names_give_role_and_split(tmp_path: Path, columns: Columns, plain:
     ]
 
 
-def test_files_of_one_role_and_split_are_joined(tmp_path: Path, columns: Columns, plain: Rendering) -> None:
-    jsonl(tmp_path / "sft.train.jsonl", *demonstrations(4))
-    jsonl(tmp_path / "train" / "0000.jsonl", {"instruction": "i", "output": "o"})
-    corpus = load(tmp_path, columns, plain)
-    assert sum(len(rows) for rows in corpus["sft"].values()) == 5
-
-
 def test_files_named_by_split_get_their_role_from_their_columns(
     tmp_path: Path, columns: Columns, plain: Rendering
 ) -> None:
@@ -178,18 +171,6 @@ def test_the_shipped_examples_are_good(columns: Columns, plain: Rendering) -> No
         "sft": 40,
         "preferences": 40,
     }
-
-
-def test_a_number_that_json_cannot_read_is_a_bad_row(
-    tmp_path: Path, columns: Columns, plain: Rendering
-) -> None:
-    jsonl(tmp_path / "sft.jsonl", *demonstrations(4))
-    with (tmp_path / "sft.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"prompt": "p", "completion": "c", "id": ' + "1" * 5000 + "}\n")
-    problems = Problems()
-    corpus = load(tmp_path, columns, plain, problems)
-    assert sum(len(corpus["sft"][split]) for split in SPLITS) == 4
-    assert "sft.jsonl:5: malformed: not JSON: Exceeds the limit" in problems.report()
 
 
 @pytest.mark.parametrize(

@@ -74,14 +74,6 @@ def test_tldr_columns_and_splits_are_read_and_rows_name_their_place(
     }  # fmt: skip
 
 
-def test_a_set_without_held_out_splits_is_split_by_prompt(
-    tmp_path: Path, columns: Columns, plain: Rendering
-) -> None:
-    corpus = load(tldr(tmp_path / "tldr", train=range(20)), None, columns, plain)
-    assert [len(corpus["sft"][split]) for split in SPLITS] == [14, 3, 3]
-    assert "preferences" not in corpus
-
-
 def test_a_set_that_cannot_be_loaded_is_an_error_with_advice(columns: Columns, plain: Rendering) -> None:
     missing = HubSet(id="no-one/no-such-set", revision="1" * 40, name=None)
     with pytest.raises(UserError) as error:
@@ -89,18 +81,6 @@ def test_a_set_that_cannot_be_loaded_is_an_error_with_advice(columns: Columns, p
     assert "'no-one/no-such-set'" in str(error.value)
     assert "1" * 40 in str(error.value)
     assert "data.source: files" in str(error.value)
-
-
-def test_a_set_with_other_columns_is_an_error_that_lists_them(
-    tmp_path: Path, columns: Columns, plain: Rendering
-) -> None:
-    folder = tmp_path / "odd"
-    folder.mkdir()
-    pq.write_table(pa.table({"text": ["a"], "summary": ["b"]}), folder / "train.parquet")
-    with pytest.raises(
-        UserError, match=r"odd/train has no known shape; its columns are text \(text\), summary \(text\)"
-    ):
-        load(HubSet(id=str(folder), revision="0" * 40, name=None), None, columns, plain)
 
 
 def test_a_set_of_pairs_alone_is_enough_and_its_splits_are_found_by_their_words(
@@ -126,8 +106,3 @@ def test_a_set_of_pairs_alone_is_enough_and_its_splits_are_found_by_their_words(
     assert len(corpus["preferences"]["test"]) == 4
     assert sum(map(len, corpus["preferences"].values())) == 24
     assert "the splits test_gen, train_sft are not used for preferences" in capsys.readouterr().out
-
-
-def test_no_set_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match="names no data set; give `sft`, `preferences` or both"):
-        HubSources()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from rlhf_tasks.data.rows import Problems, Role, Row, check_texts, stored
 from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.data.tables import Part, assemble
 from rlhf_tasks.errors import UserError
-from tests.data import conftest
 from tests.data.conftest import as_lists
 
 
@@ -101,16 +99,6 @@ def test_a_conversation_that_cannot_be_used_is_a_bad_row(
     assert [fault["reason"] for fault in json.loads(line)["problems"]] == [reason]
 
 
-def test_messages_that_the_template_rejects_are_a_bad_row(columns: Columns, chat: Rendering) -> None:
-    def refuse(messages: list[dict[str, Any]], answer_follows: bool, tools: object = None) -> str:
-        raise ValueError("roles must take turns")
-
-    problems = Problems()
-    strict = Rendering(bos="", eos="<eos>", chat=refuse, tokenizer="t")
-    read({"prompt": [user("hi")], "completion": "x"}, columns, strict, problems)
-    assert "t:1: malformed: the chat template of t rejects it: roles must take turns" in problems.report()
-
-
 def test_a_template_that_rewrites_the_prompt_is_a_bad_row(columns: Columns) -> None:
     def numbered(messages: list[dict[str, Any]], answer_follows: bool, tools: object = None) -> str:
         return f"{len(messages)}: {messages}"
@@ -144,16 +132,3 @@ def test_bos_is_put_before_plain_prompts_once_and_not_before_rendered_ones(
     assert prompts == ["<s>q", "<s>q"]
     rendered = read({"prompt": [user("q")], "completion": "x"}, columns, with_bos)
     assert rendered["sft"]["train"][0]["prompt"].startswith("<user>")
-
-
-def test_parquet_messages_read_as_jsonl_ones(tmp_path: Path, columns: Columns, chat: Rendering) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [{"prompt": [user(f"hi {n}")], "completion": [assistant("x")]} for n in range(4)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    problems = Problems()
-    sizes: dict[Any, int] = {"validation": 1, "test": 1}
-    corpus = conftest.load(tmp_path / "a.parquet", Data(columns=columns), chat, problems, seed=1, sizes=sizes)
-    prompts = {row["prompt"] for rows in corpus["sft"].values() for row in rows}
-    assert prompts == {f"<user>hi {n}<eos>\n<assistant>" for n in range(4)}

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 from rlhf_tasks.data.rows import (
     Problems,
     check_duplicates,
@@ -131,14 +129,3 @@ def test_eos_counts_in_an_answers_length_and_not_in_a_prompts() -> None:
     assert not at_the_limit
     assert "f:1: too_long: completion has 3 tokens, data.max_completion_tokens is 2" in over.report()
     assert "f:2: too_long: prompt has 4 tokens, data.max_prompt_tokens is 3" in over.report()
-
-
-def test_quarantine_lines_hold_place_reasons_and_the_row() -> None:
-    problems = Problems()
-    problems.add("f:3", {"line": "\udcff"}, "not_utf8", "bad byte")
-    (line,) = problems.lines()
-    assert json.loads(line) == {
-        "where": "f:3",
-        "problems": [{"reason": "not_utf8", "detail": "bad byte"}],
-        "row": {"line": "\udcff"},
-    }

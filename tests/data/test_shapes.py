@@ -31,21 +31,6 @@ def pair(prompt: Any, chosen: Any, rejected: Any) -> Record:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-@pytest.mark.parametrize("label", [1, "1", True])
-def test_shp_names_the_first_answer_by_1_also_in_csv(label: Any) -> None:
-    shp = {"history": "q", "human_ref_A": "a", "human_ref_B": "b"}
-    assert rows(read(shp | {"labels": label})) == [pair("q", "a", "b")]
-    assert rows(read(shp | {"labels": 0}, shp | {"labels": label})) == [
-        pair("q", "b", "a"),
-        pair("q", "a", "b"),
-    ]
-
-
-def test_answers_beside_a_marked_prompt_are_the_assistants() -> None:
-    record = {"prompt": "\n\nHuman: Hi\n\nAssistant:", "response": " A", "chosen": " A", "rejected": " B"}
-    assert rows(read(record)) == [pair([{"role": "user", "content": "Hi"}], " A", " B")]
-
-
 @pytest.mark.parametrize("votes", [[1.6], [0.9], [0, 1, 0, 1], [-3, 1, 2], ["worse_b"], ["prettier_1"]])
 def test_votes_that_name_no_answer_refuse_the_file(votes: list[Any]) -> None:
     two = {"prompt": "q", "response_1": "a", "response_2": "b"}
@@ -94,32 +79,6 @@ def test_a_bad_answer_is_no_demonstration_however_it_is_marked(marked: Record) -
     with pytest.raises(UserError, match="as false, so these single answers are neither"):
         read(marked)
     assert rows(read(marked, format="good_answers")) == []
-
-
-def test_a_score_that_is_no_number_makes_no_pair() -> None:
-    found = read({"prompt": "q", "answer_a": "x", "answer_b": "y", "score_a": 2.0, "score_b": float("nan")})
-    assert (rows(found), len(converted(found).bad)) == ([], 1)
-
-
-def test_a_rejected_response_beside_a_conversation_makes_a_pair() -> None:
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    [row] = rows(read({"messages": talk, "rejected_response": "b"}))
-    assert (row["chosen"], row["rejected"][-1]["content"]) == (talk, "b")
-
-
-def test_a_tree_with_a_circle_equal_ranks_or_orphans_is_named() -> None:
-    def node(name: str, parent: str | None, role: str, rank: int | None = None) -> Record:
-        return {"message_id": name, "parent_id": parent, "text": name, "role": role, "rank": rank}
-
-    circle = read(node("a", "b", "prompter"), node("b", "a", "assistant", 0), node("c", "a", "assistant", 1))
-    assert "circle" in converted(circle).bad[0][1].detail
-    equal = read(
-        node("a", None, "prompter"), node("b", "a", "assistant", 0), node("c", "a", "assistant", 0),
-        node("d", "gone", "assistant", 1),
-    )  # fmt: skip
-    assert [why for _, why in converted(equal).left_out] == [
-        "the message that it answers is not here", "all scores are equal", "all scores are equal",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -254,10 +213,3 @@ def test_a_message_of_weight_zero_is_not_trained_on() -> None:
     last = {"messages": [*ASKED, ANSWERED[0] | {"weight": 0}]}
     found = read(last, {"messages": [*ASKED, ANSWERED[0] | {"weight": 1}]})
     assert converted(found).left_out == [("f:1", "its last message has weight 0")]
-
-
-def test_an_object_with_more_than_a_text_is_no_prompt() -> None:
-    """A tree of OASST: its replies would be lost."""
-    made = converted(read({"prompt": {"text": "q", "replies": [{"text": "A"}]}}))
-    assert made.rows == []
-    assert "holds replies too" in str(made.bad[0][1])

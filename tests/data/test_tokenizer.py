@@ -34,16 +34,6 @@ def test_bytes_round_trip_exactly_whatever_the_text() -> None:
         assert words.decode(ids(words, text)) == text
 
 
-def test_a_name_in_code_is_the_same_tokens_as_the_word_in_a_sentence() -> None:
-    texts = ["def get_node(self): return node", "Return the Node of a tree."] * 20
-    words = tokenizer.train(shape("bpe_uncased", 200), texts, 64)
-    node = ids(words, "node")
-    assert len(node) == 1
-    assert node[0] in ids(words, "x = get_node()")
-    assert node[0] in ids(words, "Node.")
-    assert words.decode(ids(words, "Return the Node of a tree.")) == "return the node of a tree."
-
-
 def test_words_decode_to_text_that_encodes_to_the_same_ids() -> None:
     tables = synthetic.generate(
         1, num_prompts=50, num_sft=50, num_preferences=50, num_validation=1, num_test=1
@@ -66,14 +56,6 @@ def test_a_loaded_tokenizer_is_the_saved_one(tmp_path: Path) -> None:
         assert (loaded.eos_token, loaded.pad_token, loaded.model_max_length) == ("<eos>", "<pad>", 64)
         assert loaded.decode(ids(loaded, "who broke it , ?")) == words.decode(ids(words, "who broke it , ?"))
         assert ids(loaded, "<eos>") == [loaded.eos_token_id]
-
-
-def test_training_twice_writes_the_same_bytes(tmp_path: Path) -> None:
-    for kind in ("words", "bpe"):
-        for run in ("a", "b"):
-            tokenizer.save(tokenizer.train(shape(kind, 280), TEXTS, 64), tmp_path / f"{kind}-{run}")
-        for file in (tmp_path / f"{kind}-a").iterdir():
-            assert file.read_bytes() == (tmp_path / f"{kind}-b" / file.name).read_bytes()
 
 
 def test_vocab_size_is_an_upper_bound() -> None:
@@ -122,42 +104,7 @@ def test_a_tokenizer_that_begins_with_bos_has_its_text_put_before_plain_prompts(
     assert ids(ready, f"{rendering.bos}hi") == [bos, *ids(ready, "hi")] == list(ready("hi")["input_ids"])
 
 
-def test_a_length_saved_with_a_tokenizer_does_not_hide_over_long_texts(
-    chat_model: Path, tmp_path: Path
-) -> None:
-    words = AutoTokenizer.from_pretrained(chat_model)
-    words.backend_tokenizer.enable_truncation(4)
-    words.save_pretrained(tmp_path / "short")
-    ready = tokenizer.ready(Model(base=str(tmp_path / "short"), revision=None, scratch=None))
-    text = "zqzqzqzqzq"
-    assert len(tokenizer.encode(ready, [text])[0]) == len(text)
-
-
 def test_a_missing_base_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"the tokenizer of model\.base"):
         tokenizer.ready(Model(base=str(tmp_path / "empty"), revision=None, scratch=None))
-
-
-ODD = [
-    "a b",
-    " a  b",
-    "a\nb ",
-    "",
-    " ",
-    "x\u00a0y z",
-    "né à\u3000c",
-    "a<eos> b",
-    "zz unknownword",
-    "don't  stop\n\n now",
-]
-
-
-@pytest.mark.parametrize("kind", ["words", "bpe", "bpe_uncased"])
-def test_counts_by_words_are_those_of_whole_texts(kind: Any) -> None:
-    learned = ["a b c x y z don't stop now é à", "a\nb stop  now ."] * 3
-    trained = tokenizer.train(Scratch(vocab_size=400, tokenizer=kind), learned, 100)
-    prompts, texts = zip(*((prompt, text) for prompt in ODD for text in ODD), strict=True)
-    queries, responses, merged = tokenizer.continue_prompts(trained, prompts, texts)
-    exact = list(map(len, queries)), list(map(len, responses)), merged
-    assert tokenizer.Counts(trained)._of_words(prompts, texts) == exact

@@ -29,10 +29,8 @@ from rlhf_tasks.data.tokenizer import (
     encode_rows,
     ready_rendering,
     response_texts,
-    train,
 )
 from rlhf_tasks.scoring.protocol import Responses
-from tests import small
 
 TEXTS = [
     "Question: is the lamp red?\nAnswer: yes, the lamp is red.",
@@ -132,14 +130,6 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text(
         assert encode(tokenizer, [bos + prompt]) == [expected[:-1] if "</s>" in single else expected]
 
 
-def test_a_bos_that_is_normalized_is_followed_by_the_blank_that_begins_a_text() -> None:
-    tokenizer = tokenizer_of("legacy")
-    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=True)])
-    bos = ready_rendering(with_bos(tokenizer), "it").bos
-    for prompt, _ in ROWS:
-        assert encode(tokenizer, [bos + prompt]) == [tokenizer(prompt)["input_ids"]]
-
-
 def test_a_bos_that_takes_the_white_space_after_it_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tokenizer_of("gemma")
     tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<s>", special=True, rstrip=True)])
@@ -190,23 +180,6 @@ def test_the_text_of_sampled_ids_is_what_decoding_them_after_the_prompt_adds(kin
         queries, responses, response_texts(tokenizer, queries, responses), strict=True
     ):
         assert f"{tokenizer.decode(query)}{text}" == tokenizer.decode([*query, *response])
-
-
-@pytest.mark.parametrize("text", [" went home", "went home", " 'a' , b ."])
-@pytest.mark.parametrize("kind", ["bpe", "bpe_uncased"])
-def test_the_text_of_a_response_gives_its_ids_again_in_tokenizers_from_scratch(kind: str, text: str) -> None:
-    tokenizer = train(small.shape().model_copy(update={"tokenizer": kind, "vocab_size": 300}), TEXTS, 64)
-    queries, responses = encode_rows(tokenizer, ["the lamp"], [text])
-    again = response_texts(tokenizer, queries, responses)
-    assert encode_rows(tokenizer, ["the lamp"], again) == (queries, responses)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_prefix_is_learnt_that_generation_does_not_write(kind: str) -> None:
-    """`the` after a line break is not the word with a blank before it, which its ids alone would be."""
-    tokenizer = tokenizer_of(kind)
-    _, [response] = encode_rows(tokenizer, ["the lamp\n"], ["the table"])
-    assert not str(tokenizer.convert_ids_to_tokens(response[0])).startswith(("▁", "Ġ"))
 
 
 def test_a_row_without_text_or_prompt_is_encoded() -> None:

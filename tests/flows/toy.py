@@ -64,7 +64,7 @@ def identify(folder: Path) -> None:
 
 
 @functools.cache
-def _repository() -> Path:
+def repository() -> Path:
     """An empty git and DVC repository, made once: starting DVC takes a second."""
     folder = Path(tempfile.mkdtemp(prefix="rlhf-toy-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -76,7 +76,7 @@ def _repository() -> Path:
 
 def make(folder: Path, **changes: Any) -> Path:
     """A committed project: params.yaml as shipped but for the sections' `changes`, two stages."""
-    shutil.copytree(_repository(), folder, dirs_exist_ok=True)
+    shutil.copytree(repository(), folder, dirs_exist_ok=True)
     write_params(folder, **changes)
     (folder / "dvc.yaml").write_text(STAGES, encoding="utf-8")
     (folder / "second.sh").write_text(SECOND, encoding="utf-8")

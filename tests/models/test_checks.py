@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_tasks.models import checks, sampling
 from rlhf_tasks.models.checks import ModelFault, Result
-from rlhf_tasks.project.disk import DiskFullError
 from tests import families, small
 from tests.small import PAD
 
@@ -27,7 +25,6 @@ stablelm starcoder2 smollm3 nemotron helium exaone4 arcee diffllama doge biogpt 
 CACHES_OF_OTHER_KINDS = "qwen3_next qwen3_5_text jamba bamba granitemoehybrid falcon_mamba mamba mamba2"
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 DYNAMIC: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
 
 
@@ -170,15 +167,6 @@ def test_a_model_that_cannot_be_computed_is_named_with_its_error() -> None:
         checks.require(check(wrap(small.causal(), refuse)), "models/sft")
 
 
-def test_a_full_disk_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(DiskFullError, match="is full"):
-        check(small.causal())
-
-
 def test_nan_passes_no_check() -> None:
     assert not Result("x", float("nan"), 1.0, "y").passed
 
@@ -201,24 +189,3 @@ def test_positions_that_depend_on_the_longest_row_are_refused_where_rows_reach_t
     checks.check_positions(config, 32, "models/sft")
     with pytest.raises(ModelFault, match=r"exceeds 32 tokens, and prompt plus response reach 33"):
         checks.check_positions(config, 33, "models/sft")
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "expected"),
-    [
-        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24}, 24),
-        *((family, {}, None) for family in ("llama", "gpt2", "gemma3_text", "bloom")),
-    ],
-)
-def test_phi3s_long_positions_begin_at_its_original_length_and_others_have_none(
-    family: str, changes: dict[str, Any], expected: int | None
-) -> None:
-    assert checks.find_rescaling_length(families.config(family, **changes)) == expected
-
-
-def test_rows_past_that_length_do_differ_from_rows_alone() -> None:
-    """The reason for the refusal: the same check fails there, and passes below."""
-    below, above = (families.causal("llama", max_position_embeddings=bound, **DYNAMIC) for bound in (64, 30))
-    # the longest row of the check has 24 + 16 tokens
-    assert failed(check(below)) == []
-    assert failed(check(above)) != []

@@ -25,7 +25,7 @@ from transformers import (
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.models import classifiers, contracts
+from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.load import (
     TokenScores,
@@ -106,18 +106,6 @@ def test_the_folder_is_the_familys_config_and_plain_safetensors_and_no_language_
         load_reward(tmp_path / "sft")
     with pytest.raises(ContractError, match=r"holds score\.weight: it scores or classifies"):
         load_causal(folder)
-
-
-@pytest.mark.parametrize("family", [*MADE_HERE, "gemma2"])
-def test_the_trunk_is_the_policys(family: str, tmp_path: Path) -> None:
-    scores, model = fresh(family, tmp_path), small.other(family)
-    with torch.no_grad():
-        states = classifiers.find_trunk(model)(
-            input_ids=BATCH.query_response,
-            attention_mask=BATCH.attention_mask,
-            position_ids=BATCH.position_ids,
-        ).last_hidden_state
-        assert torch.equal(scores(BATCH), scores.scored(states[:, -BATCH.num_response_columns - 1 :]))
 
 
 @pytest.mark.parametrize("family", ["granite", "ctrl", "olmoe"])

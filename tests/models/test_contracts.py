@@ -120,21 +120,6 @@ def test_a_copy_of_a_tokenizer_is_the_same_and_a_token_that_only_pads_may_differ
     contracts.check_same_tokenizer(a, b)
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"first": "other"}, r"23 and 23 tokens, e\.g\. \['other', 'w0'\] differ"),
-        ({"eos_token": "w1"}, "responses end with '<eos>' and 'w1'"),
-        ({"chat_template": "{{ messages }}"}, "their chat templates differ"),
-    ],
-)
-def test_another_tokenizer_or_template_is_an_error(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match=f"b has another tokenizer than {tmp_path}/a: {why}"):
-        contracts.check_same_tokenizer(
-            save_tokenizer(tmp_path / "a"), save_tokenizer(tmp_path / "b", **changes)
-        )
-
-
 def test_a_vocabulary_is_read_once_whatever_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One dictionary for each token took 25 minutes at 49,152 tokens."""
     folder, calls = save_tokenizer(tmp_path), list[str]()

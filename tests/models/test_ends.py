@@ -98,33 +98,6 @@ def test_the_same_weights_give_the_same_responses_whatever_ends_them(
     assert any(found[0].ended)
 
 
-def test_the_same_weights_tie_where_a_folder_has_its_ends_in_config_json_alone(tmp_path: Path) -> None:
-    model, words, found = small.causal(seed=3), small.tokenizer(), []
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        save_checkpoint(model, words, folder, identity={"kind": "policy", "parents": {}}, card="")
-    config = json.loads((folders[1] / "config.json").read_text(encoding="utf-8"))
-    (folders[1] / "config.json").write_text(json.dumps(config | {"eos_token_id": [EOS, 7, 9]}), "utf-8")
-    (folders[1] / "generation_config.json").unlink()
-    both = shared_ends([(folder, None) for folder in folders])
-    assert both == [(EOS, 7, 9)] * 2
-    for folder, own in zip(folders, both, strict=True):
-        prompts = [f"w{i} w{i + 1}" for i in range(3, 19)]
-        found.append(
-            sample(
-                folder,
-                prompts,
-                paths=Paths(tmp_path),
-                device=torch.device("cpu"),
-                ends=own,
-                max_new_tokens=12,
-                temperature=1.0,
-                seed=1,
-            )
-        )
-    assert found[0] == found[1]
-
-
 def test_the_ends_of_a_model_with_another_tokenizer_are_shared_by_their_texts(tmp_path: Path) -> None:
     """The id of the first one's EOS is a word of the second one, and ends none of its responses."""
     words, folders = small.tokenizer(), [tmp_path / name for name in ("a", "b")]

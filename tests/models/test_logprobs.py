@@ -193,17 +193,6 @@ def test_logits_that_the_model_changes_are_seen(change: Callable[..., CausalLMOu
     assert not torch.allclose(found.logprobs, unchanged.logprobs, atol=1e-3)
 
 
-def test_a_head_may_compute_more_than_a_matmul() -> None:
-    class Doubled(torch.nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    model = small.causal()
-    model.get_output_embeddings().__class__ = Doubled
-    with torch.no_grad():
-        torch.testing.assert_close(packed(token_stats(model, BATCH))[0], plain(model)[0])
-
-
 def test_a_model_that_never_runs_its_head_is_refused() -> None:
     model = small.causal()
     with (
@@ -227,41 +216,3 @@ def test_the_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
         assert not stats[2].requires_grad
     model.requires_grad_(False)
     assert not any(x.requires_grad for x in token_stats(model, BATCH))
-
-
-def test_states_get_a_gradient_through_a_frozen_head() -> None:
-    model = small.causal()
-    model.requires_grad_(False)
-    head = model.get_output_embeddings()
-    model.base_model.requires_grad_(True)
-    token_stats(model, BATCH).logprobs.sum().backward()
-    assert any(p.grad is not None and p.grad.any() for p in model.base_model.parameters())
-    assert all(p.grad is None for p in head.parameters())
-
-
-def test_nan_in_one_row_is_seen_in_its_log_probs_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small.causal()
-
-    def spoilt(hidden: Tensor, *weights: Any) -> Tensor:
-        is_third = (hidden == hidden_of_third).all(-1, keepdim=True)
-        return F.linear(torch.where(is_third, torch.nan, hidden), *weights)
-
-    with torch.no_grad():
-        hidden_of_third = token_stats(model, BATCH).states[2, -2]  # before the last token
-        monkeypatch.setitem(logprobs._LINEAR, torch.nn.Linear.forward, spoilt)
-        found = token_stats(model, BATCH).logprobs
-    is_nan = found.isnan()
-    assert is_nan[2].any()
-    assert int(is_nan.sum()) == 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_states_are_the_last_layers_at_the_response(family: str) -> None:
-    model, columns = model_of(family), BATCH.num_response_columns + 1
-    with torch.no_grad():
-        last = model.base_model(
-            input_ids=BATCH.query_response,
-            attention_mask=BATCH.attention_mask,
-            position_ids=BATCH.position_ids,
-        ).last_hidden_state[:, -columns:]
-        torch.testing.assert_close(token_stats(model, BATCH).states, last)

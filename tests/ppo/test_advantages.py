@@ -38,14 +38,6 @@ def test_gae_equals_the_sum_written_out_row_by_row(gamma: float, lam: float, jun
         assert advantages[row, length:].tolist() == returns[row, length:].tolist() == [0] * (6 - length)
 
 
-def test_two_tokens_equal_hand_computed_values() -> None:
-    mask = torch.tensor([[True, True]])
-    advantages, returns = gae(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 3.0]]), mask, 0.5, 0.5)
-    # δ₁ = 2 + 0 − 3 = −1;  δ₀ = 1 + ½·3 − ½ = 2;  A₀ = 2 + ¼·(−1)
-    assert advantages.tolist() == [[1.75, -1.0]]
-    assert returns.tolist() == [[2.25, 2.0]]
-
-
 # -------------------- without a critic
 
 RETURNS = torch.randn(12, generator=GENERATOR, dtype=torch.float64) * 3 + 1

@@ -48,12 +48,6 @@ def test_beta_follows_the_kl_of_the_policy_after_its_epochs() -> None:
     assert (metrics["policy/penalty_beta"], one.state.penalty_beta) == (1.0, 2.0)
 
 
-@pytest.mark.parametrize(("target", "factor"), [(1e-9, 2.0), (1e3, 0.5)])
-def test_beta_has_the_next_value_from_the_next_update_on(target: float, factor: float) -> None:
-    betas = [m["policy/penalty_beta"] for m in toy(kl_penalty={"beta": 1.0, "target": target}).updates]
-    assert betas == [factor**n for n in range(4)]
-
-
 def test_beta_does_not_change_in_the_critics_warm_up() -> None:
     penalty: dict[str, Any] = {"kl_penalty": {"beta": 1.0, "target": 0.01}}
     one = toy(advantages__critic__warmup={"max_updates": 3, "settled": 0.01}, **penalty)

@@ -12,7 +12,6 @@ from torch import Tensor
 from examples.estimator import batch_mean
 from examples.gspo import gspo
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.config.ppo import Constant
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.ppo.losses import MicroBatch, ppo_clip, token_weights
 from rlhf_tasks.ppo.rollout import Rollout
@@ -166,11 +165,3 @@ def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(
     with given(rollout):
         found = [norm(make()), *run_ranks(make, norm)]
     assert found == pytest.approx([norm_by_rows(rollout, reduction)] * 3, rel=1e-3)
-
-
-def test_the_weights_of_a_reduction_equal_numbers_worked_out_by_hand() -> None:
-    """Two responses of two tokens and of one; padding weighs nothing."""
-    mask = torch.tensor([[True, True], [True, False]])
-    assert token_weights(mask, "token_mean").flatten().tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
-    assert token_weights(mask, "response_mean").flatten().tolist() == [0.25, 0.25, 0.5, 0]
-    assert token_weights(mask, Constant(constant=5)).flatten().tolist() == pytest.approx([0.1, 0.1, 0.1, 0])

@@ -384,8 +384,11 @@ def test_every_update_has_the_learning_rate_of_the_schedule(
     one = toy(schedule=schedule, warmup_fraction=warmup, response_length=2, **rates, **ONE_STEP)
     for metrics, share in zip(one.updates, shares, strict=True):
         assert metrics["lr"] == pytest.approx(1e-3 * share)
-        found = {group["lr"] for group in one.state.optimizer.param_groups}
-        assert sorted(found) == pytest.approx([1e-3 * share, 3e-3 * share]), "policy's and critic's"
+        of_critic = {id(p) for p in one.actor_critic.critic.parameters()}
+        rates_of = {
+            id(group["params"][0]) in of_critic: group["lr"] for group in one.state.optimizer.param_groups
+        }
+        assert rates_of == pytest.approx({False: 1e-3 * share, True: 3e-3 * share})
 
 
 def largest_changes(one: Toy, rollout: Rollout) -> list[float]:
@@ -395,15 +398,6 @@ def largest_changes(one: Toy, rollout: Rollout) -> list[float]:
     one.learn(rollout)
     pairs = [zip(p.parameters(), q.parameters(), strict=True) for p, q in zip(parts, before, strict=True)]
     return [max(float((p - q).detach().abs().max()) for p, q in pair) for pair in pairs]
-
-
-def test_the_critic_can_have_a_learning_rate_of_its_own(rollout: Rollout) -> None:
-    one_rate = largest_changes(toy(learning_rate=1e-3, **ONE_STEP), rollout)
-    two_rates = largest_changes(
-        toy(learning_rate=1e-3, advantages__critic__learning_rate=1e-2, **ONE_STEP), rollout
-    )
-    assert two_rates[0] == one_rate[0]
-    assert two_rates[1] == pytest.approx(10 * one_rate[1], rel=0.05)  # Adam's first step is the rate
 
 
 def test_gradients_are_scaled_down_to_max_grad_norm(rollout: Rollout) -> None:
@@ -441,11 +435,3 @@ def test_no_step_is_taken_on_a_loss_that_is_nan(tmp_path: Path) -> None:
     assert written["advantages"].isnan().sum() == 1
     assert torch.equal(written["returns"], rollout.returns)
     assert sorted(written["rows"]) == list(range(16))
-
-
-def test_a_ratio_whose_square_is_infinite_is_an_error(tmp_path: Path) -> None:
-    """The loss takes its ratio from the reference: there it is small, and the step is finite."""
-    one = toy(ratio_from="reference", faults=tmp_path)
-    rollout, _ = one.estimate()
-    with pytest.raises(GuardTripped, match="val/ratio_var = inf, val/first_ratio_error = inf"):
-        one.learn(replace(rollout, logprobs=rollout.logprobs - 60))

@@ -11,48 +11,14 @@ import pytest
 import torch
 
 from benchmarks.workloads import NoEvaluator
-from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.state import handle_trips
 from rlhf_tasks.ppo.train import sample_updates, selection_updates
 from rlhf_tasks.tracking import NullTracker
 from tests.ppo.toy import DEMONSTRATIONS, QUERIES, Memory, toy, untimed, without_critic
 
 NAMES = ["rloo", "group"]
-
-
-def test_an_update_measures_the_seconds_of_its_steps() -> None:
-    """The clock is read at the start, and after sampling, scoring and optimizing."""
-    readings = iter([0.0, 2.0, 6.0, 30.0])
-    metrics = next(toy(clock=lambda: next(readings)).updates)
-    seconds = [metrics[f"time/{part}_seconds"] for part in ("generate", "score", "train")]
-    assert seconds == [2.0, 4.0, 24.0]
-    assert metrics["eps"] == pytest.approx(16 / 30)
-    assert metrics["time/tokens_per_second"] == pytest.approx(16 * metrics["val/response_length"] / 30)
-
-
-def test_the_share_of_padding_is_that_of_the_epochs_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, padded = toy(total_episodes=16, micro_batch_tokens=40), list[int]()
-    forward = ActorCritic.forward
-
-    def counted(self: ActorCritic, batch: Batch, *args: Any, **kwargs: Any) -> Any:
-        padded.append(batch.query_response.numel())
-        return forward(self, batch, *args, **kwargs)
-
-    monkeypatch.setattr(ActorCritic, "forward", counted)
-    metrics = next(one.updates)
-    queries = 2 * sum(len(query) for query in QUERIES)  # two epochs
-    real = queries + 2 * 16 * metrics["val/response_length"]
-    assert metrics["time/padding_share"] == pytest.approx(1 - real / sum(padded))
-    assert 0 < metrics["time/padding_share"] < 0.5
-
-
-def test_the_same_seed_trains_the_same_policy() -> None:
-    first, second = toy(total_episodes=32), toy(total_episodes=32)
-    assert untimed(list(first.updates)) == untimed(list(second.updates))
-    assert torch.equal(first.weights, second.weights)
 
 
 def test_samples_and_evaluations_are_evenly_spaced_last_update_included() -> None:
@@ -76,17 +42,6 @@ def test_each_prompt_of_a_rollout_has_all_of_its_samples_and_comes_once(name: st
     list(toy(score, total_episodes=64, **without_critic(name)).updates)
     assert [queries == queries[:4] * 4 for queries in seen] == [True] * 4
     assert sorted(query for queries in seen for query in queries[:4]) == sorted(QUERIES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_there_is_no_critic_in_weights_snapshots_or_metrics(name: str) -> None:
-    one = toy(total_episodes=32, snapshots=(memory := Memory()), **without_critic(name))
-    of_critic = {"loss/value_avg", "val/clipfrac_avg", "val/explained_variance"}
-    for metrics in one.updates:
-        assert not of_critic & metrics.keys()
-        assert "val/group_deviation" in metrics
-    weights: Any = memory.saved[2]["training"]
-    assert all(key.startswith("policy.") for key in weights["model"])
 
 
 def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:
@@ -270,17 +225,6 @@ def test_raise_kl_multiplies_kl_coef_at_each_trip_and_continues() -> None:
     expected = [0.05] * 2 + [0.075] * 2 + [0.1125] * 2
     assert [m["objective/kl_coef"] for m in history] == pytest.approx(expected)
     assert len(one.state.trips) == 2
-
-
-@pytest.mark.parametrize("action", ["warn", "stop"])
-def test_a_gap_warns_or_stops(action: str) -> None:
-    one = toy(evaluator=Gaps(64), guards=GAP | {"action": action}, **SIX)
-    if action == "warn":
-        assert len(list(one.updates)) == 6
-    else:
-        with pytest.raises(GuardTripped, match=r"update 4 by the guard gap: eval/standardized_gap = 2\.00"):
-            list(one.updates)
-    assert [trip["guard"] for trip in one.state.trips] == ["gap"]
 
 
 def test_raise_kl_stops_at_nan(tmp_path: Path) -> None:

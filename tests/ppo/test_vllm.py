@@ -185,11 +185,6 @@ def test_a_server_that_fails_or_is_wrong_is_an_error_with_one_message(
             one.sample(QUERIES, 1, SEEDS)
 
 
-def test_a_cache_that_keeps_states_of_older_weights_is_an_error(tmp_path: Path) -> None:
-    with connected(tmp_path, standin.Canned(), "cache") as (one, _), pytest.raises(VllmError, match="cache"):
-        one.load(small.causal())
-
-
 def test_an_address_without_a_server_is_an_error(tmp_path: Path) -> None:
     one = make_server(tmp_path, url="http://127.0.0.1:1")
     with closing(one), pytest.raises(VllmError, match="does not answer /pause"):

@@ -44,7 +44,6 @@ def set_values(root: Path, changes: Mapping[str, Any]) -> None:
 def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: Path) -> None:
     """The programs write the same outs again, so that what follows needs no run. The report reads lineage."""
     chain = Chain(toy.make(tmp_path / "project"))
-    given = (chain.root / "params.yaml").read_text(encoding="utf-8")
 
     def repro() -> set[str]:
         """Which stages `dvc repro` runs."""
@@ -57,10 +56,6 @@ def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: P
     how = {"service.retries": 1, "resume.keep": 1, "launch.precision": "fp32"}
     set_values(chain.root, {"ppo.scorers": default, **how})
     assert repro() == set(), "defaults that are written out, and what changes no result"
-    set_values(chain.root, {"launch.precision": "bf16"})
-    assert repro() == {*MODEL_STAGES, "report"}
-    (chain.root / "params.yaml").write_text(given, encoding="utf-8")
-    assert repro() == set(), "the run cache has the first run"
     set_values(chain.root, {"ppo.kl_coef": 0.05})
     diff = json.loads(dvc_cli.run(chain.root, "params", "diff", "--json", "HEAD"))
     assert diff["params.yaml"]["ppo.kl_coef"]["new"] == 0.05, "although no stage depends on params.yaml"
@@ -117,6 +112,7 @@ def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(
     }
     assert rerun(named) == {"sft", "ppo", "judge", "verdict"}
     assert rerun() == set()
+    assert rerun({"launch.precision": "bf16"}) == {*MODEL_STAGES}
     for file, stages in {
         "ready/weights": {"sft"},
         "mine/deep.py": {"ppo"},
@@ -251,32 +247,6 @@ def _texts_of(section: type[Section], prefix: str = "") -> set[str]:
         inner = sections(field.annotation)
         found |= {text for kind in inner for text in _texts_of(kind, f"{key}.")} if inner else {key}
     return found
-
-
-def test_a_large_file_is_read_again_only_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hashing, "LARGE", 4)
-    folder, memory = tmp_path / "model", tmp_path / "known.json"
-    folder.mkdir()
-    (folder / "weights").write_text("large", encoding="utf-8")
-    (folder / "config").write_text("{}", encoding="utf-8")
-    first = hashing.dvc_md5(folder, memory)
-    assert first == hashing.dvc_md5(folder)
-    reads: list[str] = []
-    real: Callable[[Path, str], str] = hashing._digest
-
-    def noted(file: Path, name: str) -> str:
-        reads.append(file.name)
-        return real(file, name)
-
-    monkeypatch.setattr(hashing, "_digest", noted)
-    assert hashing.dvc_md5(folder, memory) == first
-    assert reads == ["config"]
-    (folder / "weights").write_text("other", encoding="utf-8")
-    assert hashing.dvc_md5(folder, memory) == hashing.dvc_md5(folder) != first
-    memory.write_text("[1", encoding="utf-8")
-    assert hashing.dvc_md5(folder, memory) == hashing.dvc_md5(folder)
 
 
 # ------------------------------------------------------------------------------------- what a stage uses

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import measurement
 from rlhf_tasks.promotion.gate import Evidence
+from tests.flows import toy
 from tests.promotion import planted
 
 VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "RLHF_PARENT_RUN", "DVC_EXP_NAME", "RANK", "LOCAL_RANK")
@@ -52,9 +51,7 @@ def project(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    for words in (["init", "-q"], ["config", "user.name", "t"], ["config", "user.email", "t@example.org"]):
-        subprocess.run(["git", *words], check=True)
-    subprocess.run([sys.executable, "-m", "dvc", "init", "-q"], check=True)
+    shutil.copytree(toy.repository(), tmp_path, dirs_exist_ok=True)
     shutil.copy(planted.ROOT / "dvc.yaml", tmp_path)
     planted.params(tmp_path)
     planted.pipeline(tmp_path)

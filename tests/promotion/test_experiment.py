@@ -36,7 +36,7 @@ stages:
   ppo:
     cmd: sh given/ppo.sh
     deps: [given, inputs/ppo.json]
-    outs: [models/policy, models/lineage/ppo.json]
+    outs: [models/policy, models/reward_heldout, models/lineage/ppo.json]
     metrics: [{{metrics/ppo.json: {{cache: false}}}}]
   judge:
     cmd: mkdir -p evaluation/judge && cp given/results.json evaluation/judge/results.json
@@ -44,109 +44,13 @@ stages:
     outs: [evaluation/judge]
 """
 PPO = """\
-mkdir -p models/policy models/lineage metrics
+mkdir -p models/policy models/reward_heldout models/lineage metrics
 grep '^seed:' params.yaml | cut -d' ' -f2 | tr -d '\\n' > models/policy/weights
 echo '{}' > models/policy/config.json
+echo its own > models/reward_heldout/w
 cp given/lineage.json models/lineage/ppo.json
 cp given/ppo.json metrics/ppo.json
 """
-
-
-@pytest.fixture
-def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A committed project without a run; the bytes of a policy are the seed."""
-    for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN"):
-        monkeypatch.delenv(name, raising=False)
-    given = tmp_path / "given"
-    given.mkdir()
-    (given / "ppo.sh").write_text(PPO, encoding="utf-8")
-    planted.put(given / "ppo.json", {"selected_episode": 256.0, "selected_kl": planted.KL})
-    planted.put(given / "lineage.json", {"rlhf.run": "ppo-of-it", "git.rev": "c" * 40})
-    planted.BETTER.write(given / "results.json")
-    (given / "labels.jsonl").touch()
-    planted.params(tmp_path, {"data.path": "given", "judge.labels": "given/labels.jsonl"})
-    (tmp_path / "dvc.yaml").write_text(STAGES, encoding="utf-8")
-    (tmp_path / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
-    (tmp_path / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
-    toy.git(tmp_path, "init", "-q")
-    toy.identify(tmp_path)
-    dvc_cli.run(tmp_path, "init", "-q")
-    shutil.copy(
-        planted.ROOT / ".dvc/config", tmp_path / ".dvc/config"
-    )  # without it DVC's daemon writes files later
-    toy.commit(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    console.set_quiet(False)
-    return tmp_path
-
-
-def run(root: Path, name: str, *, push: bool = False, **changes: Any) -> str:
-    """Leave an experiment of this name, as the service does; returns its commit."""
-    text, settings, _ = Request(overrides=changes).resolve(git.committed(root, "params.yaml"))
-    place = workspaces.create(root, name, text, settings)
-    try:
-        repro(place.folder)
-        if push:
-            dvc_cli.run(place.folder, "push", "--quiet")
-        return place.save(name)
-    finally:
-        place.remove()
-
-
-def tags(root: Path, number: str) -> dict[str, str]:
-    return dict(MlflowClient(embedded_uri(root / ".rlhf")).get_model_version(NAME, number).tags)
-
-
-def champion(root: Path) -> str:
-    aliases = MlflowClient(embedded_uri(root / ".rlhf")).get_registered_model(NAME).aliases
-    return str(aliases["champion"])
-
-
-def seen(root: Path) -> dict[str, str]:
-    """The text of every file of the working tree, without what git, DVC and the pipeline keep there."""
-    beside = {".git", ".rlhf"}
-    files = (file.relative_to(root) for file in sorted(root.rglob("*")) if file.is_file())
-    own = [file for file in files if file.parts[0] not in beside and ".dvc/cache" not in file.as_posix()]
-    return {
-        str(file): (root / file).read_text(encoding="utf-8") for file in own if ".dvc/tmp" not in str(file)
-    }
-
-
-def test_an_experiment_is_promoted_and_the_working_tree_is_not_touched(
-    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = run(root, "one", seed=11), run(root, "two", seed=12)
-    (root / "given/results.json").write_text("a change of the user's\n", encoding="utf-8")
-    before = seen(root)
-    assert main.main(["promote", "one"]) == 0
-    assert f"{NAME} version 1 (models/policy of one) is champion now" in capsys.readouterr().out
-    tagged = tags(root, "1")
-    assert (tagged["dvc.exp"], tagged["dvc.rev"], tagged["dvc.path"]) == ("one", first, "models/policy")
-    assert (tagged["rlhf.run"], tagged["verdict"]) == ("ppo-of-it", "passed")
-    assert "rlhf.folder" not in tagged, "the cache has it, and its folder is removed"
-    assert main.main(["promote", "two"]) == 0
-    assert measured.compared == ["11"], "its results count, and only the champion is compared"
-    assert (champion(root), tags(root, "2")["dvc.rev"]) == ("2", second)
-    assert seen(root) == before
-    assert Path.cwd() == root
-    assert list((root / ".rlhf/workspaces").iterdir()) == []
-    assert toy.git(root, "worktree", "list").count("\n") == 1
-    assert main.main(["promote", "--rollback"]) == 0
-    assert champion(root) == "1"
-
-
-def test_the_gate_and_the_judges_are_those_of_the_working_tree(
-    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A sweep's run without a gate can be promoted; judges that it did not run with judge it again."""
-    run(root, "cell", seed=11, promotion=None)
-    planted.params(root, {"data.path": "given", "promotion.max_kl": 1.0})
-    assert main.main(["promote", "cell"]) == 3
-    assert "KL 1.5 > 1" in capsys.readouterr().out
-    assert measured.compared == []
-    planted.params(root, {"data.path": "given", "judge.temperature": 0.5})
-    assert main.main(["promote", "cell"]) == 0
-    assert measured.compared == ["models/sft", "models/base"]
 
 
 RUBRIC = "{prompt} {first} {second}"
@@ -180,17 +84,122 @@ def write_own_files(root: Path, text: str, score: int) -> None:
     (root / "opinion_of_here.py").write_text(code, encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed project with the experiments one and two, to be copied. A policy is the seed as text."""
+    root = tmp_path_factory.mktemp("made")
+    shutil.copytree(toy.repository(), root, dirs_exist_ok=True)
+    given = root / "given"
+    given.mkdir()
+    (given / "ppo.sh").write_text(PPO, encoding="utf-8")
+    planted.put(given / "ppo.json", {"selected_episode": 256.0, "selected_kl": planted.KL})
+    planted.put(given / "lineage.json", {"rlhf.run": "ppo-of-it", "git.rev": "c" * 40})
+    planted.BETTER.write(given / "results.json")
+    (given / "labels.jsonl").touch()
+    planted.params(root, OWN_FILES)
+    write_own_files(root, "then", -1)
+    (root / "dvc.yaml").write_text(STAGES, encoding="utf-8")
+    (root / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
+    (root / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
+    shutil.copy(planted.ROOT / ".dvc/config", root / ".dvc/config")  # else DVC's daemon writes files later
+    dvc_cli.run(root, "remote", "add", "--default", "store", "../store")  # which nobody has made
+    toy.commit(root)
+    run(root, "one", seed=11)
+    run(root, "two", seed=12, promotion=None)
+    shutil.rmtree(root / ".rlhf")
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of the test: a copy of that project, with an empty MLflow store."""
+    for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    root = tmp_path / "project"
+    shutil.copytree(made, root, symlinks=True)
+    (root / ".rlhf").mkdir()
+    shutil.copyfile(empty_store, root / ".rlhf/mlflow.db")
+    monkeypatch.chdir(root)
+    console.set_quiet(False)
+    return root
+
+
+def run(root: Path, name: str, **changes: Any) -> None:
+    """Leave an experiment of this name, as the service does."""
+    text, settings, _ = Request(overrides=changes).resolve(git.committed(root, "params.yaml"))
+    place = workspaces.create(root, name, text, settings)
+    try:
+        repro(place.folder)
+        place.save(name)
+    finally:
+        place.remove()
+
+
+def tags(root: Path, number: str) -> dict[str, str]:
+    return dict(MlflowClient(embedded_uri(root / ".rlhf")).get_model_version(NAME, number).tags)
+
+
+def champion(root: Path) -> str:
+    aliases = MlflowClient(embedded_uri(root / ".rlhf")).get_registered_model(NAME).aliases
+    return str(aliases["champion"])
+
+
+def seen(root: Path) -> dict[str, str]:
+    """The text of every file of the working tree, without what git, DVC and the pipeline keep there."""
+    beside = {".git", ".rlhf"}
+    files = (file.relative_to(root) for file in sorted(root.rglob("*")) if file.is_file())
+    own = [file for file in files if file.parts[0] not in beside and ".dvc/cache" not in file.as_posix()]
+    return {
+        str(file): (root / file).read_text(encoding="utf-8") for file in own if ".dvc/tmp" not in str(file)
+    }
+
+
+def test_an_experiment_is_promoted_and_the_working_tree_is_not_touched(
+    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside a folder of the same name, and without a git identity."""
+    (root / "one").mkdir()
+    for key in ("user.name", "user.email"):
+        toy.git(root, "config", "--unset", key)
+    for variable in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(root.parent))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    first, second = git.find_experiment(root, "one"), git.find_experiment(root, "two")
+    (root / "given/results.json").write_text("a change of the user's\n", encoding="utf-8")
+    before = seen(root)
+    assert main.main(["promote", "one"]) == 0
+    assert f"{NAME} version 1 (models/policy of one) is champion now" in capsys.readouterr().out
+    tagged = tags(root, "1")
+    assert (tagged["dvc.exp"], tagged["dvc.rev"], tagged["dvc.path"]) == ("one", first, "models/policy")
+    assert (tagged["rlhf.run"], tagged["verdict"]) == ("ppo-of-it", "passed")
+    assert "rlhf.folder" not in tagged, "the cache has it, and its folder is removed"
+    assert main.main(["promote", "two"]) == 0
+    assert measured.compared == ["11"], "its results count, and only the champion is compared"
+    assert (champion(root), tags(root, "2")["dvc.rev"]) == ("2", second)
+    assert seen(root) == before
+    assert Path.cwd() == root
+    assert list((root / ".rlhf/workspaces").iterdir()) == []
+    assert toy.git(root, "worktree", "list").count("\n") == 1
+    assert main.main(["promote", "--rollback"]) == 0
+    assert champion(root) == "1"
+
+
+def test_the_gate_and_the_judges_are_those_of_the_working_tree(
+    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep's run without a gate can be promoted; other settings of the judges judge it again."""
+    planted.params(root, OWN_FILES | {"promotion.max_kl": 1.0})
+    assert main.main(["promote", "two"]) == 3
+    assert "KL 1.5 > 1" in capsys.readouterr().out
+    assert measured.compared == []
+    planted.params(root, OWN_FILES | {"judge.temperature": 0.5})
+    assert main.main(["promote", "two"]) == 0
+    assert measured.compared == ["models/sft", "models/base"]
+
+
 def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
     root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages = STAGES.replace("outs: [models/policy,", "outs: [models/policy, models/reward_heldout,")
-    (root / "dvc.yaml").write_text(stages, encoding="utf-8")
-    with (root / "given/ppo.sh").open("a", encoding="utf-8") as file:
-        file.write("mkdir -p models/reward_heldout && echo its own > models/reward_heldout/w\n")
-    planted.params(root, OWN_FILES)
-    write_own_files(root, "then", -1)
-    toy.commit(root)
-    run(root, "one", seed=11)
     read: dict[str, Any] = {}
 
     def check(view: JudgeView, paths: Paths, functions: Path) -> None:
@@ -210,7 +219,6 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
     assert main.main(["promote", "one"]) == 0
     assert read == {}, "the files are the same: the experiment's own results count"
     write_own_files(root, "now", 1)
-    run(root, "two", seed=12)
     assert main.main(["promote", "two"]) == 0
     others = "elsewhere, general.txt, opinion_of_here.py, rubric.txt, tasks"
     assert f"the results here were measured with another {others}: the policy" in capsys.readouterr().out
@@ -224,7 +232,6 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
 def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(root, "one", seed=11)
     shutil.rmtree(root / ".dvc/cache")
     assert main.main(["promote", "one"]) == 2
     message = capsys.readouterr().err
@@ -236,70 +243,36 @@ def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
 
 
 def test_weights_of_a_remote_are_pulled(root: Path) -> None:
-    dvc_cli.run(root, "remote", "add", "--default", "store", str(root.parent / f"{root.name}-store"))
-    toy.commit(root)
-    run(root, "one", seed=11, push=True)
-    shutil.rmtree(root / ".dvc/cache")
+    (root / ".dvc/cache").rename(root.parent / "store")  # a remote has the layout of the cache
     assert main.main(["promote", "one"]) == 0
     assert champion(root) == "1"
     assert tags(root, "1")["rlhf.run"] == "ppo-of-it"
 
 
-def test_results_that_cannot_be_found_are_measured_again(
+def test_results_that_cannot_be_found_are_measured_again_and_a_missing_lineage_is_only_a_warning(
     root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(root, "one", seed=11)
-    md5 = hashing.dvc_md5(root / "given/results.json")
-    planted.blob(root / ".dvc/cache", md5).unlink()
+    for name in ("results", "lineage"):
+        planted.blob(root / ".dvc/cache", hashing.dvc_md5(root / f"given/{name}.json")).unlink()
     assert main.main(["promote", "one"]) == 0
-    assert "evaluation/judge of one cannot be found: the policy will be judged again" in (
-        capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "evaluation/judge of one cannot be found: the policy will be judged again" in said
     assert measured.compared == ["models/sft", "models/base"]
-
-
-def test_a_missing_lineage_is_only_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(root, "one", seed=11)
-    md5 = hashing.dvc_md5(root / "given/lineage.json")
-    planted.blob(root / ".dvc/cache", md5).unlink()
-    assert main.main(["promote", "one"]) == 0
-    assert "models/lineage/ppo.json of one cannot be found" in capsys.readouterr().out
+    assert "models/lineage/ppo.json of one cannot be found" in said
     assert "rlhf.run" not in tags(root, "1")
 
 
-def test_a_promotion_needs_no_git_identity(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(root, "one", seed=11)
-    for key in ("user.name", "user.email"):
-        toy.git(root, "config", "--unset", key)
-    for variable in ("HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(variable, str(root.parent))
-    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-    assert main.main(["promote", "one"]) == 0
-    assert champion(root) == "1"
-
-
-def test_an_experiment_is_found_by_its_exact_name_even_beside_a_folder_of_that_name(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(root, "one", seed=11)
-    for pattern in ("o*", "[o]ne", "on?"):
-        assert main.main(["promote", pattern]) == 2
-        assert (
-            f"{pattern} is neither a checkpoint (it has no config.json) nor an experiment"
-            in capsys.readouterr().err
-        )
-    (root / "one").mkdir()
-    assert main.main(["promote", "one"]) == 0
-    assert champion(root) == "1"
-
-
-def test_an_experiment_without_a_policy_is_a_user_error(
+def test_an_experiment_without_a_policy_and_an_unknown_name_are_user_errors(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = toy.git(root, "rev-parse", "HEAD").strip()
     toy.git(root, "update-ref", f"refs/exps/{head[:2]}/{head[2:]}/idle", head)
     assert main.main(["promote", "idle"]) == 2
     assert "the experiment idle has no models/policy: its stage ppo has not run" in capsys.readouterr().err
+    for name in ("none", "o*", "[o]ne", "on?"):
+        assert main.main(["promote", name]) == 2
+        message = f"{name} is neither a checkpoint (it has no config.json) nor an experiment"
+        assert message in capsys.readouterr().err
 
 
 def test_an_experiment_that_the_local_judges_cannot_judge_comes_with_the_remedy(

@@ -111,13 +111,6 @@ def test_more_settings_than_a_figure_can_show_are_a_user_error() -> None:
         written(many)
 
 
-def test_values_that_are_not_finite_are_left_out_and_counted() -> None:
-    points = [{"episode": 1.0, "x": float("inf")}, {"episode": 2.0, "x": 3.0}]
-    runs = [Result("", 1, "r", {"ppo/x": v}, {"ppo": points}) for v in (0.5, float("nan"), 1.5)]
-    assert comparison.cell(runs, "ppo/x") == "1.0 ± 0.7 (2 of 3)"
-    assert comparison.mean_curve("A", runs, "ppo", "x").x == [2.0]
-
-
 def test_a_number_is_the_same_value_from_params_yaml_and_mlflow() -> None:
     """The file has 1; MLflow has the text of the validated value, "1.0"."""
     given = config.values({"ppo": {"kl_coef": 1}, "seed": 2}, "params.yaml")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import pytest
 
 from rlhf_tasks.report import document, rollouts
 from tests import small
@@ -73,13 +72,3 @@ def test_hostile_text_stays_text_and_nothing_is_loaded_from_anywhere(tmp_path: P
     assert " ".join(HOSTILE.split()) in found.text
     assert re.findall(r"https?://|@import|url\(", html) == []
     assert {a["href"] for a in found.of("a")} == {"#main", "#rollouts", "#columns", "index.html"}
-
-
-@pytest.mark.parametrize("size", [10_000, 100_000])
-def test_rows_of_any_size_are_within_their_allowance(tmp_path: Path, size: int) -> None:
-    """The largest row that `CELLS` allows for: long numbers and eight scorers."""
-    names = " ".join(f"scorer/reward_model_{i}" for i in range(8))
-    columns = f"episode update rollouts prompt response length notes score heldout gap kl advantage {names}"
-    rows = [(size, i, size, "p", "r", size, "", *[-1.2345678901234567e-5] * 13) for i in range(200)]
-    workspace.put_rows(tmp_path / "evaluation/ppo/rollouts.parquet", columns, *rows)
-    assert len(written(tmp_path).encode()) < 100_000 + 200 * rollouts.CELLS

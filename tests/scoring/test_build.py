@@ -12,7 +12,6 @@ from pydantic import TypeAdapter
 
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.tokenizer import encode
-from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.build import Part, WeightedSum, build
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, ScorerError
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
@@ -23,7 +22,6 @@ PROMPTS, TEXTS = ["w0 w1", "w2", "w3 w4 w5"], ["w6 w7", "w8", ""]
 SIX, SEVEN, EIGHT = (ids[0] for ids in encode(small.tokenizer(), ["w6", "w7", "w8"]))
 QUERIES, RESPONSES = encode(small.tokenizer(), PROMPTS), [[SIX, SEVEN, EOS], [EIGHT], [EOS]]
 ROWS = Responses.of_ids(PROMPTS, QUERIES, RESPONSES, small.tokenizer())
-NAMES = ("a", "b", "c")
 
 
 def built(*given: Mapping[str, Any], root: Path | None = None, reward: Any = None) -> WeightedSum:
@@ -104,11 +102,6 @@ def test_the_reward_models_of_named_folders_are_loaded_and_their_names_kept(mode
     assert list(parts) == ["reward_model", "helpful"]
     alone = load_foreign(Path("models/reward"), small.tokenizer(), 1000, small.distributed())
     torch.testing.assert_close(parts["helpful"], alone(ROWS), atol=1e-5, rtol=0)
-
-
-def test_a_function_is_imported_when_the_scorers_are_built() -> None:
-    with pytest.raises(UserError, match="nowhere_at_all:score cannot be imported"):
-        built({"kind": "function", "weight": 1.0, "function": "nowhere_at_all:score"})
 
 
 def test_reward_models_pass_before_a_part_that_raises() -> None:

@@ -13,7 +13,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.verifier import Verifier
 
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
@@ -37,10 +36,6 @@ def check(kind: str, **changes: Any) -> Check:
         ("json_schema", '{"type": "integer"}', ["1"], ["1.5", '"1"', "[" * 100_000]),
         ("json_schema", {"multipleOf": 0.1}, ["2"], ["1e999", "-1e999", "1" + "0" * 400, "0.25"]),
         ("json_schema", {"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}, ["1"], ["1.5"]),
-        ("json_schema", {"$ref": "#n", "$defs": {"n": {"$anchor": "n", "minimum": 2}}}, ["2"], ["1"]),
-        ("json_schema", {"items": {"$ref": "#"}, "type": "array"}, ["[]", "[[], [[]]]"], ["1", "[[1]]"]),
-        ("json_schema", {"$ref": DRAFT}, ["true", '{"type": "integer"}'], ['{"type": "no"}']),
-        ("json_schema", {"enum": [{"$ref": "no reference"}]}, ['{"$ref": "no reference"}'], ["{}"]),
     ],
 )
 def test_each_check_accepts_right_answers_only(
@@ -84,11 +79,6 @@ def test_the_format_is_weighted_apart_and_gives_the_answer() -> None:
         ("json_schema", "{", r"'\{' is not a JSON Schema"),
         ("json_schema", [1], r"\[1\] is not a JSON Schema"),
         ("json_schema", {"$ref": "#/$defs/missing"}, ".*the reference '#/.defs/missing' leads nowhere"),
-        ("json_schema", {"items": {"$ref": "#missing"}}, ".*the reference '#missing' leads nowhere"),
-        ("json_schema", {"$dynamicRef": "#missing"}, ".*the reference '#missing' leads nowhere"),
-        ("json_schema", {"$ref": "#/a", "a": {"not": {"$ref": "b"}}}, ".*the reference 'b' leads nowhere"),
-        ("json_schema", {"$ref": "#/a", "a": {"type": "no"}}, ".* is not a JSON Schema: 'no' is not valid"),
-        ("json_schema", {"$ref": "#/a/b/c", "a": {"b": 3}}, ".*the reference '#/a/b/c' leads nowhere"),
         ("json_schema", "[" * 100_000, ".* is not a JSON Schema"),
     ],
 )

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -116,32 +115,3 @@ def test_a_verifier_on_a_missing_or_malformed_column_is_refused_before_training(
     judged = small.view("judge", {"judge.judges": [VERIFIER | {"name": "right"}, small.HELDOUT], **KEEP})
     with pytest.raises(UserError, match=r"judge.judges: right: 2 value\(s\) cannot"):
         judge.run(judged, Paths(), NullTracker("judge"))
-
-
-def test_stage_judge_checks_every_row_that_a_verifier_reads_before_it_samples(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judges = [VERIFIER | {"name": "right"}, small.HELDOUT]
-    changes = {"judge.judges": judges, "judge.num_examples": 2, "judge.labels": "labels.jsonl"}
-    view = small.view("judge", changes | KEEP)
-    monkeypatch.setattr(judge, "sample_contenders", lambda *_: pytest.fail("the stage has begun to sample"))
-    tests, validation = (list(read_table(Paths(), "prompts", split)) for split in ("test", "validation"))
-    answers = [{"episode": 0, "prompt": row["prompt"]} for row in validation[:3]]
-    Paths().ppo_samples.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(answers), Paths().ppo_samples / "answers.parquet")
-    label = {"prompt": tests[4]["prompt"], "answer_a": "a", "answer_b": "b", "outcome": 1}
-    Path("labels.jsonl").write_text(json.dumps(label), encoding="utf-8")
-    for row in (tests[1], tests[3], tests[4], validation[2], validation[3]):
-        row["columns"]["first"] = None
-    tests[1]["source"] = "mine.jsonl:9"
-    for split, rows in (("test", tests), ("validation", validation)):
-        small.write_rows(project, "prompts", split, [columns.encoded(row) for row in rows])
-    with pytest.raises(UserError) as caught:
-        judge.run(view, Paths(), NullTracker("judge"))
-    problem = "first: None is not a regular expression"
-    assert str(caught.value).splitlines() == [
-        "judge.judges: right: 3 value(s) cannot be used by a check; correct these rows:",
-        f"  mine.jsonl:9: {problem}",
-        f"  data/prompts/test:5: {problem}",
-        f"  data/prompts/validation:3: {problem}",
-    ], "test row 4 and validation row 4 are not read"

@@ -52,17 +52,16 @@ def identity(folder: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------- what is taken
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_foreign_base_goes_through_every_stage(family: str) -> None:
+def test_a_foreign_base_goes_through_every_stage() -> None:
     """GPT-2's tokenizer has no pad: EOS pads then."""
-    settings = prepared(family, words=toy.tokenizer(pad=None if family == "gpt2" else "<pad>"))
+    settings = prepared("gpt2", words=toy.tokenizer(pad=None))
     for stage in ("sft", "preferences", "reward", "ppo", "judge"):
         metrics = toy.run(stage, settings)
         assert metrics
         assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values()), stage
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
     assert identity("models/sft")["parents"] == {"base": contracts.fingerprint(Path("models/base"))}
-    assert load_causal("models/policy").config.model_type == family
+    assert load_causal("models/policy").config.model_type == "gpt2"
 
 
 def test_a_family_without_a_classifier_goes_through_every_stage_that_scores() -> None:
@@ -201,23 +200,6 @@ def test_an_sft_model_that_does_not_fit_is_refused() -> None:
         toy.run("sft", with_sft("foreign/none"))
     toy.foreign("foreign/llama", "llama")
     refused("sft", with_sft("foreign/llama"), "was not made from models/base: model_type llama and gpt2")
-
-
-def test_an_sft_model_that_names_another_base_is_refused() -> None:
-    settings = prepared("gpt2")
-    toy.run("sft", settings)
-    Path("models/sft").rename("kept")
-    toy.foreign("foreign/base", "gpt2", seed=7)
-    toy.run("base", settings)
-    refused("sft", with_sft("kept"), "kept was made from another base model")
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_reward_model_is_refused_as_sft_model(family: str) -> None:
-    """GPT-2's LM head is its embedding: nothing would be missing, only the score head be left over."""
-    toy.foreign("foreign/sft", family, labels=1)
-    with pytest.raises(ContractError, match="give a language model"):
-        load_causal("foreign/sft")
 
 
 def test_the_reward_model_is_checked_before_anything_is_trained() -> None:

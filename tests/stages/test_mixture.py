@@ -159,13 +159,6 @@ def test_losses_accuracies_and_win_rates_are_measured_by_set() -> None:
     assert low <= metrics["sft"]["loss"] <= high
 
 
-def test_one_set_has_no_metrics_of_its_own() -> None:
-    write_sets()
-    settings = toy.write_params(data={"source": "mix", "mix": mixture(cats=2)})
-    metrics = {stage: toy.run(stage, settings) for stage in STAGES[:3]}
-    assert not any("/in/" in name for found in metrics.values() for name in found)
-
-
 def test_shares_are_whole_numbers_with_the_given_sum() -> None:
     assert shares(10, [1, 1, 1]) == [4, 3, 3]
     assert shares(7, [0.5, 2.5]) == [1, 6]

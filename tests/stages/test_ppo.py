@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -119,33 +118,19 @@ def test_a_selection_judge_that_fails_stops_ppo_with_the_reason(models_here: Pat
         run(**selection_judge("failing"))
 
 
-LOCAL = {"name": "own", "path": "models/sft", "revision": None, "micro_batch_tokens": 64}
-LLM = {"name": "own", "base_url": "http://127.0.0.1:9/v1", "model": "m", "key_variable": None}
-
-
-@pytest.mark.parametrize(
-    ("judge", "problem"),
-    [
-        ({"kind": "function", "name": "own", "function": "nowhere:f"}, "nowhere:f cannot be imported"),
-        ({"kind": "local", "prompt": "none.txt", **LOCAL}, "the prompt 'none.txt' cannot be read"),
-        ({"kind": "llm", "prompt": "none.txt", **LLM}, "the prompt 'none.txt' cannot be read"),
-    ],
-    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
-)
-def test_an_error_about_the_selection_judge_names_its_own_key(
-    models_here: Path, judge: dict[str, Any], problem: str
-) -> None:
+def test_an_error_about_the_selection_judge_names_its_own_key(models_here: Path) -> None:
     """An error about the same judge in the list names the list's key."""
+    judge = {"kind": "local", "name": "own", "path": "models/sft", "prompt": "none.txt"}
     settings = Selection.model_validate({"judge": judge, "max_failure_share": 0.5})
-    with pytest.raises(UserError) as error:
+    problem = "the prompt 'none.txt' cannot be read"
+    with pytest.raises(UserError, match=rf"^ppo\.select_by\.judge: {problem}"):
         SelectionJudge(small.distributed(), settings, Paths())
-    assert str(error.value).startswith(f"ppo.select_by.judge: {problem}")
-    with pytest.raises(UserError, match=rf"^judge\.judges: {re.escape(problem)}"):
+    with pytest.raises(UserError, match=rf"^judge\.judges: {problem}"):
         build_judge(settings.judge, torch.device("cpu"), 0.5, Paths())
 
 
 def test_an_error_about_a_selection_judge_without_a_revision_names_its_own_key() -> None:
-    judge = {"kind": "local", "prompt": "hhh", **LOCAL, "path": "some/one"}
+    judge = {"kind": "local", "prompt": "hhh", "name": "own", "path": "some/one"}
     with pytest.raises(ConfigError) as error:
         config.validate(small.params({"ppo.select_by": {"judge": judge, "max_failure_share": 0.5}}), "test")
     assert "ppo.select_by.judge: path of judge own='some/one' is not a local folder" in str(error.value)
@@ -201,15 +186,6 @@ def test_the_stage_trains_without_a_critic(models_here: Path, monkeypatch: pytes
     assert abs(history[1]["objective/kl"]) < 1e-4
     assert metrics["val/group_deviation"] > 0
     assert load_causal(POLICY) is not None
-
-
-def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
-    def written() -> dict[str, bytes]:
-        run()
-        files = [*POLICY.iterdir(), *SAMPLES.iterdir()]
-        return {file.name: file.read_bytes() for file in sorted(files)}
-
-    assert written() == written()
 
 
 def test_ptx_text_is_the_documents_of_a_file(tmp_path: Path) -> None:

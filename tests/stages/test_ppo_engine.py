@@ -59,6 +59,7 @@ def test_an_engine_that_ends_ends_the_stage_with_one_message_that_names_its_log(
     assert capsys.readouterr().err == "rlhf: vLLM has gone\n"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_cancelled_stage_leaves_no_server(models_here: Path) -> None:
     """The engine hangs in the first rollout. The first SIGTERM waits for the update, the second does not."""

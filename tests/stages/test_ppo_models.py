@@ -33,6 +33,7 @@ def run_with(family: str, value_model: str = "separate", **changes: Any) -> None
     ppo.run(settings, Paths(), NullTracker("ppo"))
 
 
+@pytest.mark.slow
 def test_ppo_trains_a_family_with_linear_attention(models_here: Path) -> None:
     run_with("qwen3_next")
     assert load_causal(models_here / "models/policy").config.model_type == "qwen3_next"

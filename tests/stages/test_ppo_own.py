@@ -55,7 +55,8 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("name", "processes"), [("gspo", 2), pytest.param("estimator", 1, marks=pytest.mark.slow)]
+    ("name", "processes"),
+    [("gspo", 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in EXAMPLES)],
 )
 def test_an_example_takes_the_same_steps_however_its_batch_is_cut(
     name: str, processes: int, models_here: Path, monkeypatch: pytest.MonkeyPatch

@@ -107,12 +107,6 @@ def test_given_pairs_alone_load_no_model(models_here: Path) -> None:
     assert metrics["pairs/train/sft_samples"] == 0
 
 
-def test_progress_counts_the_responses(models_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run()
-    shown = capsys.readouterr().out  # two samples, (12 + 3 + 3) prompts, twice
-    assert "preferences  100% of 72 responses" in shown
-
-
 def test_without_reward_training_nothing_is_sampled(models_here: Path) -> None:
     shutil.rmtree(Paths().sft)  # nothing loads it
     metrics, tables = run(**small.WITHOUT_REWARD)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_tasks.data import docstrings, tokenizer
 from rlhf_tasks.data.rows import REASONS, ROLES, SPLITS, TEXTS
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
@@ -141,18 +140,6 @@ def test_quarantine_writes_bad_rows_with_reasons_and_counts_them(tmp_path: Path)
     assert {reason: metrics[f"quarantined/{reason}"] for reason in REASONS} == {r: counts[r] for r in REASONS}
 
 
-def test_a_missing_column_fails_under_quarantine_too(tmp_path: Path) -> None:
-    jsonl(tmp_path / "in" / "sft.jsonl", {"id": "q", "completion": "a"})
-    with pytest.raises(UserError, match=r"no known shape; its columns are id \(text\), completion"):
-        run(LIMITS | {"data.on_bad_row": "quarantine"})
-
-
-def test_an_error_about_an_empty_split_includes_the_bad_rows(tmp_path: Path) -> None:
-    jsonl(tmp_path / "in" / "sft.jsonl", *({"prompt": " ", "completion": "a"} for _ in range(4)))
-    with pytest.raises(UserError, match=r"no usable row is left for sft/train(.|\n)*sft.jsonl:1: empty"):
-        run(LIMITS | {"data.on_bad_row": "quarantine"})
-
-
 def test_roles_without_comparisons_still_have_their_columns(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", *demonstrations(8))
     metrics = run({"data.source": "files", "data.path": "in"})
@@ -177,23 +164,6 @@ def test_a_base_models_tokenizer_is_copied_and_its_template_applied(tmp_path: Pa
     assert all(r["prompt"].endswith("<eos>\n<assistant>") and r["completion"] == "x" for r in written)
 
 
-def test_mined_pairs_that_are_too_long_are_left_out_and_are_not_bad_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def load(seed: int, **bounds: Any) -> Any:
-        rows = [
-            {"prompt": f"def f{i} " + "x " * i, "completion": " Do it.", "source": f"a.py:{i}"}
-            for i in range(40)
-        ]
-        return {"sft": {"train": rows[:30:2] + rows[30:], "validation": rows[1:5:2], "test": rows[5:9:2]}}
-
-    monkeypatch.setattr(docstrings, "load", load)
-    metrics = run({"data.source": "docstrings", "data.max_prompt_tokens": 20})
-    assert metrics["quarantined"] == 0
-    assert metrics["rows/sft/train"] == 10  # i = 0, 2, … 18: i + 2 tokens
-    assert metrics["tokens/prompt_max"] == 20
-
-
 def test_rows_that_merge_with_their_prompts_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,28 +176,3 @@ def test_rows_that_merge_with_their_prompts_are_counted(
     metrics = run({**files, "model.scratch.tokenizer": "bpe", "model.scratch.vocab_size": 400})
     assert metrics["tokens/merged_rows"] == 7
     assert "in 7 rows the tokenizer would join" in capsys.readouterr().out
-
-
-def test_no_tokenizer_reads_a_text_that_is_too_long_for_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row of 30 MB took half a minute to train the tokenizer on, and to count."""
-    endless = {"prompt": "question x ?", "completion": " word" * 100_000}
-    jsonl(tmp_path / "rows.jsonl", *demonstrations(40), endless)
-    read: list[str] = []
-    train, count = tokenizer.train, tokenizer.continue_prompts
-
-    def seen(texts: Iterable[str]) -> list[str]:
-        read.extend(found := list(texts))
-        return found
-
-    monkeypatch.setattr(tokenizer, "train", lambda s, texts, n: train(s, seen(texts), n))
-    monkeypatch.setattr(
-        tokenizer, "continue_prompts", lambda words, *texts, **how: count(words, *map(seen, texts), **how)
-    )
-    files = {"data.source": "files", "data.path": "rows.jsonl", "data.num_validation": 4, "data.num_test": 4}
-    with pytest.raises(UserError, match=r"rows\.jsonl:41: too_long: completion has 500,000 characters"):
-        run(files)
-    assert max(map(len, read)) < 50
-    metrics = run({**files, "data.on_bad_row": "quarantine"})
-    assert (metrics["quarantined/too_long"], metrics["rows/sft/train"]) == (1, 32)

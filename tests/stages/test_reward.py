@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import collate_pairs, load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import (
@@ -23,8 +23,6 @@ from rlhf_tasks.models.load import (
     supports_shared_prefix,
 )
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.scoring.protocol import Responses
-from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.stages import reward
 from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums
 from rlhf_tasks.tracking import NullTracker
@@ -128,11 +126,6 @@ def test_a_prompt_that_is_read_once_gives_the_same_sums_and_gradients(family: Fa
     assert found(True, [query[::-1] for query in QUERIES])[0] != pytest.approx(once, rel=1e-4)
 
 
-def test_a_forked_pair_takes_the_tokens_of_its_prompt_once() -> None:
-    lengths = [len(q) + len(c) + len(r) for q, c, r in zip(QUERIES, CHOSEN, REJECTED, strict=True)]
-    assert Pairs(QUERIES, CHOSEN, REJECTED, PAD, shares_prefix=True).sizes == lengths
-
-
 def test_a_pair_without_a_prompt_is_scored_at_its_own_ends() -> None:
     model = Learner(small.scores(), None)
     alone = Pairs([[]], [[8, 9, 10]], [[11, 12]], PAD).sums(model, [0], torch.device("cpu"))
@@ -140,26 +133,6 @@ def test_a_pair_without_a_prompt_is_scored_at_its_own_ends() -> None:
         model, [0], torch.device("cpu")
     )
     torch.testing.assert_close(alone, shares_prefix)
-
-
-def test_responses_in_one_row_do_not_see_each_other() -> None:
-    made = collate_pairs([[5, 6], [7]], [[8], [9, 10]], [[11, 12], [13]], PAD)
-    assert made.query_response.tolist() == [[5, 6, 8, 11, 12], [PAD, 7, 9, 10, 13]]
-    assert made.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 1, 2, 1]]
-    assert made.len_rejected.tolist() == [2, 1]
-    assert made.attention_mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 0, 1, 0],
-        [1, 1, 0, 1, 1],
-    ]
-    assert made.attention_mask[1, 0].int().tolist()[1:] == [
-        [0, 1, 0, 0, 0],
-        [0, 1, 1, 0, 0],
-        [0, 1, 1, 1, 0],
-        [0, 1, 0, 0, 1],
-    ]
 
 
 def test_a_model_with_a_sliding_window_reads_each_prompt_twice() -> None:
@@ -175,15 +148,6 @@ def test_micro_batches_change_no_sum_of_pairs() -> None:
     parts = [task.sums(learner, [i], cpu) for i in range(6)]
     for key, value in whole.items():
         assert value.item() == pytest.approx(sum(part[key].item() for part in parts), rel=1e-4, abs=1e-5)
-
-
-def test_a_scorer_gives_the_scores_in_the_order_of_the_rows() -> None:
-    scores = small.scores()
-    alone = small.last_scores_alone(scores, QUERIES, CHOSEN)
-    for max_tokens in (1, 30, 16384):
-        rows = Responses.of_ids([""] * len(QUERIES), QUERIES, CHOSEN, small.tokenizer())
-        found = RewardModel(scores, small.tokenizer(), max_tokens)(rows)
-        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
 
 
 def test_no_prompt_trains_both_models() -> None:
@@ -222,14 +186,6 @@ def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) 
     assert [contracts.read_identity(out)["parents"] for out in OUTS.values()] == [parent, parent]
     first, second = (contracts.fingerprint(out) for out in OUTS.values())
     assert first != second
-
-
-def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
-    def trained() -> dict[str, bytes]:
-        reward.run(small.view("reward", SMALL), Paths(), NullTracker())
-        return {str(f): f.read_bytes() for out in OUTS.values() for f in sorted(out.iterdir())}
-
-    assert trained() == trained()
 
 
 def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here: Path) -> None:

@@ -96,11 +96,6 @@ def test_every_name_that_ppo_logs_has_an_entry() -> None:
     assert sorted(name for name in names if catalogue.find("ppo", name) is None) == []
 
 
-def test_names_are_unique_within_a_stage() -> None:
-    names = [(metric.stage, metric.name) for metric in METRICS]
-    assert len(names) == len(set(names))
-
-
 def test_every_placeholder_is_explained_and_used() -> None:
     assert {word for metric in METRICS for word in metric.placeholders} == set(PLACEHOLDERS)
 
@@ -116,34 +111,6 @@ def test_every_figure_shows_metrics_of_one_unit() -> None:
         for panel in catalogue.panels(stage):
             assert len({metric.unit for metric in panel.metrics}) == 1, panel.title
             assert all(metric.curve for metric in panel.metrics), panel.title
-
-
-def test_every_metric_with_a_panel_is_in_a_figure() -> None:
-    shown = {metric.name for stage in STAGES for panel in catalogue.panels(stage) for metric in panel.metrics}
-    assert {metric.name for metric in METRICS if metric.panel} == shown
-
-
-def test_ppo_shows_kl_reward_and_clip_fraction_first() -> None:
-    titles = [panel.title for panel in catalogue.panels("ppo")]
-    assert titles[:3] == ["KL from the SFT model", "Reward", "Clip fraction"]
-
-
-def test_a_panel_selects_logged_names_in_its_order() -> None:
-    reward = catalogue.panels("reward")[0]
-    names = ["lr", "heldout/train/loss", "eval/loss", "train/loss"]
-    assert reward.select(names) == ["train/loss", "heldout/train/loss", "eval/loss"]
-
-
-def test_headlines_leave_out_the_ends_of_intervals() -> None:
-    names = ["accuracy", "accuracy/low", "heldout/accuracy", "margin"]
-    assert catalogue.select_headlines("reward", names) == ["accuracy", "heldout/accuracy"]
-
-
-def test_a_stages_names_are_ordered_with_headlines_first() -> None:
-    names = ["warmup/x", "loss/policy_avg", "episode", "policy/clipfrac_avg", "objective/kl", "val/ratio"]
-    assert catalogue.ordered("ppo", names) == [
-        "objective/kl", "policy/clipfrac_avg", "loss/policy_avg", "val/ratio", "episode", "warmup/x",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
-from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.store import Delivery, embedded_uri
@@ -28,7 +24,6 @@ from tests.tracking.toy import (
     record,
     runs,
     status,
-    step,
     table,
     view,
 )  # fmt: skip
@@ -37,44 +32,6 @@ from tests.tracking.toy import (
 def last_error(home: Path, key: str) -> str | None:
     error: str | None = record(home, key).state()["last_error"]
     return error
-
-
-# ---------------------------------------------------------------------------------- the server
-
-
-def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, away = MlflowClient.log_batch, list[bool]()
-
-    def log_batch(self: MlflowClient, *args: Any, **options: Any) -> Any:
-        if away:
-            raise MlflowException("away")
-        return real(self, *args, **options)
-
-    def errors() -> list[str | None]:
-        step(home)
-        return [last_error(home, "sft-1"), last_error(home, "ppo-1")]
-
-    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    with tracking.open_run(Paths(), "sft", view(), key="sft-1") as sft:
-        with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-1") as ppo:
-            sft.metrics({"train/loss": 2.0}, step=1)
-            ppo.metrics({"train/loss": 4.0}, step=1)
-            assert errors() == [None, None]
-            away.append(True)
-            sft.metrics({"train/loss": 1.0}, step=2)
-            ppo.metrics({"train/loss": 3.0}, step=2)
-            assert errors() == ["MlflowException: away"] * 2
-            away.clear()
-            assert errors() == [None, None], "an error that is over is removed"
-            away.append(True)
-            ppo.metrics({"train/loss": 2.0}, step=3)
-        assert errors()[1] == "MlflowException: away"
-        away.clear()
-    assert sync(home) == (2, {})
-    assert points(home, "sft") == [(1, 2.0), (2, 1.0)]
-    assert points(home, "ppo") == [(1, 4.0), (2, 3.0), (3, 2.0)]
 
 
 # ----------------------------------------------------------------------------------- the record
@@ -178,19 +135,6 @@ def test_an_unfinished_line_waits_and_a_resumed_run_removes_it(home: Path) -> No
     assert one.read(offset)[0][0]["kind"] == "run"
     assert sync(home) == (1, {})
     assert points(home) == [(1, 1.0), (2, 2.0)]
-
-
-def test_a_line_that_a_full_disk_cuts_is_removed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-        tracker.metrics({"train/loss": 1.0}, step=1)
-        with monkeypatch.context() as full:
-            full.setattr(os, "write", lambda handle, data: write(handle, data[:9]))
-            with pytest.raises(DiskFullError, match="is full"):
-                tracker.metrics({"train/loss": 2.0}, step=2)
-        tracker.metrics({"train/loss": 3.0}, step=3)
-    assert sync(home) == (1, {})
-    assert points(home) == [(1, 1.0), (3, 3.0)]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"closed": true', '{"closed": true}'])

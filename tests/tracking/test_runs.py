@@ -191,17 +191,6 @@ def test_a_late_delivery_leaves_a_failed_pipeline_failed(
     assert reason(home, "pipeline") == "ppo: RuntimeError: boom"
 
 
-def test_another_machine_s_stage_is_over_when_its_record_ends(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    under(monkeypatch, "elsewhere:1:1")
-    log("sft-k")
-    with pytest.raises(RuntimeError), tracking.open_run(Paths(), "ppo", view("ppo")):
-        raise RuntimeError("boom")
-    sync(home)
-    assert status(home, "pipeline") == ["FAILED"]
-
-
 def test_the_dashboard_lists_the_runs_page_of_each_experiment(home: Path) -> None:
     identity = MlflowClient(embedded_uri(home)).create_experiment("mine")
     address = f"http://here/#/experiments/{identity}/runs?workflowType=machine_learning"

@@ -17,12 +17,10 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
 from rlhf_tasks.project import processes
-from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking import sync as delivery
-from rlhf_tasks.tracking.record import Record
 from rlhf_tasks.tracking.store import VANISHED, embedded_uri
 from rlhf_tasks.tracking.sync import Sender, sync
 from tests.flows.toy import until
@@ -179,17 +177,6 @@ def test_a_server_that_dies_midway_gets_every_point_once(
         assert status(real, "sft") == ["FINISHED"]
 
 
-def test_a_disk_without_locks_ends_no_stage_and_is_reported_once(
-    real: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (real / "outbox/sync.lock").mkdir(parents=True)  # a lock that cannot be taken
-    log("sft-1", [(1, 1.0)])
-    assert capsys.readouterr().out.count("MLflow cannot be reached (") == 1
-    assert list(sync(real)[1]) == ["sft-1"]
-    (real / "outbox/sync.lock").rmdir()
-    assert sync(real) == (1, {})
-
-
 def test_the_wait_for_a_delivery_is_bounded(
     real: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,20 +192,6 @@ def test_the_wait_for_a_delivery_is_bounded(
         assert pending(real) == {"sft-1"}
     finally:
         is_over.set()
-
-
-def test_a_disk_that_takes_no_state_ends_no_stage_and_doubles_nothing(
-    real: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write_state(*_: object, **__: object) -> None:
-        raise DiskFullError("no room")
-
-    with monkeypatch.context() as full:
-        full.setattr(Record, "write_state", write_state)
-        log("sft-1", [(1, 1.0), (2, 2.0)])
-    assert pending(real) == {"sft-1"}
-    assert sync(real) == (1, {})
-    assert points(real) == [(1, 1.0), (2, 2.0)]
 
 
 def test_a_record_that_somebody_removed_ends_no_stage_and_holds_no_other_run_up(real: Path) -> None:

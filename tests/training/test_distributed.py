@@ -11,7 +11,6 @@ from accelerate.state import AcceleratorState
 
 from rlhf_tasks.data.batches import TokenBudget, collate
 from rlhf_tasks.models.logprobs import token_stats
-from rlhf_tasks.training import distributed
 from rlhf_tasks.training.distributed import Distributed
 from tests import small
 
@@ -69,52 +68,9 @@ def test_in_bf16_weights_gradients_and_log_probs_are_float32_and_layers_are_roun
     torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0)
 
 
-def test_rounding_in_bf16_does_not_depend_on_the_cut_into_micro_batches(bf16: Distributed) -> None:
-    model, (queries, responses) = small.causal(), small.rows(6, longest=7)
-    with bf16.autocast(), torch.no_grad():
-        whole = token_stats(model, BATCH).logprobs
-        for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
-            alone = token_stats(model, collate([query], [response], small.PAD)).logprobs[0]
-            torch.testing.assert_close(alone, whole[row, : len(response)], atol=0.02, rtol=0)
-
-
 def test_the_head_of_a_reward_model_keeps_float32_in_bf16(bf16: Distributed) -> None:
     scores, hidden = small.scores("gpt_neox"), torch.randn(4, 3, small.HIDDEN)
     exact = scores.scored(hidden)
     bf16.freeze(scores)
     with bf16.autocast():
         assert torch.equal(scores.scored(hidden), exact)
-
-
-# ------------------------------------------------------------------------ models before they are sharded
-
-
-def sharding(rank: int, device: str = "cpu") -> Distributed:
-    """A process that will share the weights of its models."""
-    dist = small.distributed()
-    dist.shards, dist.rank, dist.device = True, rank, torch.device(device)
-    return dist
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_model_without_room_on_the_gpu_is_checked_by_the_first_process_on_the_cpu(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small.causal()
-    num_bytes = 4 * sum(p.numel() for p in model.parameters())
-    monkeypatch.setattr(distributed, "free_memory", lambda device: 1.1 * num_bytes)
-    checked = sharding(rank, "meta").to_check(model)
-    assert checked is (model if rank == 0 else None)
-    assert model.device.type == "cpu"
-
-
-def test_a_model_that_is_to_be_sharded_is_checked_by_a_copy_on_the_gpu() -> None:
-    """The model's own weights stay those of the file that all processes map; `meta` stands for the GPU."""
-    model = small.other("gemma2")  # with tied weights
-    before = {name: value.data_ptr() for name, value in model.state_dict(keep_vars=True).items()}
-    checked = sharding(1, "meta").to_check(model)
-    assert checked is not None
-    assert checked.state_dict().keys() == model.state_dict().keys()
-    assert {value.device.type for value in (*checked.parameters(), *checked.buffers())} == {"meta"}
-    assert {name: value.data_ptr() for name, value in model.state_dict(keep_vars=True).items()} == before
-    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}

@@ -109,17 +109,6 @@ def test_the_command_of_each_machine(
     assert words[-3:] == ["--module", "rlhf_tasks.cli", "sft"]
 
 
-@pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3)])
-def test_deepspeed_reads_its_settings_from_infra(name: str, stage: int) -> None:
-    words = launch.command(Paths(), "sft", section(num_processes=2, parallelism=name), {})
-    assert "--use_deepspeed" in words
-    assert "--multi_gpu" not in words
-    settings = json.loads(Path(option(words, "--deepspeed_config_file")).read_text(encoding="utf-8"))
-    assert settings["zero_optimization"]["stage"] == stage
-    assert settings["train_micro_batch_size_per_gpu"] == settings["gradient_accumulation_steps"] == 1
-    assert "optimizer" not in settings  # ours is passed
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -25,6 +25,7 @@ import torch
 from rlhf_tasks.config import Stage
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import runner
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.distributed import Distributed
 from tests import small, toy
@@ -62,7 +63,6 @@ def launched(layout: str, **changes: Any) -> dict[str, Any]:
 
 def ran(stage: Stage) -> tuple[layouts.Written, list[float]]:
     """What the stage wrote, and the norms of its gradients: Adam hides a wrong scale."""
-    assert rlhf(stage).stdout.count(f"{stage}  done in") == 1, "the first rank alone speaks"
     norms = [float(row["train/grad_norm"]) for row in curve(stage) if row["train/grad_norm"]]
     return layouts.Written.of(Path(), stage), norms
 
@@ -74,9 +74,11 @@ def assert_same_as_one_process(toy_project: Path, stage: Stage, layout: str, cha
         shutil.copytree(toy_project, toy_project.parent / "alone")
         os.chdir(toy_project.parent / "alone")
         toy.write_params(**{stage: changes})
+        assert runner.run(stage, Paths()) == 0
         ALONE[key] = ran(stage)
         os.chdir(toy_project)
     toy.write_params(launch=launched(layout), **{stage: changes})
+    assert rlhf(stage).stdout.count(f"{stage}  done in") == 1, "the first rank alone speaks"
     found, norms = ran(stage)
     expected, expected_norms = ALONE[key]
     assert norms == pytest.approx(expected_norms, rel=1e-3)
@@ -84,7 +86,7 @@ def assert_same_as_one_process(toy_project: Path, stage: Stage, layout: str, cha
 
 
 @pytest.mark.parametrize(
-    ("stage", "layout"), cases(("sft", "reward"), (*LAYOUTS, *OFFLOADED), quick={("sft", "zero2")})
+    ("stage", "layout"), cases(("sft", "reward"), (*LAYOUTS, *OFFLOADED), quick={("sft", "fsdp2")})
 )
 def test_supervised_stages_learn_in_every_layout_what_they_learn_in_one_process(
     toy_project: Path, stage: Stage, layout: str
@@ -119,7 +121,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *cases(FEATURES, LAYOUTS, quick={("plain", "zero3"), ("plain", "fsdp2"), ("engine", "ddp")}),
+        *cases(FEATURES, LAYOUTS, quick={("plain", "ddp")}),
         *cases(["plain"], OFFLOADED, quick=()),
     ],
 )
@@ -134,20 +136,18 @@ def test_ppo_learns_in_every_layout_what_it_learns_in_one_process(
     if name == "engine":
         assert not list(processes_of(toy_project)), "no server is left"
         assert sorted(file.suffix for file in Path(".rlhf/vllm").iterdir()) == [".log"]
+    if layout == "ddp":
+        assert_written_once()
 
 
-def test_ppo_on_two_processes_is_written_once(toy_project: Path) -> None:
-    toy.write_params(launch=launched("ddp"))
-    rlhf("ppo")
-    assert metrics("ppo")["episode"] == 32
+def assert_written_once() -> None:
     samples = pq.read_table("evaluation/ppo/samples.parquet").to_pylist()
     assert len(samples) == 2 * 4, "before and after, four prompts, one process"
     answers = pq.read_table("evaluation/ppo/answers.parquet").to_pylist()
     prompts = pq.read_table("data/prompts/validation.parquet").column("prompt").to_pylist()[:8]
     found = [(row["episode"], row["prompt"]) for row in answers]
-    assert found == [(at, prompt) for at in (0, 32) for prompt in prompts]
+    assert found == [(at, prompt) for at in (0, 48) for prompt in prompts]
     assert curve("ppo")[0]["eval/kl"] == "0.0", "before training the policy is the reference"
-    assert float(curve("ppo")[-1]["eval/kl"]) != 0
     assert not list(Path().rglob("*.partial-*"))
 
 
@@ -162,10 +162,9 @@ IN_BF16: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("features", "layout"),
-    cases(IN_BF16, ("zero2", "fsdp2"), quick={("warm-up-penalty-ptx", "fsdp2")}),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("features", IN_BF16)
+@pytest.mark.parametrize("layout", ["zero2", "fsdp2"])
 def test_ppo_takes_steps_in_bf16(toy_project: Path, features: str, layout: str) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | IN_BF16[features]
@@ -180,38 +179,42 @@ def test_ppo_takes_steps_in_bf16(toy_project: Path, features: str, layout: str) 
     assert all(torch.isfinite(value).all() for value in after.values())
 
 
+@pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_reward_models_side_by_side_are_those_made_one_after_the_other(
-    toy_project: Path, monkeypatch: pytest.MonkeyPatch
+    toy_project: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
 ) -> None:
     """On one thread each. A stopped run saves the state of both, and goes on from it."""
     outs = ("models/reward", "models/reward_heldout")
     toy.write_params(
         reward={"side_by_side": True, "num_epochs": 4, "batch_size": 4}, resume={"every_seconds": 1e-6}
     )
-    rlhf("reward")
+    with small.threads(1):
+        assert runner.run("reward", Paths()) == 0
     expected = [weights(out) for out in outs], curve("reward"), metrics("reward")
     shutil.rmtree(".rlhf/state")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    command = [sys.executable, "-m", "rlhf_tasks.cli", "reward"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stopped:
-        while {file.parent.name for file in Path(".rlhf/state").rglob("step-*")} != {
-            "reward",
-            "reward_heldout",
-        }:
-            assert stopped.poll() is None, stopped.communicate()[0]
-            time.sleep(0.02)
-        stopped.terminate()
-        output = stopped.communicate()[0]
-    assert stopped.returncode == 128 + signal.SIGTERM, output
-    assert "resumed from the snapshot" in rlhf("reward").stdout
+    if is_stopped:
+        stop_with_snapshots_of("reward", "reward_heldout")
+    assert ("resumed from the snapshot" in rlhf("reward").stdout) == is_stopped
     for out, before in zip(outs, expected[0], strict=True):
         assert all(torch.equal(before[name], value) for name, value in weights(out).items())
     assert (curve("reward"), metrics("reward")) == expected[1:]
 
 
+def stop_with_snapshots_of(*loops: str) -> None:
+    command = [sys.executable, "-m", "rlhf_tasks.cli", "reward"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stopped:
+        while {file.parent.name for file in Path(".rlhf/state").rglob("step-*")} != {*loops}:
+            assert stopped.poll() is None, stopped.communicate()[0]
+            time.sleep(0.02)
+        stopped.terminate()
+        output = stopped.communicate()[0]
+    assert stopped.returncode == 128 + signal.SIGTERM, output
+
+
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    cases(("ddp", "zero3", "fsdp2"), ("fp32", "bf16"), quick={("zero3", "fp32"), ("fsdp2", "bf16")}),
+    cases(("ddp", "zero3", "fsdp2"), ("fp32", "bf16"), quick={("zero3", "fp32")}),
 )
 def test_logits_in_chunks_take_the_steps_of_whole_logits(
     toy_project: Path, layout: str, precision: str
@@ -299,12 +302,7 @@ def failed(toy_project: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("sampler", "layout", "fault"),
-    cases(
-        ("policy", "engine"),
-        LAYOUTS,
-        FAULTS,
-        quick={("policy", "fsdp2", "killed")},
-    ),
+    cases(("policy", "engine"), LAYOUTS, FAULTS, quick={("policy", "fsdp2", "killed")}),
 )
 def test_all_processes_end_when_one_fails(toy_project: Path, sampler: str, layout: str, fault: str) -> None:
     """The engine too."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import os
 import random
@@ -28,9 +27,9 @@ from ruamel.yaml import YAML
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import disk, hashing, inputs, lineage, precision
+from rlhf_tasks.project import hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import base, reward, sft
+from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.checkpoint import State
@@ -65,9 +64,7 @@ SHARED: Mapping[str, Any] = {
     "ppo.lora": {"r": 2, "alpha": 4.0},
     "ppo.reference_sync": None,
 }
-STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
-    "base": (Paths().base,),
     "sft": (Paths().sft,),
     "reward": (Paths().reward, Paths().reward_heldout),
     "ppo": (Paths().policy, Paths().ppo_samples),
@@ -107,52 +104,39 @@ def written(stage: str, folder: Path = Path()) -> dict[str, bytes]:
 def run(stage: Stage, tracker: NullTracker | None = None) -> tuple[dict[str, float], list[dict[str, float]]]:
     """One stage in this process: its metrics and curves."""
     tracker = tracker or NullTracker(stage)
-    metrics = STAGES[stage].run(config.VIEWS[stage].of(config.load()), Paths(), tracker)
-    return metrics, tracker.history()
+    return toy.run(stage, config.load(), tracker), tracker.history()
 
 
 class Killing(NullTracker):
-    """Ends the process after the snapshot of `step` of the loop `name`: when the next step is logged."""
+    """Ends the process after the snapshot of `step` of the held-out model: when the next step is logged."""
 
-    def __init__(self, stage: Stage, name: str, step: int) -> None:
-        super().__init__(stage)
-        self._prefix, self._step = "heldout/" if name == "reward_heldout" else "train/", step
+    def __init__(self, step: int) -> None:
+        super().__init__("reward")
+        self._step = step
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
-        if step > self._step and any(key.startswith(self._prefix) for key in values):
+        if step > self._step and any(key.startswith("heldout/") for key in values):
             raise Killed
         super().metrics(values, step=step)
 
 
-@pytest.mark.parametrize(
-    ("stage", "name", "step"),
-    [
-        ("base", "base", 5),  # of 28 rows, four batches an epoch: between epochs
-        ("sft", "sft", 7),
-        ("reward", "reward_heldout", 2),
-    ],
-)
-def test_a_killed_stage_is_resumed_to_the_same_bytes_and_curves(
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    stage: Stage,
-    name: str,
-    step: int,
+def test_reward_models_killed_in_the_second_one_are_resumed_to_the_same_bytes_and_curves(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`test_supervised.py` resumes the loop itself, at every kind of step."""
     monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
-    expected, bytes_expected = run(stage), written(stage)
-    for out in OUTS[stage]:
+    expected, bytes_expected = run("reward"), written("reward")
+    for out in OUTS["reward"]:
         shutil.rmtree(out)
     monkeypatch.setenv("RLHF_STATE_DIR", "killed")
     with pytest.raises(Killed):
-        run(stage, Killing(stage, name, step))
+        run("reward", Killing(step=2))
     random.seed(99)
     np.random.seed(99)
     torch.manual_seed(99)
-    assert run(stage) == expected
-    assert f"{name}: resumed from the snapshot after step {step}\n" in capsys.readouterr().out
-    assert written(stage) == bytes_expected
+    assert run("reward") == expected
+    assert "reward_heldout: resumed from the snapshot after step 2\n" in capsys.readouterr().out
+    assert written("reward") == bytes_expected
 
 
 def test_a_stage_that_had_stopped_early_is_not_trained_further(here: Path, trained: Path) -> None:
@@ -257,30 +241,6 @@ def test_a_half_written_snapshot_is_not_used(project: Path, view: SftView) -> No
     assert not half.exists()
 
 
-def test_a_part_that_writes_its_own_files_is_loaded_as_their_folder(view: SftView) -> None:
-    """DeepSpeed does so."""
-
-    def write(folder: Path) -> None:
-        (folder / "part.bin").write_bytes(b"own")
-
-    with loop(view) as snapshots:
-        snapshots.save(4, {"training": write, "x": [1, None, "text", 0.5]})
-        found = snapshots.load()
-    assert found is not None
-    assert (found["training"] / "part.bin").read_bytes() == b"own"
-    assert found["x"] == [1, None, "text", 0.5]
-
-
-def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    object.__setattr__(view.resume, "every_seconds", 60.0)
-    with loop(view) as snapshots:
-        assert [snapshots.due() for now[0] in (159.0, 160.0, 161.0)] == [False, True, True]
-        snapshots.save(1, {})
-        assert [snapshots.due() for now[0] in (220.0, 221.0)] == [False, True]
-
-
 def test_snapshots_take_at_most_a_fiftieth_of_the_time(
     view: SftView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,29 +292,6 @@ def test_without_room_in_memory_training_waits_for_the_disk(
     with loop(view) as snapshots:
         snapshots.save(1, {"step": 1})
         assert [path.name for path in snapshots_of(project)] == ["step-000000001"]
-
-
-def test_a_snapshot_that_cannot_be_written_ends_the_stage(
-    view: SftView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(hashing, "sha256_of_files", full)
-    with pytest.raises(disk.DiskFullError), loop(view) as snapshots:
-        snapshots.save(1, {"step": 1})
-
-
-def test_restored_generators_draw_the_same_numbers(tmp_path: Path) -> None:
-    def drawn() -> tuple[float, float, list[float]]:
-        return random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()
-
-    dist = small.distributed()
-    drawn()  # the second number of a pair is kept inside
-    torch.save(dist.rng_state(), tmp_path / "state.pt")
-    expected = drawn()
-    dist.set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert drawn() == expected
 
 
 # ---------------------------------------------------------------------------------- mismatches
@@ -482,8 +419,13 @@ def start(stage: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def finish(stage: str, folder: Path) -> dict[str, Any]:
-    """Run to the end: checkpoints, metrics and curves without times."""
+    """Run to the end: `results`."""
     assert start(stage, folder).wait(300) == 0
+    return results(stage, folder)
+
+
+def results(stage: str, folder: Path) -> dict[str, Any]:
+    """Checkpoints, metrics and curves without times of a stage that has ended."""
     assert list((folder / "state").glob("*/*/finished")), "the next stage may remove the snapshots"
     metrics = json.loads((folder / f"metrics/{stage}.json").read_text(encoding="utf-8"))
     with (folder / f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
@@ -511,18 +453,19 @@ def terminate(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.e2e
-def test_sft_killed_or_terminated_ends_with_the_same_bytes(trained: Path, tmp_path: Path) -> None:
-    expected = finish("sft", workspace(trained, tmp_path / "uninterrupted"))
+def test_sft_killed_by_sigkill_ends_with_the_same_bytes(
+    here: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_STATE_DIR", "state")
+    with small.threads(1):
+        assert runner.run("sft", Paths()) == 0
     folder = workspace(trained, tmp_path / "killed")
     process = start("sft", folder)
     await_snapshot(folder, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    before, process = newest(folder), start("sft", folder)
-    await_snapshot(folder, process, before)
-    terminate(process)
     assert not (folder / "metrics/sft.json").exists()
-    assert finish("sft", folder) == expected
+    assert finish("sft", folder) == results("sft", here)
 
 
 @pytest.mark.slow

@@ -273,16 +273,6 @@ def test_the_reported_rate_is_the_rate_in_use() -> None:
     assert {group["lr"] for group in state.optimizer.param_groups} == {steps[-1]["lr"]}
 
 
-def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned() -> None:
-    layer, dist = nn.Linear(1, 1), small.distributed()  # loss 100·(w + b): the gradient is (100, 100)
-    before = layer.weight.item(), layer.bias.item()
-    model, optimizer = dist.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0), 1.0)
-    dist.backward(model, model(torch.ones(1, 1)).sum() * 100)
-    assert dist.step(model, optimizer, max_grad_norm=1.0) == pytest.approx(math.sqrt(20000))
-    assert before[0] - layer.weight.item() == pytest.approx(0.5**0.5, rel=1e-4)
-    assert before[1] - layer.bias.item() == pytest.approx(0.5**0.5, rel=1e-4)
-
-
 def test_a_loss_that_is_not_finite_changes_no_weight() -> None:
     class Infinite(Counted):
         def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
