@@ -13,17 +13,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 
 from rlhf_tasks import config
 from rlhf_tasks.config import STAGES, Tracking
 from rlhf_tasks.project import git, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves
-from rlhf_tasks.tracking.record import PIPELINE, DamagedRecordError, NullRecord, Record, pending
+from rlhf_tasks.tracking.record import (
+    PIPELINE,
+    REPORT,
+    SAMPLES,
+    DamagedRecordError,
+    NullRecord,
+    Record,
+    as_text,
+    pending,
+)
 from rlhf_tasks.tracking.sync import Sender, delivered
 
-REPORT = "report/index.html"  # its place among the artifacts of the run
 NAME, NOTE = "mlflow.runName", "mlflow.note.content"
+NUM_SAMPLES = 20
 LINKS_SECONDS = 10.0  # until MLflow was imported and has the flow's run
 
 
@@ -38,7 +48,7 @@ class Pipeline:
         self._record.append("tags", values=dict(values))
 
     def results(self, paths: Paths) -> None:
-        """Log what the folder holds: PPO's curves, the stages' results, the gate's verdict, the report."""
+        """Log what the folder holds: PPO's curves, the stages' results, samples, the verdict, the report."""
         if (table := paths.curves("ppo")).exists():
             for row in curves.read_csv(table.read_text(encoding="utf-8")):
                 values = {name: row[name] for name in curves.HEADLINES if name in row}
@@ -48,6 +58,9 @@ class Pipeline:
             if (file := paths.metrics(stage)).exists():
                 metrics = config.flatten(json.loads(file.read_text(encoding="utf-8")))
                 self._record.append("results", values=curves.results(stage, metrics))
+        if paths.judged_responses.exists():
+            rows = pq.read_table(paths.judged_responses).slice(0, NUM_SAMPLES).to_pylist()
+            self._record.keep(SAMPLES, as_text(rows))
         self.tags(gate(paths))
         if (report := paths.reports / "index.html").exists():
             self._record.keep(REPORT, report)

@@ -23,7 +23,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from rlhf_tasks.project import atomic, disk
 Event = Mapping[str, Any]
 """A line of a record."""
 PIPELINE = "pipeline"  # the `stage` of a pipeline's own run
+REPORT, SAMPLES = "report/index.html", "samples.txt"  # artifacts of a pipeline's run
 
 
 class DamagedRecordError(ValueError):
@@ -171,3 +172,13 @@ def lock(home: Path, timeout: float = -1) -> FileLock:
 def now() -> int:
     """Milliseconds since 1970."""
     return round(time.time() * 1000)
+
+
+def as_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table to read: a paragraph per row, and a line per value."""
+    return "\n\n".join(
+        "\n".join(
+            f"{name}: {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in row.items()
+        )
+        for row in rows
+    )
