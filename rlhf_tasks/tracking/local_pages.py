@@ -23,6 +23,7 @@ LOOPBACK = " ".join(
 )
 POLICY = f"default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data: {LOOPBACK}"
 MLFLOW_APP = "rlhf"  # the plugin's name
+NO_ASSISTANT = "[data-assistant-ui] { display: none !important }"  # nor its button, which covers charts
 STORE = "MLFLOW_BACKEND_STORE_URI"  # from which `mlflow server` takes its store
 
 
@@ -43,7 +44,9 @@ def app() -> Any:
             "section": view.SECTION,
             "chart": view.CHART,
         }
-        head = f"<head><script>const ours = {json.dumps(ours)};\n{script}</script>"
+        head = (
+            f"<head><style>{NO_ASSISTANT}</style><script>const ours = {json.dumps(ours)};\n{script}</script>"
+        )
         return html.replace("<head>", head, 1).encode("utf-8")
 
     async def with_policy(scope: Any, receive: Any, send: Any) -> None:

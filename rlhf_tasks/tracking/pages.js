@@ -1,13 +1,29 @@
-// Runs in each of MLflow's pages before MLflow does; `ours` has the addresses and charts of local_pages.py.
+// Runs in MLflow's page before MLflow does. `ours` has the address and the charts of local_pages.py.
 {
-  const set = {"mlflow.assistant.panelOpen_v1": false, "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": true,
-    "mlflow.telemetry.info.alert.dismissed_v1": true, "mlflow.settings.telemetry.enabled_v1": false};
-  for (const key in set) if (localStorage.getItem(key) === null) localStorage.setItem(key, set[key]);
+  // 1. What MLflow remembers of a user's choices, for users who have made none.
+  const chosen = {
+    "mlflow.workflowType_v1": "machine_learning", // or pages of a run have the menu of prompts and traces
+    "mlflow.assistant.panelOpen_v1": false,
+    "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": true,
+    "mlflow.telemetry.info.alert.dismissed_v1": true,
+    "mlflow.settings.telemetry.enabled_v1": false,
+  };
+  for (const [key, value] of Object.entries(chosen))
+    if (localStorage.getItem(key) === null) localStorage.setItem(key, JSON.stringify(value));
 
+  // 2. The root goes to the page of runs, and a link to a run goes to its charts.
   if (ours.runs && /^(#\/?)?$/.test(location.hash)) location.replace(ours.runs);
+  addEventListener("click", event => {
+    const link = event.target.closest("a[href]:not([role=tab], [role=tab] *)");
+    if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    if (!/^#\/experiments\/\d+\/runs\/[0-9a-f]{32}$/.test(link.getAttribute("href"))) return;
+    event.preventDefault();
+    event.stopPropagation();
+    location.hash = `${link.getAttribute("href")}/model-metrics`;
+  }, true);
 
-  // The charts of a run's page are in the local storage, by the run. MLflow's own, which stand in for those that
-  // nobody has arranged, are one section per prefix of the metrics' names, all unfolded.
+  // 3. The charts of a run's page. Those that nobody has arranged MLflow draws as a section for each prefix of
+  // the metrics' names, all unfolded.
   const stored = Storage.prototype.getItem;
   Storage.prototype.getItem = function (key) {
     const run = /-RunPage-([0-9a-f]{32})-model-chartUIState$/.exec(key);
@@ -19,20 +35,21 @@
     request.open("GET", `ajax-api/2.0/mlflow/runs/get?run_id=${run}`, false);
     request.send();
     const metrics = JSON.parse(request.responseText).run?.data.metrics ?? [];
-    if (!metrics.length) return null;
     const curves = metrics.filter(one => one.step > 0).map(one => one.key);
-    const values = metrics.map(one => one.key).filter(name => !curves.includes(name));
     const first = ours.first.filter(name => curves.includes(name));
-    const parts = [["PPO", first], ["Curves", curves.filter(name => !first.includes(name))], ["Single values", values]];
-    const shown = parts.filter(([, names]) => names.length);
-    return JSON.stringify({
+    const parts = Object.entries({
+      "PPO": first,
+      "Curves": curves.filter(name => !first.includes(name)),
+      "Single values": metrics.map(one => one.key).filter(name => !curves.includes(name)),
+    }).filter(([, names]) => names.length);
+    return parts.length ? JSON.stringify({
       isAccordionReordered: true,
       autoRefreshEnabled: true,
-      compareRunSections: shown.map(([name], at) => ({...ours.section, uuid: name, name, display: at === 0})),
-      compareRunCharts: shown.flatMap(([section, names]) => names.map(name => ({
-        ...ours.chart, uuid: name, metricSectionId: section, metricKey: name, selectedMetricKeys: [name],
-        type: section === "Single values" ? "BAR" : "LINE", displayName: name,
+      compareRunSections: parts.map(([part], at) => ({...ours.section, uuid: part, name: part, display: !at})),
+      compareRunCharts: parts.flatMap(([part, names]) => names.map(name => ({
+        ...ours.chart, uuid: name, metricSectionId: part, metricKey: name, selectedMetricKeys: [name],
+        displayName: name, type: part === "Single values" ? "BAR" : "LINE",
       }))),
-    });
+    }) : null;
   }
 }

@@ -233,7 +233,7 @@ class Delivery:
         latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
         tags |= self._send_artifacts(latest)
         if MLFLOW_RUN_NOTE in tags:
-            tags[MLFLOW_RUN_NOTE] += self._links()
+            tags[MLFLOW_RUN_NOTE] = self._described(tags[MLFLOW_RUN_NOTE])
         if tags:
             self._set_tags(tags)
         if events and events[-1]["kind"] == "end":
@@ -292,17 +292,16 @@ class Delivery:
                     self._client.log_artifact(self._run, str(figure))
         return tags
 
-    def _links(self) -> str:
-        """What a description ends with: links to artifacts, and the figure, which any MLflow server shows."""
+    def _described(self, note: str) -> str:
+        """A description with links to artifacts before it, and the figure, which any MLflow server shows."""
         links = list[str]()
         for title, name in {"Samples": SAMPLES, "Report": REPORT}.items():
             if name in self._artifacts:
                 page = view.run_page("", self._experiment, self._run, f"/artifacts/{name}")
                 links.append(f"[{title}]({page.removeprefix('/')})")
-        text = f"\n\n{' · '.join(links)}" if links else ""
-        if "plots/ppo.csv" in self._artifacts:
-            text += f"\n\n![Curves of PPO](get-artifact?path=curves.png&run_uuid={self._run})"
-        return text
+        figure = f"![Curves of PPO](get-artifact?path=curves.png&run_uuid={self._run})"
+        parts = [" · ".join(links), note, figure if "plots/ppo.csv" in self._artifacts else ""]
+        return "\n\n".join(part for part in parts if part)
 
     def _set_tags(self, tags: Mapping[str, str]) -> None:
         self._client.log_batch(self._run, tags=[RunTag(name, text[:MAX_TAG]) for name, text in tags.items()])

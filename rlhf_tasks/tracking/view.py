@@ -16,8 +16,8 @@ KEY = "rlhf"
 TAG = f"mlflow.sharedViewState.{KEY}"
 PIPELINES = "tags.`rlhf.pipeline` LIKE '%'"  # the runs that are no stage's
 MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
-MAX_COLUMNS = 24  # an experiment's tag has 5,000 characters
-TAGS = ("verdict", "preset", "changes")  # columns before those of metrics
+MAX_METRICS = 12  # columns; an experiment's tag has 5,000 characters
+NAME, TAGS = "attributes.`Run Name`", ("tags.`verdict`", "tags.`preset`", "tags.`changes`")
 FIRST = sorted(HEADLINES, key=lambda name: name in ("objective/scores", "val/ratio"))
 """The charts that pages begin with: the KL, the reward and the clip fraction, then the other headlines."""
 SECTION = {
@@ -34,7 +34,8 @@ CHART = {  # a line per run over PPO's episodes, which are the steps
     "runsCountToCompare": 10,
     "xAxisKey": "step",
     "useGlobalXaxisKey": True,
-    "useGlobalLineSmoothing": True,
+    "useGlobalLineSmoothing": False,
+    "lineSmoothness": 0,
     "isGenerated": False,
     "deleted": False,
 }
@@ -51,16 +52,19 @@ def run_page(server: str, experiment: str, run: str, tab: str = "") -> str:
     return f"{server}/#/experiments/{experiment}/runs/{run}{tab}?{MODEL_TRAINING}"
 
 
-def text(metrics: Iterable[str]) -> str:
-    """The view, as MLflow reads it; `metrics` are the names that the runs of pipelines have."""
-    names = sorted(metrics, key=lambda name: (name not in HEADLINES, not name.endswith("win_rate"), name))
-    columns = [f"tags.`{name}`" for name in TAGS] + [f"metrics.`{name}`" for name in names[:MAX_COLUMNS]]
+def text(logged: Iterable[str]) -> str:
+    """The view, as MLflow reads it; `logged` are the metrics that the runs of pipelines have."""
+    names = sorted(logged, key=lambda name: (name not in HEADLINES, not name.endswith("win_rate"), name))
+    metrics = [f"metrics.`{name}`" for name in names[:MAX_METRICS]]
     state: dict[str, Any] = {
         "searchFilter": PIPELINES,
         "orderByKey": "attributes.start_time",
         "orderByAsc": False,
-        "selectedColumns": columns,
-        "columnWidths": {"attributes.`Run Name`": 260},
+        "selectedColumns": [*TAGS, *metrics],
+        # MLflow's own order has tags last. "0" is the column of check boxes.
+        "columnOrder": ["0", NAME, *TAGS, *metrics, "runDateAndNestInfo", "duration"],
+        "columnWidths": {"0": 75, NAME: 190, **dict(zip(TAGS, (110, 110, 220), strict=True))}
+        | {one: 7 * len(one) for one in metrics},
         "compareRunCharts": [
             CHART
             | {"uuid": f"{KEY}-{number}", "metricKey": name, "selectedMetricKeys": [name]}

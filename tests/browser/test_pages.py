@@ -118,13 +118,13 @@ def test_the_verdict_is_one_click_from_mlflow_s_root(running: Service, reader: R
     reader.click(
         reader.page.get_by_role("radio", name="List view").or_(reader.page.get_by_label("List view"))
     )
-    reader.page.get_by_text("the gate accepts the policy").first.wait_for()
+    reader.page.get_by_text("passed").first.wait_for()
     for change in ("ppo.kl_coef: 0.1", "ppo.kl_coef: 0.2"):
         reader.page.get_by_text(change).first.wait_for()
     assert reader.clicks == 1
     reader.open(running.url("mlflow"))
     reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
-    reader.page.get_by_text("the gate accepts the policy").first.wait_for()
+    reader.page.get_by_text("passed").first.wait_for()
     assert reader.clicks == 1
 
 
