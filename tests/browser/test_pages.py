@@ -109,22 +109,19 @@ def test_mlflow_s_root_overlays_the_curves_of_the_last_runs(running: Service, re
     for chart in range(3):
         toy.until(lambda chart=chart: len(strokes(reader, chart)) == 3, "a curve of its own color per run")
     assert reader.clicks == 0
-    assert reader.page.get_by_text(re.compile("MLflow Assistant|usage data")).count() == 0
+    assert reader.page.get_by_text(re.compile("Assistant|usage data")).locator("visible=true").count() == 0
 
 
 def test_the_verdict_is_one_click_from_mlflow_s_root(running: Service, reader: Reader) -> None:
-    """In the list of runs, with the preset and the changed parameters; or in the description of a run."""
+    """It is a column of the list, with the preset and the changed parameters."""
     reader.open(running.url("mlflow"))
-    reader.click(
-        reader.page.get_by_role("radio", name="List view").or_(reader.page.get_by_label("List view"))
-    )
-    reader.page.get_by_text("passed").first.wait_for()
-    for change in ("ppo.kl_coef: 0.1", "ppo.kl_coef: 0.2"):
-        reader.page.get_by_text(change).first.wait_for()
-    assert reader.clicks == 1
-    reader.open(running.url("mlflow"))
-    reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
-    reader.page.get_by_text("passed").first.wait_for()
+    reader.click(reader.page.locator("label", has=reader.page.locator("input[value=TABLE]")))
+    for name in ("verdict", "preset", "changes"):
+        cells = reader.page.locator(f"[role=gridcell][col-id='tags.`{name}`']")
+        cells.nth(len(NAMES) - 1).wait_for()
+        assert all(cell.is_visible() for cell in cells.all())
+        texts = cells.all_inner_texts()
+        assert texts == ["passed"] * 3 if name == "verdict" else "" not in texts
     assert reader.clicks == 1
 
 
@@ -139,12 +136,11 @@ def test_samples_are_three_clicks_from_mlflow_s_root(running: Service, reader: R
     assert reader.clicks <= 3
 
 
-def test_a_run_s_charts_begin_with_those_of_ppo_and_single_values_are_folded(
+def test_a_run_opens_with_the_charts_of_ppo_and_single_values_are_folded(
     running: Service, reader: Reader
 ) -> None:
     reader.open(running.url("mlflow"))
     reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
-    reader.click(reader.page.get_by_role("tab", name="Model metrics"))
     toy.until(lambda: len(strokes(reader, 2)) == 1, "the curves")
     sections = reader.page.get_by_text(re.compile(r"^(PPO|Curves|Single values)\b"))
     assert [text.split(" (")[0] for text in sections.all_inner_texts()] == ["PPO", "Single values"]
