@@ -177,10 +177,10 @@ class Delivery:
         return str(run.info.run_id), True
 
     def _next_color(self) -> str:
-        """A color that the newest pipeline does not have: MLflow's own for two runs are often alike."""
-        newest = self._client.search_runs([self._experiment], view.PIPELINES, max_results=1)
-        last = newest[0].data.tags.get(COLOR_TAG) if newest else None
-        return COLORS[(COLORS.index(last) + 1) % len(COLORS) if last in COLORS else 0]
+        """A color that the newest pipelines do not have: MLflow's own colors of two runs are often alike."""
+        newest = self._client.search_runs([self._experiment], view.PIPELINES, max_results=len(COLORS) - 1)
+        used = {run.data.tags.get(COLOR_TAG) for run in newest}
+        return next(color for color in COLORS if color not in used)
 
     def _log_params(self, run: str, values: Mapping[str, Any]) -> None:
         texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
