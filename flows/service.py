@@ -173,8 +173,11 @@ class Service:
             return
         console.say(f"{name}: starts on port {port}, which takes up to a minute")
         if name == "mlflow":
+            from rlhf_tasks.tracking.store import open_store
+
+            open_store(None, self.home)  # a server that is stopped early would leave half a database
             command = dashboard.server_command(self.home, port)
-            environment = dashboard.server_environment(os.environ)
+            environment = dashboard.server_environment(self.home, os.environ)
         else:
             words = ["-m", "flows.server", "server", "start", "--host", HOST, "--port", str(port)]
             command = [sys.executable, *words]

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
 from rlhf_tasks.config import Tracking
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking.context import bound_requests, uri
@@ -116,14 +114,10 @@ class Registry:
                 "tracking.enabled is false, and the champion is kept in MLflow's registry; set it to true"
             )
         bound_requests()
-        from mlflow.tracking import MlflowClient
+        from rlhf_tasks.tracking.store import open_store
 
-        from rlhf_tasks.tracking.store import embedded_uri
-
-        home.mkdir(parents=True, exist_ok=True)
-        # Without the lock two processes would create the tables of a new database at once.
-        with translated_errors(), FileLock(home / "mlflow.lock"):
-            registry = cls(MlflowClient(uri(settings) or embedded_uri(home)), name)
+        with translated_errors():
+            registry = cls(open_store(uri(settings), home), name)
             registry._aliases()
         return registry
 

@@ -98,7 +98,7 @@ class Figure:
     @property
     def x_ticks(self) -> dict[float, str]:
         low, high = self.ends
-        return {x: text for x, text in ticks(low, high, 4).items() if low <= x <= high}
+        return {x: text for x, text in ticks(low, high).items() if low <= x <= high}
 
     def x(self, value: float) -> float:
         """The x of a value in the image."""

@@ -155,7 +155,8 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             pq.write_table(calibration, folder / "calibration.parquet")
             by_length = pa.Table.from_pylist(lengths, diagnostics.LENGTHS)
             pq.write_table(by_length, folder / "lengths.parquet")
-            pq.write_table(_response_table(sampled, judged), folder / paths.judged_responses.name)
+            responses = _response_table(sampled, judged)
+            pq.write_table(responses, folder / paths.judged_responses.name)
         rates = summary.win_rates(results.comparisons)
         summary.show_table(f"win rates on {len(sampled.prompts)} test prompts (ties count half)", rates)
         for name, accuracy in results.accuracies.items():
@@ -163,13 +164,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             console.table(f"right by {name}", header, summary.accuracy_table(accuracy))
         tracker.table("win_rates", rates)
         tracker.table("comparisons", compared.to_pylist())
-        tracker.table(
-            "responses",
-            [
-                {"prompt": prompt, **{who: texts[i] for who, texts in sampled.texts.items()}}
-                for i, prompt in enumerate(sampled.prompts[: settings.num_samples_shown])
-            ],
-        )
+        tracker.table("responses", responses.slice(0, settings.num_samples_shown).to_pylist())
     return results.metrics()
 
 

@@ -31,7 +31,7 @@ def serve(home: Path, port: int) -> int:
     for name, page in runs_pages(home, f"http://{HOST}:{free}").items():
         console.say(f"MLflow, runs of {name}: {page}")
     console.say("Ctrl-C ends the server")
-    with subprocess.Popen(server_command(home, free), env=server_environment(os.environ)) as server:
+    with subprocess.Popen(server_command(home, free), env=server_environment(home, os.environ)) as server:
         try:
             return server.wait()
         except BaseException:
@@ -41,26 +41,24 @@ def serve(home: Path, port: int) -> int:
 
 
 def server_command(home: Path, port: int) -> list[str]:
-    """The command that serves the embedded store and its artifacts on loopback."""
+    """The command that serves the store of `server_environment` and its artifacts on loopback."""
     words = ["-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
-    store = ["--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"]
     pages = ["--app-name", local_pages.MLFLOW_APP]
-    return [sys.executable, *words, *pages, *store, "--default-artifact-root", str(home / "mlartifacts")]
+    return [sys.executable, *words, *pages, "--default-artifact-root", str(home / "mlartifacts")]
 
 
-def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """No telemetry, and no job runners: nothing here gives jobs to MLflow."""
+def server_environment(home: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The embedded store; no telemetry, and no job runners: nothing here gives jobs to MLflow."""
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    return {**quiet, **environment, "OMP_NUM_THREADS": "1"}
+    own = {local_pages.STORE: f"sqlite:///{home / 'mlflow.db'}", "OMP_NUM_THREADS": "1"}
+    return {**quiet, **environment, **own}
 
 
 def runs_pages(home: Path, address: str, experiment: str | None = None) -> dict[str, str]:
     """The page with the runs of each experiment; `experiment` is created if there is none of that name."""
-    from mlflow.tracking import MlflowClient
+    from rlhf_tasks.tracking.store import open_experiment, open_store
 
-    from rlhf_tasks.tracking.store import embedded_uri, open_experiment
-
-    client, pages = MlflowClient(embedded_uri(home)), dict[str, str]()
+    client, pages = open_store(None, home), dict[str, str]()
     names = [one.name for one in client.search_experiments() if one.experiment_id != UNNAMED]
     for name in dict.fromkeys([*names, *([experiment] if experiment else [])]):
         identity = open_experiment(client, name, (home / "mlartifacts").as_uri())

@@ -13,17 +13,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 
 from rlhf_tasks import config
 from rlhf_tasks.config import STAGES, Tracking
 from rlhf_tasks.project import git, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves
-from rlhf_tasks.tracking.record import PIPELINE, DamagedRecordError, NullRecord, Record, pending
+from rlhf_tasks.tracking.record import (
+    PIPELINE,
+    REPORT,
+    SAMPLES,
+    DamagedRecordError,
+    NullRecord,
+    Record,
+    as_text,
+    pending,
+)
 from rlhf_tasks.tracking.sync import Sender, delivered
 
-REPORT = "report/index.html"  # its place among the artifacts of the run
 NAME, NOTE = "mlflow.runName", "mlflow.note.content"
+NUM_SAMPLES = 20
 LINKS_SECONDS = 10.0  # until MLflow was imported and has the flow's run
 
 
@@ -38,16 +48,20 @@ class Pipeline:
         self._record.append("tags", values=dict(values))
 
     def results(self, paths: Paths) -> None:
-        """Log what the folder holds: PPO's curves, the stages' results, the gate's verdict, the report."""
-        if (table := paths.curves("ppo")).exists():
-            for row in curves.read_csv(table.read_text(encoding="utf-8")):
+        """Log what the folder holds: PPO's curves, the stages' results, samples, the verdict, the report."""
+        if (ppo := paths.curves("ppo")).exists():
+            for row in curves.read_csv(ppo.read_text(encoding="utf-8")):
                 values = {name: row[name] for name in curves.HEADLINES if name in row}
                 self._record.append("metrics", step=int(row[curves.axis("ppo")]), values=values)
-            self._record.keep("plots/ppo.csv", table)
+            self._record.keep("plots/ppo.csv", ppo)
         for stage in STAGES:
             if (file := paths.metrics(stage)).exists():
                 metrics = config.flatten(json.loads(file.read_text(encoding="utf-8")))
                 self._record.append("results", values=curves.results(stage, metrics))
+        if paths.judged_responses.exists():
+            table = pq.read_table(paths.judged_responses).slice(0, NUM_SAMPLES)
+            read = [name for name in table.column_names if name.rpartition("/")[2] not in ("index", "base")]
+            self._record.keep(SAMPLES, as_text(table.select(read).to_pylist()))
         self.tags(gate(paths))
         if (report := paths.reports / "index.html").exists():
             self._record.keep(REPORT, report)
@@ -86,16 +100,16 @@ class Pipeline:
 
 
 def note(facts: Mapping[str, str | None]) -> str:
-    """The description of a run in MLflow: what it is, and where the rest of it is found."""
-    lines = [f"- **{name}:** {text}" for name, text in facts.items() if text]
-    return "\n".join(["One run of the pipeline: SFT, reward model, PPO, judge.\n", *lines])
+    """The description of a run in MLflow, of which pages show three lines at first: so the verdict is one."""
+    names = sorted(facts, key=lambda name: name != "verdict")
+    return "\n".join(f"- **{name}:** {facts[name]}" for name in names if facts[name])
 
 
 def gate(paths: Paths) -> dict[str, str]:
     """The gate's verdict as a tag, if there is one."""
     file = paths.metrics("verdict")
     passed = json.loads(file.read_text(encoding="utf-8")).get("gate/passed") if file.exists() else None
-    return {} if passed is None else {"verdict": f"the gate {'accepts' if passed else 'refuses'} the policy"}
+    return {} if passed is None else {"verdict": "passed" if passed else "refused"}
 
 
 def log_repro(paths: Paths, header: Mapping[str, Any]) -> Record:

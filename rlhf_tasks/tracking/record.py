@@ -22,8 +22,9 @@ import errno
 import json
 import os
 import shutil
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from rlhf_tasks.project import atomic, disk
 Event = Mapping[str, Any]
 """A line of a record."""
 PIPELINE = "pipeline"  # the `stage` of a pipeline's own run
+REPORT, SAMPLES = "report/index.html", "samples.txt"  # artifacts of a pipeline's run
+WIDTH = 100  # characters of a line, of which MLflow's viewer cuts longer ones
 
 
 class DamagedRecordError(ValueError):
@@ -171,3 +174,13 @@ def lock(home: Path, timeout: float = -1) -> FileLock:
 def now() -> int:
     """Milliseconds since 1970."""
     return round(time.time() * 1000)
+
+
+def as_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table to read: a paragraph per row, a line per value, and long lines wrapped."""
+    paragraphs = []
+    for row in rows:
+        values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
+        lines = [line for name, value in values.items() for line in f"{name}: {value}".splitlines()]
+        paragraphs.append("\n".join(textwrap.fill(line, WIDTH, break_long_words=False) for line in lines))
+    return "\n\n".join(paragraphs)

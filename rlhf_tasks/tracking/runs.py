@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking import context, curves, view
-from rlhf_tasks.tracking.store import EXPERIMENT, embedded_uri
+from rlhf_tasks.tracking.store import EXPERIMENT, open_store
 
 NAMED_BY = ("tags.`rlhf.run`", "tags.`rlhf.pipeline`", "attributes.run_name")
 IDENTITY = re.compile(r"[0-9a-f]{32}")
@@ -84,7 +84,7 @@ def pages(
     """`{name: address}` of the pages of the runs with these tags; empty if MLflow does not answer."""
     found = dict[str, str]()
     try:
-        client = MlflowClient(uri or embedded_uri(home))
+        client = open_store(uri, home)
         known = client.get_experiment_by_name(experiment)
         if known is None:
             return {}
@@ -108,7 +108,7 @@ def _found(
         return
     context.bound_requests()
     try:
-        client = MlflowClient(uri or embedded_uri(home))
+        client = open_store(uri, home)
         yield client, _search(client, name)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         reason = " ".join(str(error).split())[:200]

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from filelock import FileLock
+from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
 
 from rlhf_tasks.config import Stage
-from rlhf_tasks.project import processes
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import atomic, processes
 from rlhf_tasks.tracking import curves, view
-from rlhf_tasks.tracking.record import PIPELINE, Event, Record
+from rlhf_tasks.tracking.record import PIPELINE, REPORT, SAMPLES, Event, Record
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
 MAX_PARAM, MAX_TAG = 6000, 5000  # characters
 MAX_DIGEST = 36  # characters, as many as `….dir` has
+PARTIAL = "mlflow.db.partial-"  # a folder in which the database is created
 REASON = "rlhf.reason"  # why a run was killed or failed
 VANISHED = "the process vanished without an error (killed? out of memory?)"
 EXPERIMENT = "dvc.exp"
 TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by it
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # or MLflow shows prompts and traces
+COLOR_TAG = "mlflow.runColor"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by everybody
 UNDRAWABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # matplotlib's errors
 
 
@@ -33,15 +41,47 @@ def embedded_uri(home: Path) -> str:
     return f"sqlite:///{home / 'mlflow.db'}"
 
 
+def open_store(uri: str | None, home: Path) -> MlflowClient:
+    """The store at `uri`, else the embedded one of `home`, whose database appears whole or not at all.
+
+    MLflow creates the tables in dozens of migrations, and never repairs a database in which one was cut off.
+    """
+    database = home / "mlflow.db"
+    if uri is None and not database.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        with FileLock(home / "mlflow.lock"):
+            for stale in home.glob(f"{PARTIAL}*"):  # which killed processes left
+                shutil.rmtree(stale)
+            if not database.exists():
+                with TemporaryDirectory(prefix=PARTIAL, dir=home) as folder:
+                    made, copy = Path(folder) / "made.db", Path(folder) / "copy.db"
+                    MlflowClient(f"sqlite:///{made}").search_experiments(max_results=1)
+                    with closing(sqlite3.connect(made)) as connection:  # MLflow keeps connections of its own
+                        connection.execute("VACUUM INTO ?", (str(copy),))
+                    atomic.fsync(copy)
+                    copy.rename(database)
+    return MlflowClient(uri or embedded_uri(home))
+
+
 def open_experiment(client: MlflowClient, name: str, location: str | None) -> str:
-    """The id of the experiment, which is created if there is none; its page of runs has our view."""
+    """The id of the experiment, which is created if there is none; its page of runs has our view.
+
+    Raises:
+        UserError: if the experiment is deleted.
+    """
     tags = {KIND_TAG: KIND, view.TAG: view.text(curves.HEADLINES)}
     known = client.get_experiment_by_name(name)
     if known is None:
         return str(client.create_experiment(name, location, tags))
+    identity = str(known.experiment_id)
+    if known.lifecycle_stage == LifecycleStage.DELETED:
+        raise UserError(
+            f"MLflow's experiment {name} is deleted; name another one in tracking.experiment, or restore it: "
+            f"MLFLOW_TRACKING_URI={client.tracking_uri} mlflow experiments restore --experiment-id {identity}"
+        )
     for tag in tags.keys() - known.tags.keys():
-        client.set_experiment_tag(known.experiment_id, tag, tags[tag])
-    return str(known.experiment_id)
+        client.set_experiment_tag(identity, tag, tags[tag])
+    return identity
 
 
 class Delivery:
@@ -57,6 +97,7 @@ class Delivery:
         self._header: Event = {}
         self._run = ""  # MLflow's id; empty until the run was found or created, and after a failure
         self._tables = list[str]()
+        self._artifacts = set[str]()
 
     def step(self, *, only_over: bool = False) -> None:
         """Send what there is, with the outbox's lock held.
@@ -96,7 +137,7 @@ class Delivery:
     def _connect(self, *, is_live: bool) -> None:
         """Find or create the run, with its parameters and inputs; RUNNING, as its pipeline if it is live."""
         header, home = self._header, Path(self._header["home"])
-        self._client = MlflowClient(header["uri"] or embedded_uri(home))
+        self._client = open_store(header["uri"], home)
         location = None if header["uri"] else (home / "mlartifacts").as_uri()
         self._experiment = open_experiment(self._client, header["experiment"], location)
         parent, stage = header["parent"], header["stage"]
@@ -104,6 +145,7 @@ class Delivery:
         named = parent.get(EXPERIMENT) or parent.get("name") or time.strftime("repro-%m%d-%H%M%S", start)
         tags = {key: parent[key] for key in (EXPERIMENT, "prefect.flow_run_id") if key in parent}
         tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"], MLFLOW_RUN_NAME: named}
+        tags[COLOR_TAG] = self._next_color()
         self._parent, _ = self._find_or_create("rlhf.pipeline", parent["key"], tags)
         known = self._client.get_run(self._parent).data.params
         self._log_params(self._parent, {k: v for k, v in header["parameters"].items() if k not in known})
@@ -133,6 +175,12 @@ class Delivery:
             return str(found[0].info.run_id), False
         run = self._client.create_run(self._experiment, start_time=self._header["time"], tags=dict(tags))
         return str(run.info.run_id), True
+
+    def _next_color(self) -> str:
+        """A color that the newest pipelines do not have: MLflow's own colors of two runs are often alike."""
+        newest = self._client.search_runs([self._experiment], view.PIPELINES, max_results=len(COLORS) - 1)
+        used = {run.data.tags.get(COLOR_TAG) for run in newest}
+        return next(color for color in COLORS if color not in used)
 
     def _log_params(self, run: str, values: Mapping[str, Any]) -> None:
         texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
@@ -184,6 +232,8 @@ class Delivery:
                 tags[event["name"]] = f"at {event['step']}: {event['text']}"
         latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
         tags |= self._send_artifacts(latest)
+        if MLFLOW_RUN_NOTE in tags:
+            tags[MLFLOW_RUN_NOTE] = self._described(tags[MLFLOW_RUN_NOTE])
         if tags:
             self._set_tags(tags)
         if events and events[-1]["kind"] == "end":
@@ -224,6 +274,7 @@ class Delivery:
         """Send copies of files, with a figure of each CSV file of curves; returns tags that describe them."""
         tags = dict[str, str]()
         for name, artifact in artifacts.items():
+            self._artifacts.add(name)
             if artifact["table"]:
                 self._tables = list(dict.fromkeys([*self._tables, name]))
                 tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
@@ -240,6 +291,17 @@ class Delivery:
                 else:
                     self._client.log_artifact(self._run, str(figure))
         return tags
+
+    def _described(self, note: str) -> str:
+        """A description with links to artifacts before it, and the figure, which any MLflow server shows."""
+        links = list[str]()
+        for title, name in {"Samples": SAMPLES, "Report": REPORT}.items():
+            if name in self._artifacts:
+                page = view.run_page("", self._experiment, self._run, f"/artifacts/{name}")
+                links.append(f"[{title}]({page.removeprefix('/')})")
+        figure = f"![Curves of PPO](get-artifact?path=curves.png&run_uuid={self._run})"
+        parts = [" · ".join(links), note, figure if "plots/ppo.csv" in self._artifacts else ""]
+        return "\n\n".join(part for part in parts if part)
 
     def _set_tags(self, tags: Mapping[str, str]) -> None:
         self._client.log_batch(self._run, tags=[RunTag(name, text[:MAX_TAG]) for name, text in tags.items()])

@@ -23,7 +23,7 @@ RETRY_SECONDS = 20.0  # after a failure
 LOCK_SECONDS = 60.0
 WAIT_SECONDS = 60.0  # for the delivery, after a run's end: the first one also creates the database
 KILLED_WAIT_SECONDS = 3.0
-MAX_REASON, MAX_SHOWN = 300, 120  # characters
+MAX_REASON = 500  # characters
 
 
 class Sender(threading.Thread):
@@ -83,7 +83,7 @@ class Sender(threading.Thread):
         if not self._has_reported:
             self._has_reported = True
             console.say(
-                f"MLflow cannot be reached ({reason[:MAX_SHOWN]}). Training continues, and metrics are kept "
+                f"MLflow does not receive this run ({reason}). Training continues, and metrics are kept "
                 f"in {self.record.file}. What MLflow lacks at the end is sent by `rlhf sync`"
             )
 

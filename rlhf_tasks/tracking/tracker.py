@@ -26,7 +26,7 @@ from rlhf_tasks.config import STAGES, Stage, StageView
 from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, pipeline
-from rlhf_tasks.tracking.record import NullRecord, Record
+from rlhf_tasks.tracking.record import NullRecord, Record, as_text
 from rlhf_tasks.tracking.sync import delivered
 
 
@@ -59,8 +59,7 @@ class Tracker:
         data = [[row.get(column) for column in columns] for row in rows]  # null: the row has no such value
         text = json.dumps({"columns": columns, "data": data}, default=str, ensure_ascii=False)
         self._record.keep(f"tables/{name}.json", text, table=True)
-        texts = ["\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
-        self._record.keep(f"tables/{name}.txt", "\n\n".join(texts))
+        self._record.keep(f"tables/{name}.txt", as_text(rows))
 
     def event(self, name: str, text: str, *, step: int) -> None:
         """Log something that a person should see: a tag of that name, and a row of the table `events`."""
@@ -81,7 +80,7 @@ class Tracker:
             for name, value in values.items()
             if latest.get(name) != value
         }
-        self._record.append("metrics", step=int(latest.get(self._axis, 0)), values=point)
+        self._record.append("metrics", step=0, values=point)
         if self._stage is not None:
             self._record.append("results", values=curves.results(self._stage, values))
 

@@ -1,7 +1,7 @@
-"""MLflow's page of runs as this project opens it: a row per pipeline, the columns and charts that matter.
+"""MLflow's pages of runs and of a run as this project opens them: the columns and charts that matter first.
 
-MLflow keeps a shared view of the page in a tag of the experiment. An address with the view's key opens it. No
-torch or MLflow here.
+MLflow keeps a shared view of the page of runs in a tag of the experiment. An address with the view's key
+opens it. No torch or MLflow here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from rlhf_tasks.tracking.curves import HEADLINES
 
 KEY = "rlhf"
 TAG = f"mlflow.sharedViewState.{KEY}"
+PIPELINES = "tags.`rlhf.pipeline` LIKE '%'"  # the runs that are no stage's
 MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
-MAX_COLUMNS = 24  # an experiment's tag has 5,000 characters
-TAGS = ("verdict", "preset", "changes")  # columns before those of metrics
+MAX_METRICS = 12  # columns; an experiment's tag has 5,000 characters
+NAME, TAGS = "attributes.`Run Name`", ("tags.`verdict`", "tags.`preset`", "tags.`changes`")
+FIRST = sorted(HEADLINES, key=lambda name: name in ("objective/scores", "val/ratio"))
+"""The charts that pages begin with: the KL, the reward and the clip fraction, then the other headlines."""
 SECTION = {
     "uuid": KEY,
     "name": "PPO",
@@ -24,6 +27,17 @@ SECTION = {
     "isReordered": True,
     "columns": 2,  # three columns would leave no room for the charts' titles
     "cardHeight": 300,
+}
+CHART = {  # a line per run over PPO's episodes, which are the steps
+    "type": "LINE",
+    "metricSectionId": KEY,
+    "runsCountToCompare": 10,
+    "xAxisKey": "step",
+    "useGlobalXaxisKey": True,
+    "useGlobalLineSmoothing": False,
+    "lineSmoothness": 0,
+    "isGenerated": False,
+    "deleted": False,
 }
 
 
@@ -38,36 +52,26 @@ def run_page(server: str, experiment: str, run: str, tab: str = "") -> str:
     return f"{server}/#/experiments/{experiment}/runs/{run}{tab}?{MODEL_TRAINING}"
 
 
-def text(metrics: Iterable[str]) -> str:
-    """The view, as MLflow reads it; `metrics` are the names that the runs of pipelines have."""
-    names = sorted(metrics, key=lambda name: (name not in HEADLINES, not name.endswith("win_rate"), name))
-    columns = [f"tags.`{name}`" for name in TAGS] + [f"metrics.`{name}`" for name in names[:MAX_COLUMNS]]
+def text(logged: Iterable[str]) -> str:
+    """The view, as MLflow reads it; `logged` are the metrics that the runs of pipelines have."""
+    names = sorted(logged, key=lambda name: (name not in HEADLINES, not name.endswith("win_rate"), name))
+    metrics = [f"metrics.`{name}`" for name in names[:MAX_METRICS]]
     state: dict[str, Any] = {
-        "searchFilter": "tags.`rlhf.pipeline` LIKE '%'",
+        "searchFilter": PIPELINES,
         "orderByKey": "attributes.start_time",
         "orderByAsc": False,
-        "selectedColumns": columns,
-        "columnWidths": {"attributes.`Run Name`": 260},
-        "compareRunCharts": [_chart(number, name) for number, name in enumerate(HEADLINES)],
+        "selectedColumns": [*TAGS, *metrics],
+        # MLflow's own order has tags last. "0" is the column of check boxes.
+        "columnOrder": ["0", NAME, *TAGS, *metrics, "runDateAndNestInfo", "duration"],
+        "columnWidths": {"0": 75, NAME: 190, **dict(zip(TAGS, (110, 110, 220), strict=True))}
+        | {one: 7 * len(one) for one in metrics},
+        "compareRunCharts": [
+            CHART
+            | {"uuid": f"{KEY}-{number}", "metricKey": name, "selectedMetricKeys": [name]}
+            | {"displayName": name.rpartition("/")[2]}
+            for number, name in enumerate(FIRST)
+        ],
         "compareRunSections": [SECTION],
         "isAccordionReordered": True,
     }
     return json.dumps(state, separators=(",", ":"))
-
-
-def _chart(number: int, name: str) -> dict[str, Any]:
-    """A line per run over PPO's episodes, which are the steps."""
-    return {
-        "uuid": f"{KEY}-{number}",
-        "type": "LINE",
-        "metricSectionId": KEY,
-        "metricKey": name,
-        "selectedMetricKeys": [name],
-        "displayName": name.rpartition("/")[2],
-        "runsCountToCompare": 10,
-        "xAxisKey": "step",
-        "useGlobalXaxisKey": True,
-        "useGlobalLineSmoothing": True,
-        "isGenerated": False,
-        "deleted": False,
-    }

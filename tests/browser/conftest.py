@@ -13,11 +13,14 @@ import pytest
 
 from tests.flows import toy
 from tests.flows.toy import Service
+from tests.report import workspace
 
 LOOPBACK = ("127.0.0.1", "localhost")
 PATIENCE = 120_000  # milliseconds until an element is there, for a busy machine
 SETTLE = 8_000  # milliseconds
 NAMES = ("one", "two", "three")
+TEXT = "of seven words in a sentence"
+CURVES = "episode,objective/kl,objective/rlhf_reward,policy/clipfrac_avg\n1,0.5,0.1,0.2\n2,0.7,0.3,0.1\n"
 
 
 @pytest.fixture(scope="session")
@@ -66,8 +69,14 @@ def reader(chromium: Any) -> Iterator[Reader]:
 
 @pytest.fixture(scope="session")
 def running(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service whose three pipelines have curves of PPO."""
-    with toy.service(toy.make(tmp_path_factory.mktemp("browser") / "project")) as service:
+    """A service whose three pipelines have curves of PPO, samples and a verdict."""
+    project = toy.make(tmp_path_factory.mktemp("browser") / "project")
+    (project / "given/ppo.csv").write_text(CURVES, encoding="utf-8")
+    (project / "given/verdict.json").write_text('{"gate/passed": 1}', encoding="utf-8")
+    workspace.put_responses(project / "given", TEXT)
+    copied = ["mkdir -p metrics", "cp given/verdict.json metrics", "cp -r given/evaluation ."]
+    toy.write_script(project, [*copied, toy.SECOND.rstrip()])
+    with toy.service(project) as service:
         runs = [
             service.start(name=name, overrides={"ppo.kl_coef": 0.1 * number})
             for number, name in enumerate(NAMES, 1)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.browser import forms
-from tests.browser.conftest import NAMES, Reader, printed
+from tests.browser.conftest import NAMES, TEXT, Reader, printed
 from tests.flows import toy
 from tests.flows.toy import Service
 from tests.report import test_comparison, test_page, workspace
@@ -92,31 +92,79 @@ def runs_of(service: Service, deployment: str) -> list[str]:
     return [run["id"] for run in service.call("POST", "/flow_runs/filter", body)]
 
 
-def strokes(reader: Reader) -> set[str]:
-    """The colours of the curves in the page's first chart, once it has any."""
-    curves = reader.page.locator(".js-plotly-plot").first.locator(".scatterlayer path.js-line")
-    curves.first.wait_for(state="attached")
+def strokes(reader: Reader, chart: int) -> set[str]:
+    """The colors of the curves in one of the page's charts."""
+    curves = reader.page.locator(".js-plotly-plot").nth(chart).locator(".scatterlayer path.js-line")
     return set(curves.evaluate_all("paths => paths.map(path => path.style.stroke)"))
 
 
-def test_three_runs_are_overlaid_where_the_printed_address_opens(running: Service, reader: Reader) -> None:
-    reader.open(printed(running, "MLflow"))
+def test_mlflow_s_root_overlays_the_curves_of_the_last_runs(running: Service, reader: Reader) -> None:
+    """And nothing else is open: no assistant, no notice, no section below that of PPO."""
+    reader.open(running.url("mlflow"))
     for name in NAMES:
         reader.page.get_by_role("link", name=name, exact=True).first.wait_for()
-    reader.page.get_by_text("(objective/kl)").first.wait_for(state="attached")
-    toy.until(lambda: len(strokes(reader)) == 3, "a curve per run")
-    assert reader.clicks <= 4
+    titles = reader.page.get_by_text(re.compile(r"^(objective|policy)/\w+$"))
+    titles.nth(2).wait_for()
+    assert titles.all_inner_texts()[:3] == ["objective/kl", "objective/rlhf_reward", "policy/clipfrac_avg"]
+    for chart in range(3):
+        toy.until(lambda chart=chart: len(strokes(reader, chart)) == 3, "a curve of its own color per run")
+    assert reader.clicks == 0
+    assert reader.page.get_by_text(re.compile("Assistant|usage data")).locator("visible=true").count() == 0
 
 
-def test_one_run_s_kl_curve_is_two_clicks_from_the_printed_address(running: Service, reader: Reader) -> None:
-    reader.open(printed(running, "MLflow"))
+def test_the_verdict_is_one_click_from_mlflow_s_root(running: Service, reader: Reader) -> None:
+    """It is a column of the list, with the preset and the changed parameters."""
+    reader.open(running.url("mlflow"))
+    reader.click(reader.page.locator("label", has=reader.page.locator("input[value=TABLE]")))
+    for name in ("verdict", "preset", "changes"):
+        cells = reader.page.locator(f"[role=gridcell][col-id='tags.`{name}`']")
+        cells.nth(len(NAMES) - 1).wait_for()
+        assert all(cell.is_visible() for cell in cells.all())
+        texts = cells.all_inner_texts()
+        assert texts == ["passed"] * 3 if name == "verdict" else "" not in texts
+    assert reader.clicks == 1
+
+
+def test_samples_are_three_clicks_from_mlflow_s_root(running: Service, reader: Reader) -> None:
+    """As whole texts: the prompt, the responses and their scores."""
+    reader.open(running.url("mlflow"))
     reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
-    description = reader.page.get_by_text("One run of the pipeline").first
-    description.wait_for()
-    reader.click(reader.page.get_by_role("tab", name="Model metrics"))
-    reader.page.get_by_text(re.compile("^objective")).first.scroll_into_view_if_needed()
-    reader.page.locator(".js-plotly-plot path.js-line").first.wait_for(state="attached")
-    assert reader.clicks <= 2
+    reader.click(reader.page.get_by_role("tab", name="Artifacts"))
+    reader.click(reader.page.get_by_text("samples.txt").first)
+    for who in ("prompt", "reference", "sft", "policy"):
+        reader.page.get_by_text(f"{who}: {who} number 0 {TEXT}").first.wait_for()
+    assert reader.clicks <= 3
+
+
+def test_a_run_opens_with_the_charts_of_ppo_and_single_values_are_folded(
+    running: Service, reader: Reader
+) -> None:
+    reader.open(running.url("mlflow"))
+    reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
+    toy.until(lambda: len(strokes(reader, 2)) == 1, "the curves")
+    sections = reader.page.get_by_text(re.compile(r"^(PPO|Curves|Single values)\b"))
+    assert [text.split(" (")[0] for text in sections.all_inner_texts()] == ["PPO", "Single values"]
+    assert reader.page.locator(".js-plotly-plot").count() == 3
+
+
+def test_a_run_with_another_kl_coef_is_five_clicks_from_prefect_s_root(
+    running: Service, reader: Reader
+) -> None:
+    """Without JSON; the click into the field counts."""
+    made = running.call("GET", f"/deployments/name/{RUNS}")
+    before = runs_of(running, made["id"])
+    reader.open(running.url("prefect"))
+    reader.click(reader.page.get_by_role("link", name="Deployments"))
+    row = reader.page.get_by_role("row").filter(has_text="pipeline").first
+    reader.click(row.get_by_role("button").last)
+    reader.click(reader.page.get_by_role("menuitem", name="Custom run"))
+    label = reader.page.locator('label:text-is("ppo.kl_coef (Optional)")')
+    reader.click(reader.page.locator("div.group", has=label).last.locator("input").last)
+    reader.page.keyboard.type("0.25")
+    reader.click(reader.page.get_by_role("button", name="Submit"))
+    new = toy.until(lambda: [run for run in runs_of(running, made["id"]) if run not in before], "the run")
+    assert running.run(new[0])["parameters"]["common"] == {"kl_coef": 0.25}
+    assert reader.clicks <= 5
 
 
 def test_a_run_has_one_name_everywhere(running: Service, reader: Reader) -> None:

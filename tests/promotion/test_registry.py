@@ -121,7 +121,7 @@ def test_a_server_accepts_what_the_embedded_store_accepts(home: Path) -> None:
     """The server checks the source of a version, the store does not."""
     port = free_port(28400)
     url = f"http://127.0.0.1:{port}"
-    environment = server_environment(os.environ)
+    environment = server_environment(home, os.environ)
     with subprocess.Popen(server_command(home, port), env=environment, start_new_session=True) as server:
         try:
             toy.until(lambda: answers(url), "MLflow")

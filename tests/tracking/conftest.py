@@ -6,17 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from rlhf_tasks.tracking import context, sync
-from rlhf_tasks.tracking.store import embedded_uri
+from rlhf_tasks.tracking.store import open_store
 
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store whose tables exist: creating them takes seconds."""
     home = tmp_path_factory.mktemp("store")
-    MlflowClient(embedded_uri(home)).search_experiments()
+    open_store(None, home)
     return home / "mlflow.db"
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +15,8 @@ from mlflow.tracking import MlflowClient
 from rlhf_tasks import config, tracking
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
-from rlhf_tasks.tracking.store import Delivery, embedded_uri
+from rlhf_tasks.tracking.local_pages import newest_runs
+from rlhf_tasks.tracking.store import PARTIAL, Delivery, embedded_uri, open_store
 from rlhf_tasks.tracking.sync import sync
 from tests.tracking.toy import (
     UNREACHABLE,
@@ -25,6 +29,7 @@ from tests.tracking.toy import (
     runs,
     status,
     table,
+    until,
     view,
 )  # fmt: skip
 
@@ -180,3 +185,52 @@ def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch
         assert pipeline.last_error() == "ppo-1 is not delivered"
         sync(home)
         assert str(pipeline.last_error()).startswith("MlflowException")
+
+
+# ----------------------------------------------------------------------------------- the store
+
+
+CREATE = (
+    "from pathlib import Path; from rlhf_tasks.tracking.store import open_store; open_store(None, Path('.'))"
+)
+
+
+@pytest.mark.e2e
+def test_a_database_whose_creation_was_cut_off_is_created_anew(tmp_path: Path) -> None:
+    def tables() -> int:
+        files = [*tmp_path.glob(f"{PARTIAL}*/made.db")]
+        return files[0].stat().st_size if files else 0
+
+    environment = os.environ | {"PYTHONPATH": str(Path(tracking.__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", CREATE], cwd=tmp_path, env=environment) as creation:
+        until(tables, "the first tables")
+        creation.kill()
+    assert not (tmp_path / "mlflow.db").exists()
+    assert open_store(None, tmp_path).get_experiment("0").name == "Default"
+    assert {file.name for file in tmp_path.glob("mlflow.*")} == {"mlflow.db", "mlflow.lock"}
+
+
+def test_a_deleted_experiment_is_named_and_its_runs_wait(home: Path) -> None:
+    client = MlflowClient(embedded_uri(home))
+    identity = client.create_experiment("rlhf")
+    client.delete_experiment(identity)
+    log("k", [(1, 1.0)])
+    command = (
+        f"MLFLOW_TRACKING_URI={embedded_uri(home)} mlflow experiments restore --experiment-id {identity}"
+    )
+    delivered, failed = sync(home)
+    assert delivered == 0
+    assert "MLflow's experiment rlhf is deleted" in failed["k"]
+    assert failed["k"].endswith(command)
+    client.restore_experiment(identity)
+    assert sync(home) == (1, {})
+
+
+def test_the_root_of_our_server_goes_to_the_experiment_of_the_newest_pipeline(home: Path) -> None:
+    client = MlflowClient(embedded_uri(home))
+    assert newest_runs(client) == ""
+    client.create_run(client.create_experiment("other"))
+    log("k")
+    sync(home)
+    identity = runs(home)["sft"].info.experiment_id
+    assert newest_runs(client).startswith(f"#/experiments/{identity}/runs?")

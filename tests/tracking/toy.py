@@ -116,7 +116,7 @@ def answers(url: str) -> bool:
 def served(home: Path, port: int) -> Iterator[None]:
     """A server over the store in `home`, killed in the end."""
     command = dashboard.server_command(home, port)
-    environment = dashboard.server_environment(os.environ)
+    environment = dashboard.server_environment(home, os.environ)
     with subprocess.Popen(command, env=environment, start_new_session=True) as server:
         try:
             until(lambda: answers(f"http://127.0.0.1:{port}"), "MLflow")
