@@ -234,6 +234,5 @@ def test_a_stage_says_the_disk_that_it_needs_and_does_not_begin_without_it(
     toy.run("sft", settings)
     assert f"3 snapshots of {disk.decimal(4 * size)}" in capsys.readouterr().out
     monkeypatch.setattr(disk, "free", lambda folder: 13 * size - 1)
-    shutil.rmtree(Paths().home / "state")
     with pytest.raises(disk.DiskFullError, match=f"at least .*{13 * size:,} bytes"):
         toy.run("sft", settings)
