@@ -9,36 +9,51 @@ from typing import Any
 
 import pytest
 import torch
+from rich.filesize import decimal
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import copy_checkpoint, load_causal, load_reward, num_bytes
 from rlhf_tasks.project import disk, hashing, reference
-from rlhf_tasks.project.paths import Paths
 from tests import toy
 
 HASH = "0123456789abcdef0123456789abcdef01234567"
+READY: Any = {"sft": {"from": "foreign/base"}, "reward": {"from": "foreign/reward"}}
 IDS = torch.tensor([[3, 4, 5]])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with models/base, sft and reward from ready checkpoints of somebody else's."""
+    folder = tmp_path_factory.mktemp("ready")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("GIT_CEILING_DIRECTORIES", str(folder.parent))
+        toy.write_given()
+        toy.foreign("foreign/base", "llama", dtype=torch.bfloat16)
+        toy.foreign("foreign/reward", "llama", seed=3, labels=1)
+        settings = toy.write_params(**READY)
+        for stage in ("prepare", "base", "sft", "preferences", "reward"):
+            toy.run(stage, settings)
+    return folder
+
+
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty project with the user's files."""
+    """An empty working folder with the user's files."""
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.chdir(tmp_path)
     toy.write_given()
     return tmp_path
 
 
-def made(**changes: Any) -> Any:
-    """models/base, sft, reward from ready checkpoints of somebody else's; the settings."""
-    toy.foreign("foreign/base", "llama", dtype=torch.bfloat16)
-    toy.foreign("foreign/reward", "llama", seed=3, labels=1)
-    ready = {"sft": {"from": "foreign/base"}, "reward": {"from": "foreign/reward"}}
-    settings = toy.write_params(**ready, **changes)
-    for stage in ("prepare", "base", "sft", "preferences", "reward"):
-        toy.run(stage, settings)
-    return settings
+@pytest.fixture
+def project(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of the test, with a copy of that project."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ready, tmp_path, dirs_exist_ok=True)
+    return tmp_path
 
 
 def logits(folder: str) -> torch.Tensor:
@@ -52,33 +67,37 @@ def same_weights(first: torch.nn.Module, second: torch.nn.Module) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_a_reference_holds_all_but_the_weights_and_no_place(folder: Path) -> None:
-    made(model={"base": str(folder / "foreign/base")})
-    for name, key in (("base", "model.base"), ("sft", "sft.from"), ("reward", "reward.from")):
-        own = Path("models") / name
-        files = {file.name for file in own.iterdir()}
-        assert files >= {"config.json", "tokenizer.json", "rlhf.json", "README.md", "reference.json"}
-        assert not [file for file in files if file.endswith((".safetensors", ".bin"))]
-        known = json.loads((own / "reference.json").read_text(encoding="utf-8"))
-        source = Path("foreign") / ("reward" if name == "reward" else "base")
-        digest = hashing.sha256_of_files(source)["model.safetensors"]
-        assert (known["params"], known["hub"]) == (key, None)
-        assert known["files"] == {"model.safetensors": digest}
-        assert contracts.fingerprint(own) == contracts.fingerprint(source)
-        text = "".join(file.read_text(encoding="utf-8") for file in own.iterdir())
-        assert str(folder) not in text
-        assert "foreign" not in text
-    assert list(Path("models/reward_heldout").glob("*.safetensors")), "what is trained is written"
+@pytest.mark.parametrize(
+    ("name", "key", "source"),
+    [("base", "model.base", "base"), ("sft", "sft.from", "base"), ("reward", "reward.from", "reward")],
+)
+def test_a_reference_holds_all_but_the_weights_and_no_place(
+    project: Path, name: str, key: str, source: str
+) -> None:
+    own, given = Path("models") / name, Path("foreign") / source
+    if name == "base":  # an absolute path is not written either
+        toy.run("base", toy.write_params(model={"base": str(project / given)}, **READY))
+    files = {file.name: file.read_text(encoding="utf-8") for file in own.iterdir()}
+    assert files.keys() >= {"config.json", "tokenizer.json", "rlhf.json", "README.md", "reference.json"}
+    assert not [file for file in files if file.endswith((".safetensors", ".bin"))]
+    known = json.loads(files["reference.json"])
+    digest = hashing.sha256_of_files(given)["model.safetensors"]
+    assert (known["params"], known["hub"], known["files"]) == (key, None, {"model.safetensors": digest})
+    assert contracts.fingerprint(own) == contracts.fingerprint(given)
+    assert not [file for file, text in files.items() if "foreign" in text or str(project) in text]
 
 
-def test_a_reference_loads_what_its_source_holds() -> None:
-    made()
+def test_what_is_trained_is_written(project: Path) -> None:
+    assert [path.parent.name for path in Path("models").glob("*/*.safetensors")] == ["reward_heldout"]
+
+
+def test_a_reference_loads_what_its_source_holds(project: Path) -> None:
     assert torch.equal(logits("models/sft"), logits("foreign/base"))
     assert load_causal("models/base").generation_config.eos_token_id == 0
     assert same_weights(load_reward("models/reward"), load_reward("foreign/reward"))
 
 
-def test_what_is_trained_from_a_reference_equals_what_is_trained_from_a_copy() -> None:
+def test_what_is_trained_from_a_reference_equals_what_is_trained_from_a_copy(folder: Path) -> None:
     toy.foreign("foreign/base", "gpt2", dtype=torch.bfloat16)
     found = {}
     for keep in ("copy", "reference"):
@@ -91,22 +110,20 @@ def test_what_is_trained_from_a_reference_equals_what_is_trained_from_a_copy() -
     assert found["copy"] == found["reference"]
 
 
-def test_a_reward_head_of_another_form_is_read_in_the_same_way_twice() -> None:
+def test_a_reward_head_of_another_form_is_read_in_the_same_way_twice(project: Path) -> None:
     """OpenRLHF's mean and deviation are applied once to a reference too."""
-    made()
     shutil.copytree("foreign/reward", "foreign/scaled")
     config = json.loads(Path("foreign/scaled/config.json").read_text(encoding="utf-8"))
     Path("foreign/scaled/config.json").write_text(json.dumps(config | {"mean": 2.0, "std": 4.0}))
-    ready = {"sft": {"from": "foreign/base"}, "reward": {"from": "foreign/scaled"}}
-    toy.run("reward", toy.write_params(**ready))
+    toy.run("reward", toy.write_params(**{**READY, "reward": {"from": "foreign/scaled"}}))
     own, source = load_reward("models/reward"), load_reward("foreign/scaled")
     assert same_weights(own, source)
     assert own.mean == source.mean == 0.5
 
 
-def test_a_hash_is_computed_once_for_all_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_is_computed_once_for_all_loads(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "LARGE", 1)
-    made()
+    logits("models/base")
     digest, read = hashing._digest, list[str]()
     monkeypatch.setattr(hashing, "_digest", lambda file, name: read.append(file.name) or digest(file, name))
     logits("models/base")
@@ -130,8 +147,7 @@ def test_a_hash_is_computed_once_for_all_loads(monkeypatch: pytest.MonkeyPatch) 
         ("package", r"refers to sft\.from .*'no-such' is not installed"),
     ],
 )
-def test_a_source_that_is_not_at_hand_is_one_message(change: str, words: str) -> None:
-    made()
+def test_a_source_that_is_not_at_hand_is_one_message(project: Path, change: str, words: str) -> None:
     digest = hashing.sha256(Path("foreign/base/model.safetensors"))
     if change == "missing":
         shutil.rmtree("foreign/base")
@@ -149,7 +165,9 @@ def test_a_source_that_is_not_at_hand_is_one_message(change: str, words: str) ->
     assert "`dvc repro`" in str(error.value)
 
 
-def test_a_reference_to_a_hub_model_names_its_id_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_to_a_hub_model_names_its_id_and_revision(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hub is replaced by a local folder; then it has lost the model."""
     import huggingface_hub
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -159,15 +177,25 @@ def test_a_reference_to_a_hub_model_names_its_id_and_revision(monkeypatch: pytes
     settings = toy.write_params(sft={"from": "someone/model", "revision": HASH})
     for stage in ("prepare", "base"):
         toy.run(stage, settings)
+    asked = set[tuple[str, str | None]]()
     for owner in (AutoModelForCausalLM, AutoConfig):
         own = owner.from_pretrained
 
         def loaded(source: Any, own: Any = own, revision: str | None = None, **options: Any) -> Any:
-            return own(local if source == "someone/model" else source, **options)
+            if source == "someone/model":
+                asked.add((source, revision))
+                source = local
+            return own(source, **options)
 
         monkeypatch.setattr(owner, "from_pretrained", loaded)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(local))
+
+    def snapshot(source: str, revision: str, **_: Any) -> str:
+        asked.add((source, revision))
+        return str(local)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     toy.run("sft", settings)
+    assert asked == {("someone/model", HASH)}
     known = reference.read("models/sft")
     assert known is not None
     assert known["hub"] == {"id": "someone/model", "revision": HASH}
@@ -183,9 +211,9 @@ def test_a_reference_to_a_hub_model_names_its_id_and_revision(monkeypatch: pytes
         load_causal("models/sft")
 
 
-def test_a_reference_to_a_reference_is_refused() -> None:
+def test_a_reference_to_a_reference_is_refused(project: Path) -> None:
     """Its weights would be sought where its own parameter names them."""
-    settings = made()
+    settings = toy.write_params(**READY)
     Path("other").mkdir()
     for name in ("models", "foreign", "params.yaml"):
         Path(name).rename(Path("other") / name)
@@ -195,8 +223,7 @@ def test_a_reference_to_a_reference_is_refused() -> None:
         toy.run("sft", toy.write_params(sft={"from": "other/models/base"}))
 
 
-def test_a_copy_of_a_reference_is_a_plain_checkpoint_with_the_bytes_of_the_source() -> None:
-    made()
+def test_a_copy_of_a_reference_is_a_plain_checkpoint_with_the_bytes_of_the_source(project: Path) -> None:
     copy_checkpoint(Path("models/sft"), Path("copied"))
     assert not Path("copied/reference.json").exists()
     assert contracts.fingerprint(Path("copied")) == contracts.fingerprint(Path("foreign/base"))
@@ -204,7 +231,7 @@ def test_a_copy_of_a_reference_is_a_plain_checkpoint_with_the_bytes_of_the_sourc
     assert torch.equal(logits("copied"), logits("models/sft"))
 
 
-def test_only_a_stage_that_fetches_a_model_depends_on_how_it_is_kept() -> None:
+def test_only_a_stage_that_fetches_a_model_depends_on_how_it_is_kept(folder: Path) -> None:
     from rlhf_tasks.config import VIEWS
 
     toy.foreign("foreign/base", "llama")
@@ -213,7 +240,7 @@ def test_only_a_stage_that_fetches_a_model_depends_on_how_it_is_kept() -> None:
     assert reading == {"base", "sft"}
 
 
-def test_tied_weights_are_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_weights_are_counted_once(folder: Path) -> None:
     model = load_causal(toy.foreign("foreign/tied", "gpt2"))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert num_bytes(model) == 4 * model.num_parameters()
@@ -222,7 +249,7 @@ def test_tied_weights_are_counted_once(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_stage_says_the_disk_that_it_needs_and_does_not_begin_without_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Weights, and three snapshots of weights, best weights and two moments: 13 times the weights."""
     toy.foreign("foreign/base", "llama")
@@ -232,7 +259,7 @@ def test_a_stage_says_the_disk_that_it_needs_and_does_not_begin_without_it(
         toy.run(stage, settings)
     size = num_bytes(load_causal("models/base"))
     toy.run("sft", settings)
-    assert f"3 snapshots of {disk.decimal(4 * size)}" in capsys.readouterr().out
+    assert f"3 snapshots of {decimal(4 * size)}" in capsys.readouterr().out
     monkeypatch.setattr(disk, "free", lambda folder: 13 * size - 1)
     with pytest.raises(disk.DiskFullError, match=f"at least .*{13 * size:,} bytes"):
         toy.run("sft", settings)
