@@ -82,10 +82,9 @@ def test_a_reference_is_exported_and_promoted_with_its_weights(ready: Path) -> N
     main.main(["promote", "models/sft"])
     [challenger] = Path(".rlhf/policies").iterdir()
     assert contracts.fingerprint(challenger) == digest
+    registry = Registry.open(config.load().tracking, Paths().home, "rlhf-policy")
+    version = registry.of_md5(hashing.dvc_md5(challenger))
     shutil.rmtree("foreign")
-    version = Registry.open(config.load().tracking, Paths().home, "rlhf-policy").of_md5(
-        hashing.dvc_md5(challenger)
-    )
     assert version is not None
     assert weights.restore(Path(), Paths().home, version.md5, version.tags).samefile(challenger)
 
