@@ -26,6 +26,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import transformers
+from filelock import FileLock
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -154,8 +155,10 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.load_state_dict(read.state_dict())
         model.generation_config = read.generation_config
-    if reference.read(source) is not None:
+    if (known := reference.read(source)) is not None:
         model.generation_config = GenerationConfig.from_pretrained(source)
+        if file:
+            _keep_converted(model, Path(source), known["fingerprint"])
     return cast(PreTrainedModel, model.eval())
 
 
@@ -522,16 +525,32 @@ def num_bytes(model: nn.Module, *, trained: bool = False) -> int:
 
 def _save_reference(model: PreTrainedModel, folder: Path, source: Ready) -> None:
     """The source's own config, the ends of the model's responses, and where its weights lie."""
-    config = load_config(source.name, source.revision)
+    place = Path(packaged.locate(source.name))
+    if source.revision is not None:
+        place = _fetch(source.name, source.revision, ["*.json"])
+    is_gguf = place.is_file()
+    config = model.config if is_gguf else load_config(source.name, source.revision)
     config._name_or_path = ""
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    place = Path(packaged.locate(source.name))
-    if source.revision is not None:
-        place = _fetch(source.name, source.revision, ["*.json"])
     own = fingerprint(place) if any(place.glob("*.safetensors")) else None
-    atomic.write_json(folder / reference.FILE, reference.describe(folder, place, source, own))
+    known = reference.describe(folder, place, source, own)
+    atomic.write_json(folder / reference.FILE, known)
+    if is_gguf:
+        _keep_converted(model, folder, known["fingerprint"])
+
+
+def _keep_converted(model: PreTrainedModel, folder: Path, fingerprint: str) -> None:
+    """Keep what the GGUF file of a reference was converted to, for its next load."""
+    kept = reference.converted(folder, fingerprint)
+    if kept is None:
+        return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(kept.with_suffix(".lock")):  # several ranks may have converted it
+        if not kept.exists():
+            with atomic.whole(kept) as made:
+                model.save_pretrained(made)
 
 
 def copy_checkpoint(folder: Path, to: Path) -> None:

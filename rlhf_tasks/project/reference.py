@@ -8,7 +8,8 @@
 
 The folder holds everything of a checkpoint but its weights. The file has no path: params.yaml says where the
 source is, so that machines may keep it in different places. A hash is computed once, and again after the
-size, time of change or inode of its file has changed (.rlhf/sha256.json). No torch here.
+size, time of change or inode of its file has changed (.rlhf/sha256.json). What a GGUF file was converted to
+is kept in .rlhf/models/FINGERPRINT, since reading one takes long. No torch here.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def locate(source: str | Path) -> str | Path:
     """
     if (known := read(source)) is None:
         return source
+    if (made := converted(Path(source), known["fingerprint"])) is not None and made.is_dir():
+        return made
     key, hub, root = known["params"], known["hub"], _project(Path(source))
     values = {} if root is None else config.flatten(config.parse(config.read_text(root / "params.yaml"), key))
     given = values.get(key)
@@ -98,6 +101,12 @@ def locate(source: str | Path) -> str | Path:
         f"Expected: {', '.join(wanted)}. Put these files there, or name in {key} where this machine has "
         "them; if they were changed on purpose, run `dvc repro`. `model.keep: copy` puts weights into DVC"
     )
+
+
+def converted(folder: Path, fingerprint: str) -> Path | None:
+    """Where what a GGUF file was converted to is kept for references; None outside of a project."""
+    root = _project(folder)
+    return root and Paths(root).home / "models" / fingerprint
 
 
 def _snapshot(known: Mapping[str, Any], root: Path) -> tuple[Path, str]:

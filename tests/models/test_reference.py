@@ -211,6 +211,36 @@ def test_a_reference_to_a_hub_model_names_its_id_and_revision(
         load_causal("models/sft")
 
 
+def test_a_gguf_file_is_converted_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader of GGUF is replaced: the file stands for the weights of foreign/base."""
+    from transformers import AutoModelForCausalLM
+
+    from rlhf_tasks.models import load
+
+    Path("model.gguf").write_bytes(b"GGUF")
+    given, read, converted = load_causal("foreign/base"), AutoModelForCausalLM.from_pretrained, list[str]()
+
+    def from_pretrained(source: Any, gguf_file: str = "", **options: Any) -> Any:
+        if gguf_file:
+            converted.append(gguf_file)
+            return given
+        return read(source, **options)
+
+    own = load.load_config
+    of_gguf = lambda source, revision=None: own("foreign/base" if source == "model.gguf" else source)  # noqa: E731
+    monkeypatch.setattr(load, "load_config", of_gguf)
+    monkeypatch.setattr(load, "fetch_tokenizer", lambda *_: Path("foreign/base"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    toy.run("base", toy.write_params(model={"base": "model.gguf"}))
+    assert not list(Path("models/base").glob("*.safetensors"))
+    assert (reference.read("models/base") or {})["files"].keys() == {"model.gguf"}
+    same = [torch.equal(logits("models/base"), logits("foreign/base")) for _ in range(2)]
+    assert (same, converted) == ([True, True], ["model.gguf"])
+    shutil.rmtree(".rlhf/models")  # as on another machine
+    same = [torch.equal(logits("models/base"), logits("foreign/base")) for _ in range(2)]
+    assert (same, converted) == ([True, True], ["model.gguf"] * 2)
+
+
 def test_a_reference_to_a_reference_is_refused(project: Path) -> None:
     """Its weights would be sought where its own parameter names them."""
     settings = toy.write_params(**READY)
