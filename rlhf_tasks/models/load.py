@@ -492,8 +492,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json.
 
-    With a `source`, whose weights the model has, a reference to them stands in their place.
-
+    With a `source`, whose weights the model has, there is a reference to them in their place.
     The generation config holds all tokens that end its responses, and `others`.
     The same weights, tokenizer, identity and card give the same bytes.
 
@@ -505,8 +504,9 @@ def save_checkpoint(
     if model.can_generate():
         ends = list(ends_of(model, tokenizer, others))
         model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
-    size = 0 if source else num_bytes(model)
-    with disk.room(folder.parent, lambda: size), console.part(f"writing {size / 1e6:,.0f} MB of weights"):
+    size = num_bytes(model)
+    what = f"writing {size / 1e6:,.0f} MB of weights" if source is None else f"hashing {source.name}"
+    with disk.room(folder.parent, lambda: size), console.part(what):
         if source is None:
             model.save_pretrained(folder)
         else:

@@ -74,26 +74,18 @@ def locate(source: str | Path) -> str | Path:
     if (made := converted(Path(source), known["fingerprint"])) is not None and made.is_dir():
         return made
     key, hub, root = known["params"], known["hub"], _project(Path(source))
-    values = {} if root is None else config.flatten(config.parse(config.read_text(root / "params.yaml"), key))
-    given = values.get(key)
-    if root is None:
-        problem = "no params.yaml lies above this folder"
-    elif given is None:
+    given, place, problem = None, Path(), "no params.yaml lies above this folder"
+    if root is not None:
+        file = root / "params.yaml"
+        given = config.flatten(config.parse(config.read_text(file), str(file))).get(key)
         problem = "params.yaml does not set it"
-    else:
-        # an isolated run works in a worktree, which lacks what git and DVC do not hold
-        places = [root, Paths(root).home.parent]
+    if root is not None and given is not None:
         if hub is not None and is_hub_id(given):
             place, problem = _snapshot(known, root)
         else:
-            try:
-                file = packaged.locate(given)
-                place = next((at / file for at in places if (at / file).exists()), root / file)
-                problem = _difference(place, known["files"], root)
-            except UserError as error:
-                problem = str(error)
-        if not problem:
-            return place
+            place, problem = _local(known, root, given)
+    if not problem:
+        return place
     wanted = [f"{name} (sha256 {digest})" for name, digest in known["files"].items()]
     wanted = [*([f"{hub['id']} at revision {hub['revision']}"] if hub else []), *wanted]
     raise UserError(
@@ -107,6 +99,18 @@ def converted(folder: Path, fingerprint: str) -> Path | None:
     """Where what a GGUF file was converted to is kept for references; None outside of a project."""
     root = _project(folder)
     return root and Paths(root).home / "models" / fingerprint
+
+
+def _local(known: Mapping[str, Any], root: Path, given: str) -> tuple[Path, str]:
+    """The folder or file that params.yaml names; and what is wrong with it."""
+    try:
+        name = packaged.locate(given)
+    except UserError as error:
+        return Path(), str(error)
+    # an isolated run works in a worktree, which lacks what git and DVC do not hold
+    places = [at / name for at in (root, Paths(root).home.parent)]
+    place = next(filter(Path.exists, places), places[0])
+    return place, _difference(place, known["files"], root)
 
 
 def _snapshot(known: Mapping[str, Any], root: Path) -> tuple[Path, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -301,9 +300,9 @@ def save(
 ) -> None:
     """Gather the weights and write them from the first process, adapters merged. Collective.
 
-    Those of a `source` are not written: see `save_checkpoint`.
+    Those of a `source` are only referred to: see `save_checkpoint`.
     """
-    with sharding.to_save(model) if source is None else nullcontext(model) as plain:
+    with sharding.to_save(model) as plain:
         if dist.is_main:
             with whole(out) as folder:
                 save_checkpoint(

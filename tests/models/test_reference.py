@@ -264,10 +264,13 @@ def test_a_copy_of_a_reference_is_a_plain_checkpoint_with_the_bytes_of_the_sourc
 def test_only_a_stage_that_fetches_a_model_depends_on_how_it_is_kept(folder: Path) -> None:
     from rlhf_tasks.config import VIEWS
 
+    def reading(settings: Any) -> set[str]:
+        return {stage for stage, view in VIEWS.items() if "model.keep" in view.of(settings).declared}
+
     toy.foreign("foreign/base", "llama")
-    settings = toy.write_params(sft={"from": "foreign/base"})
-    reading = {stage for stage, view in VIEWS.items() if "model.keep" in view.of(settings).declared}
-    assert reading == {"base", "sft"}
+    assert reading(toy.write_params(sft={"from": "foreign/base"})) == {"base", "sft"}
+    trained = {"base": "scratch", "scratch": {"hidden_size": 16, "num_heads": 2}}
+    assert reading(toy.write_params(model=trained)) == set()
 
 
 def test_tied_weights_are_counted_once(folder: Path) -> None:
