@@ -47,6 +47,7 @@ from rlhf_tasks.config.stages import (
     PpoView,
     PreferencesView,
     PrepareView,
+    Ready,
     ReportView,
     RewardView,
     SftView,

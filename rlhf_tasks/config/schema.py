@@ -217,6 +217,9 @@ class Model(Section):
     """Commit hash of a hub id; null for anything else."""
     scratch: Scratch | None = Scratch()
     """Shape of the model for `base: scratch`; null otherwise, as it is where it is left out."""
+    keep: Literal["reference", "copy"] = "reference"
+    """How the stages keep ready models, of `base`, `sft.from` and `reward.from`: `reference` notes where the
+    weights are and their hashes, `copy` puts the weights into DVC."""
 
     @model_validator(mode="before")
     @classmethod

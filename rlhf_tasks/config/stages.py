@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from rlhf_tasks.config import schema as s
 from rlhf_tasks.config.judge import Judge, Judging
@@ -17,8 +17,19 @@ from rlhf_tasks.config.types import Stage, flatten
 
 PRECISION = "launch.precision"
 """The only key of where and how a stage runs that changes results."""
+KEEP = "model.keep"
 KEY = "key"
 """The name, in a field's metadata, of the dotted key of one value inside a section."""
+
+
+class Ready(NamedTuple):
+    """A model that params.yaml names, and that no stage trains."""
+
+    key: str
+    """model.base, sft.from or reward.from."""
+    name: str
+    """A folder, a hub id, a GGUF file, or `package:NAME/FILE`."""
+    revision: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +41,8 @@ class StageView:
     launch: s.Launch
     resume: s.Resume
     tracking: s.Tracking
+    reference: Ready | None
+    """The ready model to which the stage writes a reference; null where it trains or copies one."""
     declared: Mapping[str, Any]
     """The declared parameters as plain `{"ppo.kl_coef": 0.05, …}`, for tracking and model cards."""
 
@@ -52,8 +65,19 @@ class StageView:
         own = {one.name: _value(config, one) for one in fields(cls) if one.name in cls._own()}
         # a value inside a section that is null is at its default
         declared |= {one.metadata[KEY]: own[one.name] for one in fields(cls) if _is_lost(one, flat)}
+        # only a stage that fetches a ready model depends on how that is kept
+        ready, keep = _ready(cls.stage, flat), declared.pop(KEEP, config.model.keep)
+        declared |= {} if ready is None else {KEEP: keep}
         where = {name: getattr(config, name) for name in ("launch", "resume", "tracking")}
-        return cls(declared=declared, **where, **own)
+        reference = ready if keep == "reference" else None
+        return cls(declared=declared, reference=reference, **where, **own)
+
+
+def _ready(stage: Stage, flat: Mapping[str, Any]) -> Ready | None:
+    """The ready model that a stage fetches."""
+    key = {"base": "model.base", "sft": "sft.from", "reward": "reward.from"}.get(stage, "")
+    name = flat.get(key)
+    return None if name in (None, "scratch") else Ready(key, name, flat[f"{key.split('.')[0]}.revision"])
 
 
 def _is_lost(field_of_view: Field[Any], flat: Mapping[str, Any]) -> bool:

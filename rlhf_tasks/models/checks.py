@@ -23,7 +23,15 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import TokenScores, is_reward, load_causal, load_reward, merge_adapter, place
+from rlhf_tasks.models.load import (
+    TokenScores,
+    is_reward,
+    load_causal,
+    load_reward,
+    merge_adapter,
+    num_bytes,
+    place,
+)
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.models.sampling import GPU_CHECK, Samples, sample
 from rlhf_tasks.project import disk
@@ -175,7 +183,7 @@ def _save_and_load(model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
     merged = merge_adapter(model)
     own = merged.state_dict()
     with tempfile.TemporaryDirectory() as folder:
-        with disk.room(Path(folder), lambda: sum(weight.nbytes for weight in own.values())):
+        with disk.room(Path(folder), lambda: num_bytes(merged)):
             merged.save_pretrained(folder)
         copy = load_causal(Path(folder))
         read = copy.state_dict()

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from rlhf_tasks import console
+from rlhf_tasks.config import is_hub_id
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import packaged, reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -72,11 +74,13 @@ def has_model(folder: Path) -> bool:
 def fingerprint(folder: Path) -> str:
     """sha256 over the names, shapes and bytes of a checkpoint's tensors, first 16 hex digits.
 
-    It is computed once in a process, as long as the files stay as they are.
+    It is computed once in a process, as long as the files stay as they are; a reference holds it.
 
     Raises:
         ContractError: for damaged weights, or weights in another format than safetensors.
     """
+    if (known := reference.read(folder)) is not None:
+        return str(known["fingerprint"])
     files = sorted(folder.glob("*.safetensors"))
     if not files and any(folder.glob("*.bin")):
         raise ContractError(
@@ -127,14 +131,21 @@ def _torch_type(name: str) -> str:
 def model_card(
     title: str, *, task: str, parameters: Mapping[str, Any], inputs: Mapping[str, str], how: str
 ) -> str:
-    """A model card: input hashes and parameters, but no dates, run ids or speeds."""
-    table = "\n".join(f"| `{key}` | {value} |" for key, value in parameters.items())
+    """A model card: input hashes and parameters, but no dates, run ids, speeds, or places on a machine."""
+    rows = (f"| `{key}` | {value} |" for key, value in parameters.items() if not _is_place(key, value))
+    table = "\n".join(rows)
     sources = "\n".join(f"| {name} | `{digest}` |" for name, digest in inputs.items())
     return (
         f"---\nlibrary_name: transformers\ntags: [rlhf, {task}]\n---\n# {title}\n\n{how}\n\n"
         f"## Inputs\n| input | sha256 |\n|---|---|\n{sources}\n\n"
         f"## Parameters\n| key | value |\n|---|---|\n{table}\n"
     )
+
+
+def _is_place(key: str, value: Any) -> bool:
+    """Whether it says where on a machine a ready model is."""
+    named = key in reference.KEYS and value not in (None, "scratch")
+    return named and not value.startswith(packaged.PREFIX) and not is_hub_id(value)
 
 
 def check_parent(child: Path, role: str, parent: Path) -> None:

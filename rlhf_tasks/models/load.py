@@ -1,8 +1,9 @@
 """Creates, loads, adapts and saves the models of the pipeline.
 
 A checkpoint is a Hugging Face folder (safetensors, config, tokenizer, model card) with the rlhf.json of
-contracts.py. Its bytes do not change from run to run. Weights that would be newly initialized at load are
-an error: PPO would train on the noise of a new reward head.
+contracts.py. A ready model is a reference to its weights (project/reference.py), which loading follows.
+The bytes do not change from run to run. Weights that would be newly initialized at load are an error: PPO
+would train on the noise of a new reward head.
 
 Every model is in eval mode, and trains in it: PPO's ratio must be 1 before the first step. So dropout, layer
 drop and the router's noise are off in every family, whatever its config calls them.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import transformers
+from filelock import FileLock
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +35,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -40,7 +44,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Lora, Scratch, is_hub_id
+from rlhf_tasks.config import Lora, Ready, Scratch, is_hub_id
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import (
@@ -50,11 +54,11 @@ from rlhf_tasks.models.classifiers import (
     find_trunk,
     is_classifier,
 )
-from rlhf_tasks.models.contracts import IDENTITY, ContractError
+from rlhf_tasks.models.contracts import IDENTITY, ContractError, fingerprint
 from rlhf_tasks.models.ends import ends_of
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.foreign import ANY_WEIGHTS, SCORE_HEADS, Head, find_head, put_head, refuse_others
-from rlhf_tasks.project import disk, packaged
+from rlhf_tasks.project import atomic, disk, packaged, reference
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -140,16 +144,21 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
     Raises:
         ContractError: if it cannot be read, or weights are missing from it.
     """
-    folder, file = packaged.gguf(str(source))
+    folder, file = packaged.gguf(str(reference.locate(source)))
     if not file:
-        return _load(AutoModelForCausalLM, source, revision)
-    # transformers saves no model that it has read from GGUF: its weights go into a new one
-    with console.part(f"loading {Path(file['gguf_file']).stem}"):
-        config = load_config(source)
-        read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.load_state_dict(read.state_dict())
-    model.generation_config = read.generation_config
+        model = _load(AutoModelForCausalLM, source, revision)
+    else:
+        # transformers saves no model that it has read from GGUF: its weights go into a new one
+        with console.part(f"loading {Path(file['gguf_file']).stem}"):
+            config = load_config(source)
+            read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model.load_state_dict(read.state_dict())
+        model.generation_config = read.generation_config
+    if (known := reference.read(source)) is not None:
+        model.generation_config = GenerationConfig.from_pretrained(source)
+        if file:
+            _keep_converted(model, Path(source), known["fingerprint"])
     return cast(PreTrainedModel, model.eval())
 
 
@@ -197,7 +206,7 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
 
 
 def _head(source: str | Path, revision: str | None, config: PretrainedConfig) -> Head | None:
-    folder = _fetch(str(source), revision, ["*.json", "*.safetensors"])
+    folder = _fetch(str(reference.locate(source)), revision, ["*.json", "*.safetensors"])
     return find_head(folder, getattr(config, "value_head_prefix", None))
 
 
@@ -205,12 +214,14 @@ def _load(
     auto: Any, source: str | Path, revision: str | None, *, without_head: bool = False
 ) -> PreTrainedModel:
     """A model in float32; heads that score texts beside it are refused, or left out (`without_head`)."""
-    names = (*SCORE_HEADS, getattr(load_config(source, revision), "value_head_prefix", None))
-    how = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
+    config, place = load_config(source, revision), reference.locate(source)
+    names = (*SCORE_HEADS, getattr(config, "value_head_prefix", None))
+    how: dict[str, Any] = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
+    how |= {} if place == source else {"config": config}
     how |= {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
     try:
         with console.part(f"loading {Path(source).name}"):
-            model, info = auto.from_pretrained(source, **how)
+            model, info = auto.from_pretrained(place, **how)
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(source, error) from error
     except RuntimeError as error:
@@ -477,9 +488,11 @@ def save_checkpoint(
     identity: Mapping[str, Any],
     card: str,
     others: Iterable[int] = (),
+    source: Ready | None = None,
 ) -> None:
     """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json.
 
+    With a `source`, whose weights the model has, there is a reference to them in their place.
     The generation config holds all tokens that end its responses, and `others`.
     The same weights, tokenizer, identity and card give the same bytes.
 
@@ -491,10 +504,69 @@ def save_checkpoint(
     if model.can_generate():
         ends = list(ends_of(model, tokenizer, others))
         model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
-    size = sum(weights.nbytes for weights in model.state_dict().values())
-    with disk.room(folder.parent, lambda: size), console.part(f"writing {size / 1e6:,.0f} MB of weights"):
-        model.save_pretrained(folder)
+    size = num_bytes(model)
+    what = f"writing {size / 1e6:,.0f} MB of weights" if source is None else f"hashing {source.name}"
+    with disk.room(folder.parent, lambda: size), console.part(what):
+        if source is None:
+            model.save_pretrained(folder)
+        else:
+            _save_reference(model, folder, source)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
         text = json.dumps(dict(identity), indent=2, sort_keys=True) + "\n"
         (folder / IDENTITY).write_text(text, encoding="utf-8")
+
+
+def num_bytes(model: nn.Module, *, trained: bool = False) -> int:
+    """The bytes of a model's weights, or of the trained ones, over all ranks; tied ones count once."""
+    found = [weight for weight in model.parameters() if weight.requires_grad or not trained]
+    return sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in found)
+
+
+def _save_reference(model: PreTrainedModel, folder: Path, source: Ready) -> None:
+    """The source's own config, the ends of the model's responses, and where its weights lie."""
+    place = Path(packaged.locate(source.name))
+    if source.revision is not None:
+        place = _fetch(source.name, source.revision, ["*.json"])
+    is_gguf = place.is_file()
+    config = model.config if is_gguf else load_config(source.name, source.revision)
+    config._name_or_path = ""
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    own = fingerprint(place) if any(place.glob("*.safetensors")) else None
+    known = reference.describe(folder, place, source, own)
+    atomic.write_json(folder / reference.FILE, known)
+    if is_gguf:
+        _keep_converted(model, folder, known["fingerprint"])
+
+
+def _keep_converted(model: PreTrainedModel, folder: Path, fingerprint: str) -> None:
+    """Keep what the GGUF file of a reference was converted to, for its next load."""
+    kept = reference.converted(folder, fingerprint)
+    if kept is None:
+        return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(kept.with_suffix(".lock")):  # several ranks may have converted it
+        if not kept.exists():
+            with atomic.whole(kept) as made:
+                model.save_pretrained(made)
+
+
+def copy_checkpoint(folder: Path, to: Path) -> None:
+    """Copy a checkpoint to a folder, with the weights where it is a reference to them.
+
+    Raises:
+        UserError: if these weights are not at hand.
+    """
+    place = Path(reference.locate(folder))
+    shutil.copytree(folder, to, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    if place == folder:
+        return
+    (to / reference.FILE).unlink()
+    files = reference.weights(place)
+    if any(file.suffix == ".safetensors" for file in files):
+        for file in files:
+            shutil.copyfile(file, to / file.name)
+    else:
+        load_causal(folder).save_pretrained(to)

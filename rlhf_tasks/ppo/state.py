@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import TokenBudget
+from rlhf_tasks.models.load import num_bytes
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluate import EvaluationState
 from rlhf_tasks.ppo.guards import (
@@ -96,6 +97,14 @@ class TrainState:
     """The training state that `guards.action: roll_back` returns to."""
     rollback_candidate: dict[str, Any] = field(default_factory=dict)
     """The newest training state; it becomes the target if the next rollout passes all guards."""
+
+    def num_bytes(self, *, rolls_back: bool) -> int:
+        """The most that a snapshot takes: weights, moments, the best policy, two states to roll back to."""
+        policy = num_bytes(self.actor_critic.policy)
+        training = num_bytes(self.actor_critic) + 2 * num_bytes(self.actor_critic, trained=True)
+        moves = isinstance(self.reference, ReferenceCopy) and self.reference.moves
+        one = training + policy + moves * policy
+        return 3 * one if rolls_back else one
 
     def rollback_state(self, dist: Distributed) -> dict[str, Any]:
         """What a roll back returns to. `shared` is equal on all ranks; the generators are each rank's own."""

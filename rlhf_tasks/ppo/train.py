@@ -36,7 +36,7 @@ from rlhf_tasks.config.ppo import CriticWarmup
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.ends import StopTokens
-from rlhf_tasks.models.load import TokenScores
+from rlhf_tasks.models.load import TokenScores, num_bytes
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
 from rlhf_tasks.ppo.advantages import Estimator, response_returns
@@ -114,9 +114,11 @@ def train(
     selected_at = selection_updates(config.num_selections, num_updates)
     shown_at = sample_updates(config.num_sample_generations, num_updates)
     kept_at = {max(1, update) for update in shown_at}  # the first rollout is that of the policy at the start
+    rolls_back = config.guards is not None and config.guards.action == "roll_back"
 
     with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
         # A run that was stopped goes on after its last snapshot, to the same bytes.
+        snapshots.reserve(num_bytes(actor_critic.policy), state.num_bytes(rolls_back=rolls_back))
         snapshot = snapshots.load()
         if snapshot is not None:
             state.load_state_dict(dist, snapshot)

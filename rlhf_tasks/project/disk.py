@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,8 +62,7 @@ def explained(error: OSError) -> str:
 
 def free(folder: Path) -> int:
     """The bytes that this user can still write to the disk of a folder."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def size(folder: Path) -> int:
@@ -74,3 +74,21 @@ def message(folder: Path, needed: int | None, free: int) -> str:
     """What a user reads; `needed` and `free` are bytes before the write."""
     wanted = "" if needed is None else f"at least {decimal(needed)} ({needed:,} bytes) needed, "
     return f"the disk of {folder} is full: {wanted}{decimal(free)} free. {ADVICE}"
+
+
+def reserve(needs: Mapping[Path, int]) -> None:
+    """Refuse to begin what writes so many bytes below these folders, some of which may be on one disk.
+
+    Raises:
+        DiskFullError: naming the first disk that has not enough free.
+    """
+    on_disk = Counter[int]()
+    for folder, needed in needs.items():
+        device = _existing(folder).stat().st_dev
+        on_disk[device] += needed
+        if on_disk[device] > free(folder):
+            raise DiskFullError(message(folder, on_disk[device], free(folder)))
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

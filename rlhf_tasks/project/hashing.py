@@ -25,7 +25,7 @@ def dvc_md5(path: Path, known: Path | None = None) -> str:
     Like DVC, it follows links to files and skips links to folders, and it skips NOT_DATA. The JSON file
     `known` keeps the md5 of large files, so that they are read again only after a change.
     """
-    md5 = functools.partial(_known_md5, known)
+    md5 = functools.partial(_known_digest, "md5", known)
     if path.is_file():
         return md5(path)
     files = (file for file in path.rglob("*") if file.is_file())
@@ -49,17 +49,22 @@ def _digest(file: Path, name: str) -> str:
     return digest.hexdigest()
 
 
-def _known_md5(memory: Path | None, file: Path) -> str:
-    """The md5 of a file; that of a large one is kept by its path, size, time of change and inode."""
+def sha256(file: Path, known: Path | None = None) -> str:
+    """sha256 of a file, 64 hex digits; `known` keeps that of large ones, as for `dvc_md5`."""
+    return _known_digest("sha256", known, file)
+
+
+def _known_digest(name: str, memory: Path | None, file: Path) -> str:
+    """The hash of a file; that of a large one is kept by its path, size, time of change and inode."""
     status, path = file.stat(), str(file.resolve())
     if memory is None or status.st_size < LARGE:
-        return _digest(file, "md5")
+        return _digest(file, name)
     state, known = [status.st_size, status.st_mtime_ns, status.st_ino], dict[str, list[Any]]()
     with suppress(OSError, ValueError):  # a file that is damaged is as good as none: it only saves time
         known = dict(json.loads(memory.read_text(encoding="utf-8")))
     if known.get(path, [])[:-1] != state:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        known[path] = [*state, _digest(file, "md5")]
+        known[path] = [*state, _digest(file, name)]
         atomic.write_json(memory, known)
     return str(known[path][-1])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from rlhf_tasks.config import Config, Promotion
 from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project import atomic, dvc_files, git, hashing, provenance
+from rlhf_tasks.project import atomic, dvc_files, git, hashing, provenance, reference
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import experiment, gate, measurement, weights
 from rlhf_tasks.promotion.measurement import Candidate
@@ -58,14 +59,27 @@ def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bo
     try:
         with _locked(local):
             if revision is None:
-                folder = Path(model).as_posix()
-                return _promote(Candidate(local, folder, folder, settings, local), again, unless_judging)
+                label, folder = Path(model).as_posix(), _with_weights(local, model)
+                return _promote(Candidate(local, folder, label, settings, local), again, unless_judging)
             with experiment.checked_out(root, settings, model, revision) as (merged, paths):
                 label = f"{POLICY} of {model}"
                 return _promote(Candidate(paths, POLICY, label, merged, local), again, unless_judging)
     except Unreachable as error:
         console.say(f"Deferred: MLflow does not answer ({error}){RETRY_HINT}")
         return DEFERRED
+
+
+def _with_weights(local: Paths, model: str) -> str:
+    """The path of a checkpoint that holds its weights: for a reference, of a copy in .rlhf/policies."""
+    known = reference.read(local.root / model)
+    if known is None:
+        return Path(model).as_posix()
+    from rlhf_tasks.models.load import copy_checkpoint
+
+    target = local.home / "policies" / known["fingerprint"]
+    with atomic.whole(target) as copy:
+        copy_checkpoint(local.root / model, copy)
+    return os.path.relpath(target, local.root)
 
 
 def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def export(paths: Paths, name: str, to: Path) -> Source:
     """
     from rlhf_tasks.data.batches import load_tokenizer
     from rlhf_tasks.models import contracts
-    from rlhf_tasks.models.load import load_causal
+    from rlhf_tasks.models.load import copy_checkpoint, load_causal
 
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to}: this exists and is not an empty folder; give another name, or remove it")
@@ -54,7 +53,7 @@ def export(paths: Paths, name: str, to: Path) -> Source:
         raise UserError(f"--to {to}: this lies in the exported folder {source.folder}; give another name")
     check(source.folder, source.label)
     with whole(to) as folder:
-        shutil.copytree(source.folder, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        copy_checkpoint(source.folder, folder)
         (folder / CARD).write_text(card(source, paths.home), encoding="utf-8")
         contracts.check_fits(load_causal(folder), load_tokenizer(folder), str(folder))
     console.say(

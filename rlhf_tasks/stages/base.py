@@ -68,7 +68,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         },
         how="A causal language model of the task's prompts, before any instruction.",
     )
-    save(dist, model, tokenizer, paths.base, {"kind": "base", "parents": {}}, card)
+    save(dist, model, tokenizer, paths.base, {"kind": "base", "parents": {}}, card, config.reference)
     return metrics
 
 

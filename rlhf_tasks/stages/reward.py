@@ -122,7 +122,8 @@ def _make_reward_model(
         how="One score, read at the last token of query + response + EOS, minus `score_mean` of the "
         "config. `reward_heldout` is trained on other prompts and never optimised.",
     )
-    save(dist, scores.model, tokenizer, out, contracts.identity("reward", parents), card)
+    source = config.reference if out == paths.reward else None
+    save(dist, scores.model, tokenizer, out, contracts.identity("reward", parents), card, source)
     return {prefix + key: value for key, value in metrics.items()}
 
 

@@ -33,7 +33,7 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         contracts.check_same_shape(model, name, paths.base)
         contracts.check_fits(model, tokenizer, name)
         dist.put(model)
-        parents, origin = contracts.read_parents(where), {name: "lineage unknown"}
+        parents, origin = contracts.read_parents(where), {"sft.from": "lineage unknown"}
     else:
         # 1b. The base model, trained to the weights of the lowest validation loss.
         model, tokenizer = load_causal(paths.base), load_tokenizer(paths.base)
@@ -69,5 +69,5 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         inputs={"data/sft": hashing.file_hash(paths.rows("sft")), **origin},
         how="Trained on demonstrations, completion tokens only, to the validation minimum.",
     )
-    save(dist, model, tokenizer, paths.sft, contracts.identity("policy", parents), card)
+    save(dist, model, tokenizer, paths.sft, contracts.identity("policy", parents), card, config.reference)
     return metrics

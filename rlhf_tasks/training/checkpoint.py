@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
+from rich.filesize import decimal
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, StageView
@@ -209,7 +210,7 @@ def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterato
         return
     folder = dist.broadcast_object(state_folder(paths, view.stage, identity) / name)
     with stopping.listening(view.stage) as listener:
-        checkpoint = Checkpoint(dist, folder, identity, view, listener)
+        checkpoint = Checkpoint(dist, folder, paths.models, identity, view, listener)
         with checkpoint.writer, listener.deferring(checkpoint.plan):
             yield checkpoint
             checkpoint.wait()
@@ -222,11 +223,12 @@ class Checkpoint:
         self,
         dist: Distributed,
         folder: Path,
+        models: Path,
         identity: Mapping[str, Any],
         view: StageView,
         listener: stopping.Listener,
     ) -> None:
-        self._dist, self.folder, self._identity = dist, folder, identity
+        self._dist, self.folder, self._models, self._identity = dist, folder, models, identity
         self._settings, self._listener = view.resume, listener
         self._made_by = {  # to the last bit, results depend on these too
             "launch.num_processes": dist.world_size,
@@ -243,6 +245,21 @@ class Checkpoint:
         self.writer = ThreadPoolExecutor(1, "snapshots")
         self._writing: Future[tuple[float, float]] | None = None
         self._ended_by = 0  # the signal that all ranks have agreed on
+
+    def reserve(self, weights: int, state: int) -> None:
+        """Say how much disk the loop needs: the bytes of the checkpoint at its end, and of each snapshot.
+
+        Raises:
+            DiskFullError: if that does not fit.
+        """
+        if not self._dist.is_main:
+            return
+        count = self._settings.keep + 1  # the oldest is removed once the newest is whole
+        parts = f"{decimal(weights)} of weights, {count} snapshots of {decimal(state)}"
+        size, free = decimal(weights + count * state), decimal(disk.free(self.folder))
+        console.say(f"{self.folder.name}: needs up to {size} of disk ({parts}); {free} free")
+        left = max(0, count * state - disk.size(self.folder))  # a resumed run has some
+        disk.reserve({self._models: weights, self.folder: left})
 
     def load(self) -> State | None:
         """The newest whole state, each rank its own part; None to begin at the beginning.
@@ -425,6 +442,9 @@ class Nowhere(Checkpoint):
     """Saves no snapshots: every run starts from the beginning."""
 
     def __init__(self) -> None:
+        pass
+
+    def reserve(self, weights: int, state: int) -> None:
         pass
 
     def load(self) -> State | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Optimization, Split
+from rlhf_tasks.config import Optimization, Ready, Split
 from rlhf_tasks.data.batches import (
     Batch,
     TokenBudget,
@@ -30,7 +30,7 @@ from rlhf_tasks.data.batches import (
 )
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import merge_adapter, save_checkpoint
+from rlhf_tasks.models.load import merge_adapter, num_bytes, save_checkpoint
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
@@ -171,6 +171,8 @@ def train(
     """
     # `trained` is the model as DDP, ZeRO or FSDP2 wraps it: all passes go through it.
     trained, optimizer = dist.prepare(model, adamw(model, settings), settings.max_grad_norm)
+    moments = 2 * num_bytes(model, trained=True)
+    snapshots.reserve(num_bytes(model), num_bytes(model) * (2 if patience else 1) + moments)
     order = torch.Generator().manual_seed(seed)
     state = TrainState(trained, optimizer, order, TokenBudget(settings.micro_batch_tokens))
     steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
@@ -294,10 +296,16 @@ def save(
     out: Path,
     identity: Mapping[str, Any],
     card: str,
+    source: Ready | None = None,
 ) -> None:
-    """Gather the weights and write them from the first process, adapters merged. Collective."""
+    """Gather the weights and write them from the first process, adapters merged. Collective.
+
+    Those of a `source` are only referred to: see `save_checkpoint`.
+    """
     with sharding.to_save(model) as plain:
         if dist.is_main:
             with whole(out) as folder:
-                save_checkpoint(merge_adapter(plain), tokenizer, folder, identity=identity, card=card)
+                save_checkpoint(
+                    merge_adapter(plain), tokenizer, folder, identity=identity, card=card, source=source
+                )
     dist.barrier()

@@ -10,12 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_tasks import config
 from rlhf_tasks.cli import main
+from rlhf_tasks.config import Ready
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project import hashing
+from rlhf_tasks.project import hashing, reference
+from rlhf_tasks.project.atomic import write_json
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import export
+from rlhf_tasks.promotion import export, weights
+from rlhf_tasks.promotion.registry import Registry
 from tests.flows.toy import commit
 from tests.promotion import planted
 from tests.promotion.conftest import Measured
@@ -52,6 +56,38 @@ def test_a_policy_is_exported_with_a_card_and_loads_by_transformers_alone(ready:
     assert f"md5 of the original folder: `{hashing.dvc_md5(POLICY)}`" in card
     assert "run ppo-of-better, code of cccc" in card
     assert {path.name for path in Path("out/given").iterdir()} == {p.name for p in POLICY.iterdir()}
+
+
+def refer(project: Path) -> str:
+    """Make models/sft a reference to a ready model; its weights' fingerprint."""
+    shutil.copytree(POLICY, "foreign/sft")
+    shutil.rmtree("models/sft", ignore_errors=True)
+    shutil.copytree(POLICY, "models/sft")
+    file, ready = Path("models/sft/model.safetensors"), Ready("sft.from", "foreign/sft", None)
+    digest = contracts.fingerprint(Path("models/sft"))
+    write_json(
+        Path("models/sft/reference.json"), reference.describe(file.parent, Path("foreign/sft"), ready, digest)
+    )
+    file.unlink()
+    main.main(["preset", "--set", "sft.from=foreign/sft"])
+    return digest
+
+
+def test_a_reference_is_exported_and_promoted_with_its_weights(ready: Path) -> None:
+    digest = refer(ready)
+    assert main.main(["export", "models/sft", "--to", "out"]) == 0
+    assert contracts.fingerprint(Path("out")) == digest
+    assert not Path("out/reference.json").exists()
+    assert AutoModelForCausalLM.from_pretrained("out").num_parameters() > 0
+    main.main(["promote", "models/sft"])
+    [challenger] = Path(".rlhf/policies").iterdir()
+    assert contracts.fingerprint(challenger) == digest
+    registry = Registry.open(config.load().tracking, Paths().home, "rlhf-policy")
+    version = registry.of_md5(hashing.dvc_md5(challenger))
+    shutil.rmtree("foreign")
+    assert version is not None
+    restored = weights.restore(Path(), Paths().home, version.md5, version.tags)
+    assert contracts.fingerprint(restored) == digest
 
 
 def test_the_champion_is_exported_from_the_cache_with_its_verdict(ready: Path) -> None:

@@ -1,0 +1,155 @@
+"""Ready checkpoints that are referenced, not copied: what reference.json holds, and where the weights lie.
+
+    models/base/reference.json
+      params        the key of params.yaml that names the source: model.base, sft.from or reward.from
+      hub           id and revision of a hub model; null for any other source
+      fingerprint   of the weights: see `models.contracts.fingerprint`
+      files         sha256 of each file of weights, by name
+
+The folder holds everything of a checkpoint but its weights. The file has no path: params.yaml says where the
+source is, so that machines may keep it in different places. A hash is computed once, and again after the
+size, time of change or inode of its file has changed (.rlhf/sha256.json). What a GGUF file was converted to
+is kept in .rlhf/models/FINGERPRINT, since reading one takes long. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks import config
+from rlhf_tasks.config import Ready, is_hub_id
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import hashing, packaged
+from rlhf_tasks.project.paths import Paths
+
+FILE = "reference.json"
+KEYS = ("model.base", "sft.from", "reward.from")
+"""The parameters that name a ready model."""
+
+
+def read(folder: str | Path) -> dict[str, Any] | None:
+    """The content of a folder's reference.json; None for a folder with weights, and for a hub id."""
+    file = Path(folder) / FILE
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+
+def weights(place: Path) -> list[Path]:
+    """The files of weights of a source: a GGUF file, or those in a folder, with their index."""
+    if place.is_file():
+        return [place]
+    found = sorted(place.glob("*.safetensors")) or sorted(place.glob("pytorch_model*.bin"))
+    return [*found, *sorted(place.glob("*.index.json")), *sorted(place.glob("value_head.bin"))]
+
+
+def describe(folder: Path, place: Path, source: Ready, fingerprint: str | None) -> dict[str, Any]:
+    """The content of reference.json for `folder`, given where the weights lie now.
+
+    Without a `fingerprint` of its tensors, the source's is that of its files.
+
+    Raises:
+        UserError: if the source is a reference itself.
+    """
+    if read(place) is not None:
+        raise UserError(
+            f"{source.key}={source.name} holds no weights: it refers to another model; name that model"
+        )
+    root = _project(folder)
+    files = {file.name: hashing.sha256(file, root and _known(root)) for file in weights(place)}
+    hub = {"id": source.name, "revision": source.revision} if source.revision else None
+    own = fingerprint or hashing.json_sha256(files)[:16]
+    return {"params": source.key, "hub": hub, "fingerprint": own, "files": files}
+
+
+def locate(source: str | Path) -> str | Path:
+    """Where the weights of a checkpoint lie: the source itself, or the folder or GGUF file it refers to.
+
+    Raises:
+        UserError: if what a folder refers to is not at hand, or has other bytes.
+    """
+    if (known := read(source)) is None:
+        return source
+    if (made := converted(Path(source), known["fingerprint"])) is not None and made.is_dir():
+        return made
+    key, hub, root = known["params"], known["hub"], _project(Path(source))
+    given, place, problem = None, Path(), "no params.yaml lies above this folder"
+    if root is not None:
+        file = root / "params.yaml"
+        given = config.flatten(config.parse(config.read_text(file), str(file))).get(key)
+        problem = "params.yaml does not set it"
+    if root is not None and given is not None:
+        if hub is not None and is_hub_id(given):
+            place, problem = _snapshot(known, root)
+        else:
+            place, problem = _local(known, root, given)
+    if not problem:
+        return place
+    wanted = [f"{name} (sha256 {digest})" for name, digest in known["files"].items()]
+    wanted = [*([f"{hub['id']} at revision {hub['revision']}"] if hub else []), *wanted]
+    raise UserError(
+        f"{source} has no weights of its own; it refers to {key} of params.yaml (given: {given}): {problem}. "
+        f"Expected: {', '.join(wanted)}. Put these files there, or name in {key} where this machine has "
+        "them; if they were changed on purpose, run `dvc repro`. `model.keep: copy` puts weights into DVC"
+    )
+
+
+def converted(folder: Path, fingerprint: str) -> Path | None:
+    """Where what a GGUF file was converted to is kept for references; None outside of a project."""
+    root = _project(folder)
+    return root and Paths(root).home / "models" / fingerprint
+
+
+def _local(known: Mapping[str, Any], root: Path, given: str) -> tuple[Path, str]:
+    """The folder or file that params.yaml names; and what is wrong with it."""
+    try:
+        name = packaged.locate(given)
+    except UserError as error:
+        return Path(), str(error)
+    # an isolated run works in a worktree, which lacks what git and DVC do not hold
+    places = [at / name for at in (root, Paths(root).home.parent)]
+    place = next(filter(Path.exists, places), places[0])
+    return place, _difference(place, known["files"], root)
+
+
+def _snapshot(known: Mapping[str, Any], root: Path) -> tuple[Path, str]:
+    """The hub's snapshot in its cache, fetched if it lacks a file; and what is wrong with it."""
+    from huggingface_hub import snapshot_download
+
+    place, problem, hub = Path(), "", known["hub"]
+    for is_offline in (True, False):
+        try:
+            found = snapshot_download(
+                hub["id"],
+                revision=hub["revision"],
+                allow_patterns=[*known["files"]],
+                local_files_only=is_offline,
+            )
+        except (OSError, ValueError) as error:
+            problem = f"the hub's cache lacks it, and it cannot be fetched ({str(error).splitlines()[0]})"
+            continue
+        place, problem = Path(found), _difference(Path(found), known["files"], root)
+        if not problem:
+            break
+    return place, problem
+
+
+def _difference(place: Path, files: Mapping[str, str], root: Path) -> str:
+    """How the files at a place differ from those of a reference, in words; empty if they do not."""
+    for name, digest in files.items():
+        file = place if place.is_file() else place / name
+        if not file.is_file():
+            return f"{name} is not there"
+        if (found := hashing.sha256(file, _known(root))) != digest:
+            return f"{name} has other bytes (sha256 {found})"
+    return ""
+
+
+def _project(folder: Path) -> Path | None:
+    """The project that a folder belongs to."""
+    return next((at for at in folder.absolute().parents if (at / "params.yaml").is_file()), None)
+
+
+def _known(root: Path) -> Path:
+    return Paths(root).home / "sha256.json"
