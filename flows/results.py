@@ -18,8 +18,7 @@ from rlhf_tasks.config import STAGES
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.tracking import catalogue
-from rlhf_tasks.tracking.pipeline import REPORT
-from rlhf_tasks.tracking.record import PIPELINE
+from rlhf_tasks.tracking.record import PIPELINE, REPORT
 
 VERDICTS = ("Promoted", "Not promoted", "Deferred")
 """The names of states in which the gate ends. Each is completed: the run has its results."""

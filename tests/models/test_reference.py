@@ -125,7 +125,12 @@ def test_a_hash_is_computed_once_for_all_loads(project: Path, monkeypatch: pytes
     monkeypatch.setattr(hashing, "LARGE", 1)
     logits("models/base")
     digest, read = hashing._digest, list[str]()
-    monkeypatch.setattr(hashing, "_digest", lambda file, name: read.append(file.name) or digest(file, name))
+
+    def counted(file: Path, name: str) -> str:
+        read.append(file.name)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashing, "_digest", counted)
     logits("models/base")
     logits("models/sft")
     assert read == []

@@ -18,6 +18,7 @@ from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.local_pages import newest_runs
 from rlhf_tasks.tracking.store import PARTIAL, Delivery, embedded_uri, open_store
 from rlhf_tasks.tracking.sync import sync
+from tests.flows.toy import until
 from tests.tracking.toy import (
     UNREACHABLE,
     killed,
@@ -29,7 +30,6 @@ from tests.tracking.toy import (
     runs,
     status,
     table,
-    until,
     view,
 )  # fmt: skip
 

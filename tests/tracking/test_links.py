@@ -9,6 +9,7 @@ import pytest
 from rlhf_tasks import config
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, pipeline, sync
+from rlhf_tasks.tracking.record import REPORT
 from tests.tracking.toy import UNREACHABLE, log, runs
 
 
@@ -25,7 +26,7 @@ def test_a_flow_links_its_own_run_and_those_of_its_stages(
     ids = {name: run.info.run_id for name, run in runs(store).items()}
     query, start = "?workflowType=machine_learning", "http://browser/#/experiments/1/runs/"
     assert pages["sft"] == f"{start}{ids['sft']}/model-metrics{query}"
-    assert pages.keys() == {"sft", "pipeline", pipeline.REPORT}
+    assert pages.keys() == {"sft", "pipeline", REPORT}
 
 
 def test_there_are_no_links_if_mlflow_does_not_answer(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
