@@ -92,10 +92,10 @@ def runs_of(service: Service, deployment: str) -> list[str]:
     return [run["id"] for run in service.call("POST", "/flow_runs/filter", body)]
 
 
-def has_a_curve_per_run(reader: Reader, chart: int) -> bool:
-    """Whether one of the page's charts has as many colors of curves as there are runs."""
+def has_curves(reader: Reader, chart: int, runs: int) -> bool:
+    """Whether one of the page's charts has curves in this many colors: one for each run."""
     curves = reader.page.locator(".js-plotly-plot").nth(chart).locator(".scatterlayer path.js-line")
-    return len(set(curves.evaluate_all("paths => paths.map(path => path.style.stroke)"))) == 3
+    return len(set(curves.evaluate_all("paths => paths.map(path => path.style.stroke)"))) == runs
 
 
 def test_mlflow_s_root_overlays_the_curves_of_the_last_runs(running: Service, reader: Reader) -> None:
@@ -107,7 +107,7 @@ def test_mlflow_s_root_overlays_the_curves_of_the_last_runs(running: Service, re
     titles.nth(2).wait_for()
     assert titles.all_inner_texts()[:3] == ["objective/kl", "objective/rlhf_reward", "policy/clipfrac_avg"]
     for chart in range(3):
-        toy.until(functools.partial(has_a_curve_per_run, reader, chart), "a curve of its own color per run")
+        toy.until(functools.partial(has_curves, reader, chart, 3), "a curve of its own color per run")
     assert reader.clicks == 0
     assert reader.page.get_by_text(re.compile("Assistant|usage data")).locator("visible=true").count() == 0
 
@@ -141,7 +141,7 @@ def test_a_run_opens_with_the_charts_of_ppo_and_single_values_are_folded(
 ) -> None:
     reader.open(running.url("mlflow"))
     reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
-    toy.until(lambda: len(strokes(reader, 2)) == 1, "the curves")
+    toy.until(lambda: has_curves(reader, 2, 1), "the curves")
     sections = reader.page.get_by_text(re.compile(r"^(PPO|Curves|Single values)\b"))
     assert [text.split(" (")[0] for text in sections.all_inner_texts()] == ["PPO", "Single values"]
     assert reader.page.locator(".js-plotly-plot").count() == 3
