@@ -14,12 +14,13 @@ B batch · R response · V vocabulary · H hidden.
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -151,7 +152,8 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
         # transformers saves no model that it has read from GGUF: its weights go into a new one
         with console.part(f"loading {Path(file['gguf_file']).stem}"):
             config = load_config(source)
-            read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
+            with redirect_stderr(io.StringIO()):  # a bar of its own, among our lines
+                read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.load_state_dict(read.state_dict())
         model.generation_config = read.generation_config

@@ -15,12 +15,17 @@ from typing import Any
 
 import httpx
 import pytest
+from mlflow.tracking import MlflowClient
 
+from rlhf_tasks.project.processes import free_port
+from rlhf_tasks.tracking import view
+from rlhf_tasks.tracking.store import embedded_uri
 from tests.browser import forms
-from tests.browser.conftest import NAMES, TEXT, Reader, printed
+from tests.browser.conftest import NAMES, PATIENCE, TEXT, Reader, printed
 from tests.flows import toy
 from tests.flows.toy import Service
 from tests.report import test_comparison, test_page, workspace
+from tests.tracking.toy import served as served_mlflow
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -145,6 +150,21 @@ def test_a_run_opens_with_the_charts_of_ppo_and_single_values_are_folded(
     sections = reader.page.get_by_text(re.compile(r"^(PPO|Curves|Single values)\b"))
     assert [text.split(" (")[0] for text in sections.all_inner_texts()] == ["PPO", "Single values"]
     assert reader.page.locator(".js-plotly-plot").count() == 3
+
+
+def test_another_mlflow_server_shows_samples_and_figure_in_a_description(
+    running: Service, chromium: Any
+) -> None:
+    home, port = running.root / ".rlhf", free_port(26900)
+    run = MlflowClient(embedded_uri(home)).search_runs(["1"], view.PIPELINES)[0].info.run_id
+    with served_mlflow(home, port, plain=True):
+        page = chromium.new_page()
+        page.goto(view.run_page(f"http://127.0.0.1:{port}", "1", run))
+        figure = page.locator("img[src^='get-artifact']")
+        figure.wait_for(state="attached", timeout=PATIENCE)
+        toy.until(lambda: figure.evaluate("image => image.naturalWidth") > 500, "the figure")
+        assert run in page.get_by_role("link", name="Samples", exact=True).get_attribute("href")
+        page.close()
 
 
 def test_a_run_with_another_kl_coef_is_five_clicks_from_prefect_s_root(

@@ -95,10 +95,16 @@ def test_the_evidence_is_complete(whole: Path) -> None:
         "KL 11.2 ± 0.2 ≤ 10 −1.20 failed",
         "Judged examples 990 ≥ 200 790 passed",
         "Right choices <lost> not known ≤ 0.0500 – failed : choice/sft was not measured",
+<<<<<<< HEAD
         "By the gold judge Policy against the references 71% (68% to 74%) 2 / 1 / 1 0 p = 0.03 Policy better",
         "SFT model against the references 36% (33% to 39%) 1 / 1 / 2 0 p = 0.03 References better",
         "By the reward model Policy against the references 50% (47% to 53%) 2 / 1 / 1 0 p = 0.03 "
         "no clear winner",
+=======
+        "By the gold judge Policy against references 71% (68% to 74%) 2 / 1 / 1 0 p = 0.03 Policy better",
+        "SFT model against references 36% (33% to 39%) 1 / 1 / 2 0 p = 0.03 References better",
+        "By the reward model Policy against references 50% (47% to 53%) 2 / 1 / 1 0 p = 0.03 no clear winner",
+>>>>>>> wt-V
         "No guard tripped",
         # Judges: agreement with each other and with people, bias and cost.
         *("−0.10 (−0.20 to 0.00)", "0.61 (0.50 to 0.70)", "0.80 (0.70 to 0.90)", "0.250", "1,234"),
@@ -194,7 +200,7 @@ def test_missing_files_and_values_are_named(tmp_path: Path) -> None:
     for part in (
         *("No verdict: evaluation/verdict.json is missing", "metrics/ppo.json has no KL"),
         *("No curves of PPO", "No samples from training", "metrics/reward.json is missing"),
-        "Policy against the SFT model: not judged in this run.",
+        "Policy against SFT model: not judged in this run.",
         "results.json has no win rate",
     ):
         assert part in text
@@ -246,7 +252,7 @@ def test_headings_links_figures_and_boxes_are_accessible(whole: Path) -> None:
     assert "Calibration: the reward model that PPO optimises, by confidence: given pairs from 0.5" in labels
     assert "Score by length: the gold judge, by length: policy from 0.2" in labels
     bars = [a["aria-label"] for a in found.of("div") if a.get("role") == "img"]
-    assert "the gold judge, Policy against the SFT model: 77% (75% to 80%)" in bars
+    assert "the gold judge, Policy against SFT model: 77% (75% to 80%)" in bars
     boxes = [a for a in found.of("div") if a.get("class") == "scroll"]
     assert boxes
     assert all(a["tabindex"] == "0" and a["aria-label"] for a in boxes)

@@ -21,6 +21,7 @@ from rlhf_tasks.config import Stage, StageView
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import dashboard
 from rlhf_tasks.tracking import record as records
+from rlhf_tasks.tracking.local_pages import MLFLOW_APP
 from rlhf_tasks.tracking.record import Record
 from rlhf_tasks.tracking.store import Delivery, embedded_uri
 from rlhf_tasks.tracking.sync import attempt
@@ -113,9 +114,10 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def served(home: Path, port: int) -> Iterator[None]:
-    """A server over the store in `home`, killed in the end."""
+def served(home: Path, port: int, *, plain: bool = False) -> Iterator[None]:
+    """A server over the store in `home`, killed in the end; `plain`: as MLflow is without our plugin."""
     command = dashboard.server_command(home, port)
+    command = [word for word in command if not plain or word not in ("--app-name", MLFLOW_APP)]
     environment = dashboard.server_environment(home, os.environ)
     with subprocess.Popen(command, env=environment, start_new_session=True) as server:
         try:
