@@ -95,16 +95,9 @@ def test_the_evidence_is_complete(whole: Path) -> None:
         "KL 11.2 ± 0.2 ≤ 10 −1.20 failed",
         "Judged examples 990 ≥ 200 790 passed",
         "Right choices <lost> not known ≤ 0.0500 – failed : choice/sft was not measured",
-<<<<<<< HEAD
-        "By the gold judge Policy against the references 71% (68% to 74%) 2 / 1 / 1 0 p = 0.03 Policy better",
-        "SFT model against the references 36% (33% to 39%) 1 / 1 / 2 0 p = 0.03 References better",
-        "By the reward model Policy against the references 50% (47% to 53%) 2 / 1 / 1 0 p = 0.03 "
-        "no clear winner",
-=======
         "By the gold judge Policy against references 71% (68% to 74%) 2 / 1 / 1 0 p = 0.03 Policy better",
         "SFT model against references 36% (33% to 39%) 1 / 1 / 2 0 p = 0.03 References better",
         "By the reward model Policy against references 50% (47% to 53%) 2 / 1 / 1 0 p = 0.03 no clear winner",
->>>>>>> wt-V
         "No guard tripped",
         # Judges: agreement with each other and with people, bias and cost.
         *("−0.10 (−0.20 to 0.00)", "0.61 (0.50 to 0.70)", "0.80 (0.70 to 0.90)", "0.250", "1,234"),
