@@ -232,7 +232,10 @@ def test_a_gguf_file_is_converted_once(project: Path, monkeypatch: pytest.Monkey
         return read(source, **options)
 
     own = load.load_config
-    of_gguf = lambda source, revision=None: own("foreign/base" if source == "model.gguf" else source)  # noqa: E731
+
+    def of_gguf(source: Any, revision: str | None = None) -> Any:
+        return own("foreign/base" if source == "model.gguf" else source)
+
     monkeypatch.setattr(load, "load_config", of_gguf)
     monkeypatch.setattr(load, "fetch_tokenizer", lambda *_: Path("foreign/base"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
