@@ -8,7 +8,6 @@ belong to the run that is judged. No torch here: what runs models is imported wh
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.project import dvc_files, hashing, inputs
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.promotion import evidence
 from rlhf_tasks.promotion.gate import Evidence, Kl, Opponent
 
 DISPLAY_ONLY = ("judge.labels", "judge.num_samples_shown")  # they change no comparison
@@ -56,27 +56,6 @@ class Candidate:
     @functools.cached_property
     def md5(self) -> str:
         return hashing.dvc_md5(self.folder)
-
-
-def read(paths: Paths) -> Evidence:
-    """The evidence in a project's files. A KL that metrics/ppo.json does not have is missing evidence.
-
-    Raises:
-        UserError: for a results document that is missing or cannot be read.
-    """
-    return Evidence(results=EvaluationResults.read(paths.evaluation_results), kl=selected_kl(paths))
-
-
-def selected_kl(paths: Paths) -> Kl | None:
-    """The KL of the checkpoint that PPO kept, by metrics/ppo.json; None if it was not measured.
-
-    No score and no reward is read there, nor the KL of the last update.
-    """
-    file = paths.metrics("ppo")
-    metrics = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if metrics.get("selected_kl") is None:
-        return None
-    return Kl(mean=metrics["selected_kl"], standard_error=metrics.get("selected_kl_standard_error"))
 
 
 def is_trained_here(paths: Paths, md5: str) -> bool:
@@ -148,7 +127,7 @@ def collect(candidate: Candidate, stale: str | None) -> Evidence:
     paths, settings = candidate.paths, _with_local_files(candidate)
     is_own = is_trained_here(paths, candidate.md5)
     if stale is None:
-        known = read(paths)
+        known = evidence.read(paths)
     else:
         console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
         bounds = candidate.settings.promotion
@@ -161,7 +140,7 @@ def collect(candidate: Candidate, stale: str | None) -> Evidence:
         } != {None}:
             known = measure_cost(settings, paths, candidate.folder)
         if is_own:
-            known = replace(known, kl=selected_kl(paths) or known.kl)
+            known = replace(known, kl=evidence.selected_kl(paths) or known.kl)
         known = with_opponent(candidate, known, "sft", paths.sft)
     optimized = optimized_judges(settings.judge, candidate.folder, paths.root)
     if is_own:

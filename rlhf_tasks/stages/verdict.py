@@ -11,7 +11,7 @@ from rlhf_tasks.config import VerdictView
 from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import gate, measurement
+from rlhf_tasks.promotion import evidence, gate
 from rlhf_tasks.tracking import Tracker
 
 
@@ -23,7 +23,7 @@ def run(config: VerdictView, paths: Paths, tracker: Tracker) -> dict[str, float]
         return {}
     suspects = {part for name in config.promotion.named for part in with_parts(config.judges, name)}
     verdict = gate.decide(
-        config.promotion, measurement.read(paths), suspects=suspects, champion=False, bar=config.bar
+        config.promotion, evidence.read(paths), suspects=suspects, champion=False, bar=config.bar
     )
     atomic.write_json(paths.verdict, verdict.tree())
     tracker.table("gate", verdict.rows())
