@@ -2,7 +2,7 @@
 
 PYTHON is the interpreter of another environment with `trl==1.12.0`, the last release that has PPO; its
 versions of torch and transformers should equal ours. Both train random GPT-NeoX models of one shape, on the
-same rows and with the same number of epochs and optimiser steps. They alternate, in a process each. Our
+same rows and with the same number of epochs and optimizer steps. They alternate, in a process each. Our
 micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
 episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
 CPU, without gradient checkpointing, in float32. A figure is the median over updates without the first, and

@@ -87,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlhf: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # such as `rlhf params | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
         message = failures.mistake(error)
         if message is None and failures.has_failed_elsewhere():

@@ -303,7 +303,7 @@ class Guards(Section):
     kl_max: t.PositiveFloat = 10.0
     """Largest objective/kl_k1, in nats per response."""
     gap_max: t.PositiveFloat | None = None
-    """Largest eval/standardized_gap between the optimised and the held-out reward, in standard deviations, at
+    """Largest eval/standardized_gap between the optimized and the held-out reward, in standard deviations, at
     each evaluation (`num_selections`); null: no check."""
     ratio_min: t.PositiveFloat = 0.1
     """Smallest mean probability ratio, val/ratio."""

@@ -454,7 +454,7 @@ class Promotion(Section):
                     reward := optimised_by(ppo.scorers, one)
                 ):
                     yield (
-                        f"promotion.{key}={name!r} uses {reward}, which PPO optimises, so it cannot show "
+                        f"promotion.{key}={name!r} uses {reward}, which PPO optimizes, so it cannot show "
                         "whether the policy got better; name another judge"
                     )
         first, *second = (

@@ -68,7 +68,7 @@ class EvaluationState:
     responses: list[dict[str, Any]] = field(default_factory=list)
     """The responses of each evaluation, rows of answers.parquet, from which the judge's curve is made."""
     start: list[list[float]] = field(default_factory=list)
-    """Mean and standard deviation of the scores before training, optimised and held-out: the gap's units."""
+    """Mean and standard deviation of the scores before training, optimized and held-out: the gap's units."""
 
 
 class Scored(NamedTuple):

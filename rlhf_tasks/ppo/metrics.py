@@ -110,7 +110,7 @@ def moments(values: Tensor) -> list[float]:
 def standardized_gaps(
     scores: Tensor, heldout: Tensor, start: Sequence[float], heldout_start: Sequence[float]
 ) -> Tensor | None:
-    """(B,) how much further the optimised score has risen than the held-out one; None without a unit.
+    """(B,) how much further the optimized score has risen than the held-out one; None without a unit.
 
         gap = (score − μ) / σ − (heldout − μ_h) / σ_h
 

@@ -94,7 +94,7 @@ def _check_selection_judge(settings: Ppo, paths: Paths) -> None:
     for folder in reward_folders(settings.scorers):
         if contracts.fingerprint(paths.root / folder) == chooses:
             raise UserError(
-                f"ppo.select_by: {judge.path} has the weights of {folder}, which PPO optimises and which "
+                f"ppo.select_by: {judge.path} has the weights of {folder}, which PPO optimizes and which "
                 "therefore must not choose; name another judge, or null for models/reward_heldout"
             )
 
@@ -160,5 +160,5 @@ def check_models(
 
 
 def is_rewarded(settings: Ppo) -> bool:
-    """Whether models/reward is what PPO optimises, or part of it."""
+    """Whether models/reward is what PPO optimizes, or part of it."""
     return OPTIMISED in reward_folders(settings.scorers)

@@ -1,4 +1,4 @@
-"""Stage reward: two reward models, one that PPO optimises and one held out.
+"""Stage reward: two reward models, one that PPO optimizes and one held out.
 
     loss = −log σ(r_chosen − r_rejected − margin)                      Bradley-Terry
          + centering_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
@@ -62,7 +62,7 @@ NONE_MADE = """\
 def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/reward and models/reward_heldout: one after the other, or at once in a process each.
 
-    Metrics on the test pairs, for the optimised model (and for the other under `heldout/`): accuracy
+    Metrics on the test pairs, for the optimized model (and for the other under `heldout/`): accuracy
     with its interval and by origin, margin, calibration error, length_correlation. With `train: false`
     the folders hold only a README, and there are no metrics.
     """
@@ -120,7 +120,7 @@ def _make_reward_model(
             "models/sft": parents.get("sft", "lineage unknown"),
         },
         how="One score, read at the last token of query + response + EOS, minus `score_mean` of the "
-        "config. `reward_heldout` is trained on other prompts and never optimised.",
+        "config. `reward_heldout` is trained on other prompts and never optimized.",
     )
     source = config.reference if out == paths.reward else None
     save(dist, scores.model, tokenizer, out, contracts.identity("reward", parents), card, source)

@@ -59,7 +59,7 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
 _PLACEHOLDER = re.compile(r"(?<![A-Za-z])[A-Z]+(?![A-Za-z])")
 WORDS: Mapping[str, str] = {
     "sft": "SFT", "gold": "the gold judge", "reward_model": "the reward model",
-    "reward": "the reward model that PPO optimises", "reward_heldout": "the held-out reward model",
+    "reward": "the reward model that PPO optimizes", "reward_heldout": "the held-out reward model",
     "given": "given pairs", "sft_samples": "SFT samples", "sft_text": "SFT text", "general": "general text",
 }  # fmt: skip
 """How people read what stands for a placeholder; other values are words already."""

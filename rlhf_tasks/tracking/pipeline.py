@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import psutil
-import pyarrow.parquet as pq
 
 from rlhf_tasks import config
 from rlhf_tasks.config import STAGES, Tracking
@@ -59,6 +58,8 @@ class Pipeline:
                 metrics = config.flatten(json.loads(file.read_text(encoding="utf-8")))
                 self._record.append("results", values=curves.results(stage, metrics))
         if paths.judged_responses.exists():
+            import pyarrow.parquet as pq
+
             table = pq.read_table(paths.judged_responses).slice(0, NUM_SAMPLES)
             read = [name for name in table.column_names if name.rpartition("/")[2] not in ("index", "base")]
             self._record.keep(SAMPLES, as_text(table.select(read).to_pylist()))

@@ -39,7 +39,7 @@ class Tracker:
         self._tables: dict[str, list[dict[str, Any]]] = {}
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
-        """Add one point to each curve; `step` counts optimiser steps, in PPO episodes.
+        """Add one point to each curve; `step` counts optimizer steps, in PPO episodes.
 
         Values that are logged separately for one step share a row.
         """

@@ -255,7 +255,7 @@ ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
         ({"ppo.scorers": [{**LONG, "max_tokens": 40}]}, "which no response exceeds with response_length=32"),
         (
             {"ppo.scorers": [OWN, A], "judge.judges": [BY_A], "promotion.judge": "a"},
-            "promotion.judge='a' uses ./a, which PPO optimises",
+            "promotion.judge='a' uses ./a, which PPO optimizes",
         ),
         ({"ppo.scorers": [A], "ppo.select_by": {"judge": BY_A}}, "select_by: ./a is also a scorer"),
         (

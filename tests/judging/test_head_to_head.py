@@ -96,13 +96,13 @@ def test_responses_of_a_file_are_matched_by_prompt(
 def test_a_judge_that_ppo_optimised_for_the_policy_gives_a_warning(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    policy, optimised = Path("models/policy"), contracts.fingerprint(Path("models/reward_heldout"))
+    policy, optimized = Path("models/policy"), contracts.fingerprint(Path("models/reward_heldout"))
     save_checkpoint(
         load_causal(policy),
         load_tokenizer(policy),
         policy,
         card="a card",
-        identity=contracts.identity("policy", {"reward": optimised}),
+        identity=contracts.identity("policy", {"reward": optimized}),
     )
     results = run("models/policy", num_examples=3)
     assert results.optimised_judges == {"reward_model": "models/reward_heldout"}

@@ -216,7 +216,7 @@ STOP = 9
     ],
 )
 def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: list[float]) -> None:
-    """The optimised score is the length of a response, the held-out one is half of it."""
+    """The optimized score is the length of a response, the held-out one is half of it."""
     scorers = Recorder()
     rule: dict[str, Any] = {"truncation": truncation, "stop_token": STOP}
     one = Evaluations(scorer=scorers, heldout=lambda rows: length(*rows.given) / 2, **rule)

@@ -63,7 +63,7 @@ def results(
     examples: tuple[int, int] = (1000, 990),
     failures: tuple[int, int] = (0, 10),
     retention: Mapping[str, RetentionResult] = RETENTION,
-    optimised: Sequence[str] = (),
+    optimized: Sequence[str] = (),
     base: float = 0.9,
     selecting: Sequence[str] = (),
     has_reward: bool = True,
@@ -85,7 +85,7 @@ def results(
         comparisons=comparisons,
         retention=dict(retention),
         task_changes=dict(task_changes or {}),
-        optimised_judges={name: f"models/{name}" for name in optimised},
+        optimised_judges={name: f"models/{name}" for name in optimized},
         selecting_judges={name: f"models/{name}" for name in selecting},
         has_reward=has_reward,
     )

@@ -85,7 +85,7 @@ GENERAL = retention({"sft_text": 2.0, "general": 21.0}, {"sft_text": 1.6, "gener
         ),
         (results(failures=(30, 10)), "failure_share", "0.02913 > 0.02"),
         (results(examples=(150, 990), failures=(0, 0)), "examples", "150 < 200"),
-        (results(optimised=["gold"]), "optimised_judges", "(gold) 1 > 0"),
+        (results(optimized=["gold"]), "optimised_judges", "(gold) 1 > 0"),
     ],
 )
 def test_a_single_missed_criterion_refuses_and_is_named(
@@ -145,7 +145,7 @@ def test_at_its_bound_a_win_rate_fails_and_a_budget_is_kept() -> None:
 
 
 def test_an_over_optimised_policy_is_refused() -> None:
-    """As with `kl_coef: 0`: its KL is high, and judges that it did not optimise see a worse policy."""
+    """As with `kl_coef: 0`: its KL is high, and judges that it did not optimize see a worse policy."""
     measured = results(gold=0.31, second=0.45, retention=retention({"sft_text": 50.0}, {"sft_text": 1.6}))
     expected = ["over_sft/gold", "over_sft/reward_model", "kl", "perplexity/sft_text"]
     assert failed(decide(measured, kl=37.0)) == expected
@@ -284,7 +284,7 @@ FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
         ({"ppo.reference_sync": {"every": 2, "alpha": 0.6}}, "set promotion.max_kl to null"),
         (
             {"judge.judges": [GOLD, {**HELDOUT, "path": "models/reward/"}]},
-            "promotion.second_judge='reward_model' uses models/reward/, which PPO optimises",
+            "promotion.second_judge='reward_model' uses models/reward/, which PPO optimizes",
         ),
         (
             {
@@ -292,7 +292,7 @@ FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
                 "promotion.judge": "short",
                 "ppo.scorers": [{"kind": "function", "weight": 1.0, "function": "mine:short"}],
             },
-            "promotion.judge='short' uses mine:short, which PPO optimises",
+            "promotion.judge='short' uses mine:short, which PPO optimizes",
         ),
         (
             {
@@ -302,7 +302,7 @@ FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
                     {"kind": "all_of", "name": "reward_model", "judges": ["gold", "own"]},
                 ]
             },
-            "uses models/reward, which PPO optimises",
+            "uses models/reward, which PPO optimizes",
         ),
     ],
 )

@@ -207,7 +207,7 @@ def test_a_judge_that_ppo_optimised_does_not_lead_and_is_marked(whole: Path) -> 
     results = EvaluationResults(comparisons=comparisons, optimised_judges={"optimised": "models/reward"})
     results.write(whole / "evaluation/judge/results.json")
     assert page.context(Paths(whole), VIEW)["judge"] == "other"
-    assert "By optimised (the reward that PPO optimized: its win rate is no evidence" in shown(whole)
+    assert "By optimized (the reward that PPO optimized: its win rate is no evidence" in shown(whole)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_headings_links_figures_and_boxes_are_accessible(whole: Path) -> None:
     labels = " ".join(a["aria-label"] or "" for a in found.of("svg") if a.get("role") == "img")
     assert labels.count(", by ") == len(found.of("svg")) > 6
     assert "KL of the rollouts from 0.500 to 4.32" in labels
-    assert "Calibration: the reward model that PPO optimises, by confidence: given pairs from 0.5" in labels
+    assert "Calibration: the reward model that PPO optimizes, by confidence: given pairs from 0.5" in labels
     assert "Score by length: the gold judge, by length: policy from 0.2" in labels
     bars = [a["aria-label"] for a in found.of("div") if a.get("role") == "img"]
     assert "the gold judge, Policy against SFT model: 77% (75% to 80%)" in bars

@@ -111,7 +111,7 @@ def test_the_same_weights_under_another_name_are_refused(ensemble: Path, copied:
 def test_a_selection_judge_with_the_weights_of_any_reward_model_is_refused(ensemble: Path) -> None:
     shutil.copytree(ensemble / "rewards/second", ensemble / "copy")
     chosen = {"judge": {"kind": "reward_model", "name": "copy", "path": "copy"}, "max_failure_share": 0.05}
-    with pytest.raises(UserError, match="copy has the weights of rewards/second, which PPO optimises"):
+    with pytest.raises(UserError, match="copy has the weights of rewards/second, which PPO optimizes"):
         run([OWN, SECOND], **{"ppo.select_by": chosen})
 
 

@@ -118,7 +118,7 @@ def test_every_figure_shows_metrics_of_one_unit() -> None:
     [
         ("judge", "gold/policy_vs_sft/win_rate", "Policy against SFT by the gold judge: win rate"),
         ("judge", "my_gpt/sft_vs_reference/ties", "SFT against reference by my gpt: ties"),
-        ("judge", "reward_gap/win_rate_by_reward", "Policy against SFT by the optimised reward: win rate"),
+        ("judge", "reward_gap/win_rate_by_reward", "Policy against SFT by the optimized reward: win rate"),
         ("judge", "choice/base/low", "Multiple-choice accuracy: base, low end of the interval"),
         ("reward", "heldout/margin", "Margin on test pairs (held-out reward model)"),
         ("ppo", "selected_kl", "KL of the kept checkpoint"),
