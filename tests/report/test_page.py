@@ -202,9 +202,9 @@ def test_missing_files_and_values_are_named(tmp_path: Path) -> None:
 
 
 def test_a_judge_that_ppo_optimised_does_not_lead_and_is_marked(whole: Path) -> None:
-    rates = {"optimised": workspace.interval(0.9), "other": workspace.interval(0.4)}
+    rates = {"optimized": workspace.interval(0.9), "other": workspace.interval(0.4)}
     comparisons = tuple(workspace.comparison(name, "policy", "sft", rate) for name, rate in rates.items())
-    results = EvaluationResults(comparisons=comparisons, optimised_judges={"optimised": "models/reward"})
+    results = EvaluationResults(comparisons=comparisons, optimised_judges={"optimized": "models/reward"})
     results.write(whole / "evaluation/judge/results.json")
     assert page.context(Paths(whole), VIEW)["judge"] == "other"
     assert "By optimized (the reward that PPO optimized: its win rate is no evidence" in shown(whole)
