@@ -14,7 +14,7 @@ PAD, EOS, UNK = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of GPT-NeoX models, of their prompts and of PPO's batch, in tokens and rows."""
+    """Sizes of models, GPT-NeoX or Llama, of their prompts and of PPO's batch, in tokens and rows."""
 
     vocab: int
     query_min: int
@@ -23,10 +23,13 @@ class Shape:
     batch: int
     micro: int
     """Rows of a peer's micro-batch; ours are cut by tokens."""
+    micro_tokens: int = 4096
     layers: int = 4
     hidden: int = 128
     heads: int = 4
     precision: Literal["fp32", "bf16"] = "fp32"
+    llama: Mapping[str, int] | None = None
+    """Sizes of a Llama that are not those of a GPT-NeoX."""
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -48,9 +51,24 @@ SHAPES: Mapping[str, Shape] = {
     "E": Shape(
         vocab=8192, query_min=32, query=128, response=64, batch=32, micro=8, layers=6, hidden=256, heads=8
     ),
+    "S": Shape(
+        vocab=49152,
+        query_min=64,
+        query=96,
+        response=48,
+        batch=16,
+        micro=4,
+        micro_tokens=4 * (96 + 48),
+        layers=30,
+        hidden=576,
+        heads=9,
+        llama={"num_key_value_heads": 3, "intermediate_size": 1536},
+    ),
     "F": Shape(vocab=256, query_min=16, query=256, response=128, batch=32, micro=8),
 }
-"""C: a random model over 32 tokens ends its responses at very different lengths. D: Pythia-1B, for a GPU. E
+"""S: SmolLM2-135M with random weights.
+
+C: a random model over 32 tokens ends its responses at very different lengths. D: Pythia-1B, for a GPU. E
 is wider than A, and F has prompts and responses of very different lengths."""
 
 
@@ -82,18 +100,22 @@ def tokenizer(vocab: int) -> Any:
 
 def models(shape: Shape) -> Models:
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPTNeoXConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = GPTNeoXConfig(
+    own = {"intermediate_size": 4 * shape.hidden}
+    if shape.llama is not None:
+        own = {**shape.llama, "tie_word_embeddings": True}
+    config = AutoConfig.for_model(
+        "gpt_neox" if shape.llama is None else "llama",
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        intermediate_size=4 * shape.hidden,
         max_position_embeddings=2048,
         pad_token_id=PAD,
         eos_token_id=EOS,
         bos_token_id=EOS,
+        **own,
     )
     torch.manual_seed(0)
     policy, reference = (AutoModelForCausalLM.from_config(config) for _ in range(2))

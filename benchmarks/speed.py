@@ -1,9 +1,10 @@
 """Speed beside TRL's trainers: `python -m benchmarks.speed --peer PYTHON --parts ppo sft reward`.
 
 PYTHON is the interpreter of another environment with `trl==1.12.0`, the last release that has PPO; its
-versions of torch and transformers should equal ours. Both train random GPT-NeoX models of one shape, on the
-same rows and with the same number of epochs and optimizer steps. They alternate, in a process each. Our
-micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
+versions of torch and transformers should equal ours. Both train random models of one shape, on the same rows
+and with the same number of epochs and optimizer steps. They alternate, in a process each. Our micro-batches
+have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`); in shape S both have four
+rows. PPO counts
 episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
 CPU, without gradient checkpointing, in float32. A figure is the median over updates without the first, and
 over the turns; the ratio is of figures of one run. Without --peer only ours is measured.
@@ -192,7 +193,7 @@ def _train(model: Any, task: Any, shape: Shape) -> list[float]:
         small.distributed(shape.precision),
         model,
         task,
-        small.optimization(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096),
+        small.optimization(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=shape.micro_tokens),
         seed=1,
         name="speed",
         tracker=NullTracker("sft"),

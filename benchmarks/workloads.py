@@ -101,6 +101,7 @@ def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -
         "rollout_batch_size": shape.batch,
         "num_mini_batches": 1,
         "num_ppo_epochs": 4,
+        "micro_batch_tokens": shape.micro_tokens,
         "learning_rate": 3e-6,
         "temperature": 0.7,
         "response_length": shape.response,

@@ -24,6 +24,9 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures, stopping
 
+MOSTLY = 0.75
+"""Share of a preset's values with which a run still has its name."""
+
 
 def run(
     dry: bool = Option(False, "--dry", help="only say what would run, why, and how long it took last time"),
@@ -59,15 +62,19 @@ def run(
 
 
 def run_name(paths: Paths, settings: Config) -> str:
-    """The name of a run: its presets, and what else differs from the last commit's params.yaml."""
-    chosen = presets.matching(config.in_force(settings))
-    by_preset = {key for name in chosen for key in config.flatten(presets.read(name))}
+    """The name of a run: its presets, and what else differs from the last commit's params.yaml.
+
+    A preset of which some values were changed again is named too, with these.
+    """
+    values = config.in_force(settings)
+    chosen = presets.matching(values) or presets.matching(values, MOSTLY)
+    by_preset = {k: v for name in chosen for k, v in config.flatten(presets.read(name)).items()}
     now = config.flatten(config.parse(config.read_text(paths.params), str(paths.params)))
     try:
         before = config.flatten(config.parse(git.show(paths.root, "HEAD", "params.yaml"), "params.yaml"))
     except UserError:  # there is no commit
         before = now
-    changes = {k: v for k, v in now.items() if before.get(k) != v and k not in by_preset}
+    changes = {k: v for k, v in now.items() if v not in (before.get(k), by_preset.get(k))}
     return presets.Request("+".join(chosen) or None, overrides=changes).name(secrets.token_hex(2))
 
 

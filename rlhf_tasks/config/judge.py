@@ -16,8 +16,8 @@ from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED, Checks, Scorer, reward
 from rlhf_tasks.config.types import Section, check_source
 
 RESERVED = (
-    "agreement|calibration|choice|distinct_1|distinct_2|ended|human|kappa|length|perplexity|repetition"
-    "|reward_gap|task|task_drop"
+    "agreement|calibration|choice|corpus_distinct_2|distinct_1|distinct_2|ended|human|kappa|length|perplexity"
+    "|repetition|reward_gap|sft_perplexity|task|task_drop"
 )
 """Pattern of the first parts of the names of the other metrics of stage judge, which no judge may have."""
 LISTED = "judge.judges"

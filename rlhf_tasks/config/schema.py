@@ -382,6 +382,10 @@ class Promotion(Section):
     """Largest KL from SFT of the checkpoint that PPO kept, in nats per response."""
     max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
     """Largest ratio of the policy's perplexity to SFT's, on each text of judge.retention."""
+    max_response_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
+    """Largest ratio of the perplexities, by the SFT model, of the policy's responses and of SFT's own."""
+    min_distinct_ratio: t.Fraction | None = 0.5
+    """Smallest ratio, policy to SFT, of the share of different 2-grams in all responses together."""
     max_choice_drop: t.Fraction | None = 0.05
     """Largest drop of multiple-choice accuracy from SFT to the policy."""
     max_task_drop: t.NonNegativeFloat | None = None
@@ -410,7 +414,7 @@ class Promotion(Section):
         """The problems of the section that come from other sections."""
         yield from self._judge_conflicts(judging, ppo)
         retention = judging.retention
-        for key in ("max_perplexity_growth", "max_choice_drop"):
+        for key in ("max_perplexity_growth", "max_response_perplexity_growth", "max_choice_drop"):
             if getattr(self, key) is not None and retention is None:
                 yield f"promotion.{key} needs judge.retention, which measures it; set it to null"
         if not self.trial:

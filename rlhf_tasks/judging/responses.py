@@ -8,8 +8,10 @@ whose weights are not safetensors are not kept.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +200,13 @@ def sample_policy(
     )
 
 
-def response_statistics(contenders: Contenders, who: str) -> ResponseStatistics:
+def response_statistics(
+    responses: Responses, references: Sequence[str] | None, sft_perplexity: float | None
+) -> ResponseStatistics:
     """ROUGE-L against the references (Lin 2004, F measure), lengths in tokens, and repetition."""
-    scorer, responses, rouge_l = RougeScorer(["rougeL"]), contenders.sampled[who], None
-    if (references := contenders.texts.get("reference")) is not None:
+    scorer, rouge_l = RougeScorer(["rougeL"]), None
+    grams = Counter(pair for ids in responses.ids for pair in pairwise(ids))
+    if references is not None:
         pairs = zip(references, responses.texts, strict=True)
         rouge = [scorer.score(reference, text)["rougeL"].fmeasure for reference, text in pairs]
         rouge_l = sum(rouge) / len(rouge)
@@ -212,4 +217,6 @@ def response_statistics(contenders: Contenders, who: str) -> ResponseStatistics:
         distinct_1=float(distinct(responses.ids, 1).mean()),
         distinct_2=float(distinct(responses.ids, 2).mean()),
         repetition=1 - float(distinct(responses.ids, 3).mean()),
+        corpus_distinct_2=len(grams) / grams.total() if grams else 1.0,
+        sft_perplexity=sft_perplexity,
     )

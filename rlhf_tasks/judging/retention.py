@@ -21,7 +21,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import ENGLISH
 from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
-from rlhf_tasks.data.tokenizer import Ids, encode_rows
+from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness, statistics
 from rlhf_tasks.judging.harness import Done, HarnessTasks
@@ -112,6 +112,24 @@ def perplexity(
     """exp of the mean −log p of a response token, over all of them."""
     sums = logprob_sums(model, queries, responses, tokenizer, max_tokens)
     return math.exp(-math.fsum(sums) / sum(map(len, responses)))
+
+
+def perplexities_by_sft(
+    folder: Path,
+    prompts: Sequence[str],
+    responses: Mapping[str, Sequence[Ids]],
+    settings: config.Retention,
+    device: torch.device,
+) -> dict[str, float]:
+    """The perplexity by the SFT model in `folder` of each contender's responses, in ids of its tokenizer."""
+    tokenizer, count = load_tokenizer(folder), settings.num_examples
+    model = place(load_causal(folder), device).eval()
+    queries = encode(tokenizer, prompts[:count])
+    with console.part("how likely the responses are by sft"):
+        return {
+            who: perplexity(model, queries, ids[:count], tokenizer, settings.micro_batch_tokens)
+            for who, ids in responses.items()
+        }
 
 
 def are_right(

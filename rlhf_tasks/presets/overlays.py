@@ -81,8 +81,11 @@ def read(name: str) -> dict[str, Any]:
     return YAML(typ="safe", pure=True).load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")) or {}
 
 
-def matching(values: Mapping[str, Any]) -> list[str]:
-    """The presets whose values are all among these, by dotted key; a section that is null stays null."""
+def matching(values: Mapping[str, Any], share: float = 1.0) -> list[str]:
+    """The presets of which at least this share of values, by dotted key, is among these.
+
+    A section that is null stays null.
+    """
 
     def has(key: str, value: Any) -> bool:
         parts = key.split(".")
@@ -95,7 +98,7 @@ def matching(values: Mapping[str, Any]) -> list[str]:
         tree: dict[str, Any] = {}
         config.merge(tree, read(name))
         complete = config.values(tree, name)  # the scorers and judges of a preset with all of their keys
-        if all(has(key, complete.get(key, value)) for key, value in own.items()):
+        if sum(has(key, complete.get(key, value)) for key, value in own.items()) >= share * len(own):
             found.append(name)
     return found
 

@@ -268,11 +268,24 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
         )
         title = f"perplexity on {name} over SFT's"
         yield from _bounded(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
+    yield from _responses(promotion, results)
     change = _combined(lambda s, p: p - s, *(_multiple_choice(results, who) for who in ("sft", "policy")))
     bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
     if "promotion.max_choice_drop" not in _without_demonstrations(promotion, results):
         yield from _bounded("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
     yield from _tasks(promotion, results)
+
+
+def _responses(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
+    """Whether the policy writes text that SFT would write too, and not always the same."""
+    values = {
+        name: _combined(lambda p, s: p / s, *(_of_responses(results, who, name) for who in ("policy", "sft")))
+        for name in ("sft_perplexity", "corpus_distinct_2")
+    }
+    title, growth = "perplexity of its responses by SFT, over SFT's own", values["sft_perplexity"]
+    yield from _bounded("response_perplexity", title, growth, "<=", promotion.max_response_perplexity_growth)
+    title, ratio = "different 2-grams in its responses, over SFT's", values["corpus_distinct_2"]
+    yield from _bounded("distinct_ratio", title, ratio, ">=", promotion.min_distinct_ratio)
 
 
 def _tasks(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
@@ -319,6 +332,11 @@ def _perplexity(results: EvaluationResults, model: str, text: str) -> Value:
     if retention is None or text not in retention.perplexity:
         return f"the perplexity of {model} on {TEXTS[text]} was not measured"
     return _finite(retention.perplexity[text])
+
+
+def _of_responses(results: EvaluationResults, model: str, name: str) -> Value:
+    value = getattr(results.responses.get(model), name, None)
+    return f"{name} of the responses of {model} was not measured" if value is None else _finite(value)
 
 
 def _multiple_choice(results: EvaluationResults, model: str) -> Value:

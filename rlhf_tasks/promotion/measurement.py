@@ -23,7 +23,7 @@ from rlhf_tasks.judging.judges.comparisons import (
     optimized_judges,
     selecting_judges,
 )
-from rlhf_tasks.judging.results import EvaluationResults
+from rlhf_tasks.judging.results import EvaluationResults, ResponseStatistics
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.project import dvc_files, hashing, inputs
@@ -135,6 +135,8 @@ def collect(candidate: Candidate, stale: str | None) -> Evidence:
         if bounds is not None and {
             bounds.max_kl,
             bounds.max_perplexity_growth,
+            bounds.max_response_perplexity_growth,
+            bounds.min_distinct_ratio,
             bounds.max_choice_drop,
             bounds.max_task_drop,
         } != {None}:
@@ -211,7 +213,47 @@ def measure_cost(settings: Config, paths: Paths, policy: Path) -> Evidence:
         console.say(f"neither KL nor perplexity can be compared: {error}")
         kept = {name: one.model_copy(update={"perplexity": {}}) for name, one in results.retention.items()}
         return Evidence(results=results.model_copy(update={"retention": kept}), kl=None)
-    return Evidence(results=results, kl=measure_kl(settings, paths, policy, device))
+    measured = measure_responses(settings, paths, policy, device)
+    return Evidence(
+        results=results.model_copy(update={"responses": measured}),
+        kl=measure_kl(settings, paths, policy, device),
+    )
+
+
+def measure_responses(
+    settings: Config, paths: Paths, policy: Path, device: Any
+) -> dict[str, ResponseStatistics]:
+    """What stage judge measures of the responses of SFT and a policy with the same tokenizer."""
+    from rlhf_tasks.data.batches import read_table
+    from rlhf_tasks.judging.responses import response_statistics, sample, shared_ends
+    from rlhf_tasks.judging.retention import perplexities_by_sft
+
+    view, folders = JudgeView.of(settings), {"sft": paths.sft, "policy": policy}
+    rows = read_table(paths, "prompts", "test")[: view.judge.num_examples]
+    prompts, references = [row["prompt"] for row in rows], [row["reference"] for row in rows]
+    ends = shared_ends([(folder, None) for folder in folders.values()])
+    sampled = {
+        who: sample(
+            folder,
+            prompts,
+            paths=paths,
+            max_new_tokens=view.max_completion_tokens,
+            temperature=view.judge.temperature,
+            seed=view.seed,
+            device=device,
+            ends=own_ends,
+        )
+        for (who, folder), own_ends in zip(folders.items(), ends, strict=True)
+    }
+    perplexities: dict[str, float] = {}
+    if view.judge.retention is not None:
+        ids = {who: responses.ids for who, responses in sampled.items()}
+        perplexities = perplexities_by_sft(paths.sft, prompts, ids, view.judge.retention, device)
+    known = None if None in references else references
+    return {
+        who: response_statistics(responses, known, perplexities.get(who))
+        for who, responses in sampled.items()
+    }
 
 
 def measure_kl(settings: Config, paths: Paths, policy: Path, device: Any) -> Kl:

@@ -40,7 +40,7 @@ from rlhf_tasks.judging.responses import (
     sample_contenders,
     sample_policy,
 )
-from rlhf_tasks.judging.retention import Probes
+from rlhf_tasks.judging.retention import Probes, perplexities_by_sft
 from rlhf_tasks.judging.statistics import matched_length_gain
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project.atomic import whole
@@ -103,6 +103,12 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     sampled = sample_contenders(config, paths, dist.device)
     models = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
     retention, task_changes = probes.measure_all(models, dist.device) if probes else ({}, {})
+    perplexities: dict[str, float] = {}
+    if settings.retention is not None:
+        own_ids = {who: sampled.sampled[who].ids for who in SAMPLED}
+        perplexities = perplexities_by_sft(
+            paths.sft, sampled.prompts, own_ids, settings.retention, dist.device
+        )
     # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labeled.
     judged = _judge(config, judges, sampled)
     summary.log_curve(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
@@ -134,7 +140,12 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         is_trial=is_trial(paths.policy),
         has_demonstrations=probes is None or probes.has_demonstrations,
         selecting_judges=selecting_judges(settings, paths.policy, paths.root),
-        responses={who: response_statistics(sampled, who) for who in SAMPLED},
+        responses={
+            who: response_statistics(
+                sampled.sampled[who], sampled.texts.get("reference"), perplexities.get(who)
+            )
+            for who in SAMPLED
+        },
         facets=judged.facets,
         accuracies=summary.accuracies(settings, sampled.texts, sampled.columns),
         retention=retention,

@@ -47,7 +47,14 @@ def comparison(judge: str, a: str, b: str, **optional: Any) -> ComparisonResult:
 
 def responses(length: float) -> ResponseStatistics:
     return ResponseStatistics(
-        rouge_l=0.1, length=length, ended=0.2, distinct_1=0.3, distinct_2=0.4, repetition=0.5
+        rouge_l=0.1,
+        length=length,
+        ended=0.2,
+        distinct_1=0.3,
+        distinct_2=0.4,
+        repetition=0.5,
+        corpus_distinct_2=0.6,
+        sft_perplexity=7.0,
     )
 
 
@@ -82,6 +89,8 @@ RESPONSES: dict[str, float] = {
     "ended": 0.2,
     "distinct_1": 0.3,
     "distinct_2": 0.4,
+    "corpus_distinct_2": 0.6,
+    "sft_perplexity": 7.0,
     "repetition": 0.5,
 }
 WHOLE = EvaluationResults(

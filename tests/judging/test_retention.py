@@ -14,6 +14,7 @@ from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import encode, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import retention
+from rlhf_tasks.judging.responses import Responses, response_statistics
 from rlhf_tasks.judging.results import RetentionResult
 from rlhf_tasks.judging.retention import Choice, Probes
 from rlhf_tasks.models.load import load_causal
@@ -63,6 +64,28 @@ def test_perplexity_of_a_text_counts_all_tokens_but_the_first(models_here: Path)
     expected = math.exp(-total / sum(len(row) - 1 for row in ids))
     result = measure(POLICY, general="general.txt").perplexity
     assert result["general"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_perplexity_of_responses_is_that_by_the_given_model(models_here: Path) -> None:
+    model, tokenizer = load_causal(POLICY).eval(), load_tokenizer(POLICY)
+    prompts = ["my boss stole my lamp", "i feel sad .", "not measured"]
+    responses = encode(tokenizer, ["so sad", "it was at the park .", "never read"])
+    queries = encode(tokenizer, prompts[:2])
+    total = sum(logprob_alone(model, q, r) for q, r in zip(queries, responses[:2], strict=True))
+    expected = math.exp(-total / sum(map(len, responses[:2])))
+    found = retention.perplexities_by_sft(
+        POLICY, prompts, {"policy": responses}, Retention(num_examples=2), torch.device("cpu")
+    )
+    assert found == {"policy": pytest.approx(expected, rel=1e-5)}
+
+
+def test_different_two_grams_are_counted_over_all_responses() -> None:
+    """1-2 and 2-3 in each of two responses, and 1-2 once more: 2 of 5."""
+    ids = [[1, 2, 3], [1, 2, 3], [1, 2], [7]]
+    responses = Responses(sampled=ids, ids=ids, texts=["", "", "", ""], ended=[True] * 4)
+    assert response_statistics(responses, None, None).corpus_distinct_2 == 2 / 5
+    short = Responses(sampled=[[7]], ids=[[7]], texts=[""], ended=[True])
+    assert response_statistics(short, None, None).corpus_distinct_2 == 1
 
 
 def test_the_model_chooses_the_ending_that_is_likeliest_per_character(models_here: Path) -> None:

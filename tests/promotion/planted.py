@@ -14,6 +14,7 @@ from rlhf_tasks import config
 from rlhf_tasks.judging.results import (
     ComparisonResult,
     EvaluationResults,
+    ResponseStatistics,
     RetentionResult,
     TaskChange,
 )
@@ -56,6 +57,22 @@ def retention(
 RETENTION = retention({"sft_text": 2.0}, {"sft_text": 1.6})
 
 
+def responses(
+    policy: tuple[float | None, float | None], sft: tuple[float | None, float | None]
+) -> dict[str, ResponseStatistics]:
+    """Perplexity by SFT, and share of different 2-grams, of the responses of policy and SFT."""
+    plain: dict[str, float] = dict.fromkeys(
+        ("length", "ended", "distinct_1", "distinct_2", "repetition"), 1.0
+    )
+    return {
+        name: ResponseStatistics(**plain, rouge_l=None, sft_perplexity=perplexity, corpus_distinct_2=share)
+        for name, (perplexity, share) in {"policy": policy, "sft": sft}.items()
+    }
+
+
+RESPONSES = responses((3.0, 0.4), (2.0, 0.5))
+
+
 def results(
     *,
     gold: float | None = 0.82,
@@ -68,6 +85,7 @@ def results(
     selecting: Sequence[str] = (),
     has_reward: bool = True,
     task_changes: Mapping[str, TaskChange] | None = None,
+    responses: Mapping[str, ResponseStatistics] = RESPONSES,
 ) -> EvaluationResults:
     """Results of a policy that is better than SFT by both judges; None leaves a judge out."""
     lows = zip(JUDGES, (gold, second), examples, failures, strict=True)
@@ -83,6 +101,7 @@ def results(
     )
     return EvaluationResults(
         comparisons=comparisons,
+        responses=dict(responses),
         retention=dict(retention),
         task_changes=dict(task_changes or {}),
         optimised_judges={name: f"models/{name}" for name in optimized},
@@ -101,7 +120,8 @@ def cost(
 ) -> Evidence:
     """What PPO cost a policy."""
     measured = None if kl is None else Kl(mean=kl, standard_error=error)
-    return Evidence(results=EvaluationResults(retention=dict(retention)), kl=measured)
+    found = EvaluationResults(responses=RESPONSES, retention=dict(retention))
+    return Evidence(results=found, kl=measured)
 
 
 def shipped(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -228,7 +228,8 @@ def test_results_of_another_version_of_the_code_are_measured_again(
 
 
 def test_criteria_that_are_null_are_not_measured(project: Path, measured: Measured) -> None:
-    off = ("promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop")
+    off = ["promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop"]
+    off += ["promotion.max_response_perplexity_growth", "promotion.min_distinct_ratio"]
     planted.params(project, dict.fromkeys(off))
     (project / "models/policy/weights").write_text("foreign", encoding="utf-8")
     assert main.main(["promote"]) == 0

@@ -57,12 +57,14 @@ def test_a_better_policy_passes_every_criterion_with_its_margin() -> None:
         "over_champion/gold": 0.05, "over_champion/reward_model": 0.03,
         "kl": 8.5,
         "perplexity/sft_text": 0.75,  # 2 − 2.0/1.6
+        "response_perplexity": 0.5,  # 2 − 3.0/2.0
+        "distinct_ratio": 0.3,  # 0.4/0.5 − 0.5
         "choice_change": 0.04,  # (0.97 − 0.98) + 0.05
         "failure_share": 0.01,  # 0.02 − 10/1000
         "examples": 790,  # the fewest, 990, − 200
         "optimised_judges": 0,
     })  # fmt: skip
-    assert verdict.summary == "all 10 criteria are met"
+    assert verdict.summary == "all 12 criteria are met"
 
 
 GENERAL = retention({"sft_text": 2.0, "general": 21.0}, {"sft_text": 1.6, "general": 10.0})
@@ -82,6 +84,16 @@ GENERAL = retention({"sft_text": 2.0, "general": 21.0}, {"sft_text": 1.6, "gener
             results(retention=retention({"sft_text": 2.0}, {"sft_text": 1.6}, accuracy=(0.9, 0.98))),
             "choice_change",
             "change from SFT -0.08 < -0.05",
+        ),
+        (
+            results(responses=planted.responses((7.2, 0.5), (2.0, 0.5))),
+            "response_perplexity",
+            "perplexity of its responses by SFT, over SFT's own 3.6 > 2",
+        ),
+        (
+            results(responses=planted.responses((2.0, 0.2), (2.0, 0.5))),
+            "distinct_ratio",
+            "different 2-grams in its responses, over SFT's 0.4 < 0.5",
         ),
         (results(failures=(30, 10)), "failure_share", "0.02913 > 0.02"),
         (results(examples=(150, 990), failures=(0, 0)), "examples", "150 < 200"),
@@ -164,6 +176,12 @@ def test_two_disagreeing_judges_refuse() -> None:
         (results(gold=None), 1.0, "gold has not compared this policy with sft"),
         (results(), None, "KL is not known: it was not measured of this policy"),
         (results(retention={}), 1.0, "the perplexity of policy on SFT text was not measured"),
+        (results(responses={}), 1.0, "corpus_distinct_2 of the responses of policy was not measured"),
+        (
+            results(responses=planted.responses((2.0, 0.5), (None, 0.5))),
+            1.0,
+            "sft_perplexity of the responses of sft was not measured",
+        ),
         (results(retention={}), 1.0, "the multiple-choice accuracy of sft was not measured"),
         (
             results(retention=retention({}, {"sft_text": 1.6, "general": 3.0})),
@@ -212,7 +230,8 @@ def test_a_bound_on_tasks_refuses_if_none_was_measured() -> None:
 
 
 def test_a_criterion_that_is_null_is_left_out() -> None:
-    off = ("max_kl", "max_perplexity_growth", "max_choice_drop", "max_failure_share", "second_judge")
+    off = ["max_kl", "max_perplexity_growth", "max_choice_drop", "max_failure_share", "second_judge"]
+    off += ["max_response_perplexity_growth", "min_distinct_ratio"]
     keys = [c.key for c in decide(kl=None, **dict.fromkeys(off)).criteria]
     assert keys == ["over_sft/gold", "over_base/gold", "examples", "optimised_judges"]
 

@@ -70,9 +70,9 @@ def test_retention_equals_that_of_the_judge_stage(models_here: Path) -> None:
     given = settings(**{"judge.judges": [small.GOLD], "judge.num_examples": 12})
     toy.run("judge", given)
     stage = EvaluationResults.read(Paths().evaluation_results)
-    assert measure(given, POLICY).results.retention == {
-        name: stage.retention[name] for name in ("sft", "policy")
-    }
+    measured = measure(given, POLICY).results
+    assert measured.retention == {name: stage.retention[name] for name in ("sft", "policy")}
+    assert measured.responses == stage.responses
 
 
 def test_without_retention_the_kl_is_still_measured(models_here: Path) -> None:

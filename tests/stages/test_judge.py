@@ -85,7 +85,8 @@ def test_the_win_rate_during_training_is_a_curve(project: Path, metrics: dict[st
 def test_the_metrics_contain_every_documented_measure(metrics: dict[str, float]) -> None:
     expected = {"length/policy_over_sft", "reward_model/policy_vs_sft/matched_length_gain"}
     for who in ("sft", "policy"):
-        plain = ("rouge_l", "length", "ended", "distinct_1", "distinct_2", "repetition")
+        plain = {"rouge_l", "length", "ended", "distinct_1", "distinct_2", "repetition"}
+        plain |= {"corpus_distinct_2", "sft_perplexity"}
         expected |= {f"{key}/{who}" for key in (*plain, "perplexity/sft_text", "choice")}
         expected |= {f"gold/{who}/coverage", f"gold/{who}/faithfulness"}
         expected |= {f"agreement/{reward}/{who}_samples" for reward in ("reward", "reward_heldout")}
