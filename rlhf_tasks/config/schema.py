@@ -384,7 +384,7 @@ class Promotion(Section):
     """Largest ratio of the policy's perplexity to SFT's, on each text of judge.retention."""
     max_response_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
     """Largest ratio of the perplexities, by the SFT model, of the policy's responses and of SFT's own."""
-    min_distinct_ratio: t.Fraction | None = 0.5
+    min_distinct_ratio: t.Fraction | None = 0.3
     """Smallest ratio, policy to SFT, of the share of different 2-grams in all responses together."""
     max_choice_drop: t.Fraction | None = 0.05
     """Largest drop of multiple-choice accuracy from SFT to the policy."""

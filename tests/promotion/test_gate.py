@@ -58,7 +58,7 @@ def test_a_better_policy_passes_every_criterion_with_its_margin() -> None:
         "kl": 8.5,
         "perplexity/sft_text": 0.75,  # 2 − 2.0/1.6
         "response_perplexity": 0.5,  # 2 − 3.0/2.0
-        "distinct_ratio": 0.3,  # 0.4/0.5 − 0.5
+        "distinct_ratio": 0.5,  # 0.4/0.5 − 0.3
         "choice_change": 0.04,  # (0.97 − 0.98) + 0.05
         "failure_share": 0.01,  # 0.02 − 10/1000
         "examples": 790,  # the fewest, 990, − 200
@@ -91,9 +91,9 @@ GENERAL = retention({"sft_text": 2.0, "general": 21.0}, {"sft_text": 1.6, "gener
             "perplexity of its responses by SFT, over SFT's own 3.6 > 2",
         ),
         (
-            results(responses=planted.responses((2.0, 0.2), (2.0, 0.5))),
+            results(responses=planted.responses((2.0, 0.1), (2.0, 0.5))),
             "distinct_ratio",
-            "different 2-grams in its responses, over SFT's 0.4 < 0.5",
+            "different 2-grams in its responses, over SFT's 0.2 < 0.3",
         ),
         (results(failures=(30, 10)), "failure_share", "0.02913 > 0.02"),
         (results(examples=(150, 990), failures=(0, 0)), "examples", "150 < 200"),
