@@ -4,7 +4,7 @@ PYTHON is the interpreter of another environment with `trl==1.12.0`, the last re
 versions of torch and transformers should equal ours. Both train random models of one shape, on the same rows
 and with the same number of epochs and optimizer steps. They alternate, in a process each. Our micro-batches
 have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`); in shape S both have four
-rows. PPO counts
+rows in PPO. PPO counts
 episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
 CPU, without gradient checkpointing, in float32. A figure is the median over updates without the first, and
 over the turns; the ratio is of figures of one run. Without --peer only ours is measured.

@@ -64,17 +64,23 @@ def run(
 def run_name(paths: Paths, settings: Config) -> str:
     """The name of a run: its presets, and what else differs from the last commit's params.yaml.
 
-    A preset of which some values were changed again is named too, with these.
+    A preset of which a few values were changed again is named too, with these.
     """
     values = config.in_force(settings)
-    chosen = presets.matching(values) or presets.matching(values, MOSTLY)
+    chosen = presets.matching(values)
+    keys = {key for name in chosen for key in config.flatten(presets.read(name))}
+    for name in presets.matching(values, MOSTLY):
+        own = {*config.flatten(presets.read(name))}
+        if not own & keys:
+            chosen, keys = [*chosen, name], keys | own
     by_preset = {k: v for name in chosen for k, v in config.flatten(presets.read(name)).items()}
     now = config.flatten(config.parse(config.read_text(paths.params), str(paths.params)))
     try:
         before = config.flatten(config.parse(git.show(paths.root, "HEAD", "params.yaml"), "params.yaml"))
     except UserError:  # there is no commit
         before = now
-    changes = {k: v for k, v in now.items() if v not in (before.get(k), by_preset.get(k))}
+    # What no preset sets counts from the last commit.
+    changes = {k: v for k, v in now.items() if (k not in before | by_preset) or v != (before | by_preset)[k]}
     return presets.Request("+".join(chosen) or None, overrides=changes).name(secrets.token_hex(2))
 
 

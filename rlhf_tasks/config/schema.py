@@ -414,7 +414,7 @@ class Promotion(Section):
         """The problems of the section that come from other sections."""
         yield from self._judge_conflicts(judging, ppo)
         retention = judging.retention
-        for key in ("max_perplexity_growth", "max_response_perplexity_growth", "max_choice_drop"):
+        for key in ("max_perplexity_growth", "max_choice_drop"):
             if getattr(self, key) is not None and retention is None:
                 yield f"promotion.{key} needs judge.retention, which measures it; set it to null"
         if not self.trial:

@@ -149,6 +149,8 @@ def _key(
 
 
 SAMPLED = ("sft", "policy")
+START = -1
+"""Stands before a response's first token, so that responses of one token have a 2-gram too."""
 BASE = "base"
 """Sampled too where it is the bar of the gate."""
 
@@ -201,11 +203,11 @@ def sample_policy(
 
 
 def response_statistics(
-    responses: Responses, references: Sequence[str] | None, sft_perplexity: float | None
+    responses: Responses, references: Sequence[str] | None, sft_perplexity: float
 ) -> ResponseStatistics:
     """ROUGE-L against the references (Lin 2004, F measure), lengths in tokens, and repetition."""
     scorer, rouge_l = RougeScorer(["rougeL"]), None
-    grams = Counter(pair for ids in responses.ids for pair in pairwise(ids))
+    grams = Counter(pair for ids in responses.ids for pair in pairwise([START, *ids]))
     if references is not None:
         pairs = zip(references, responses.texts, strict=True)
         rouge = [scorer.score(reference, text)["rougeL"].fmeasure for reference, text in pairs]
@@ -217,6 +219,6 @@ def response_statistics(
         distinct_1=float(distinct(responses.ids, 1).mean()),
         distinct_2=float(distinct(responses.ids, 2).mean()),
         repetition=1 - float(distinct(responses.ids, 3).mean()),
-        corpus_distinct_2=len(grams) / grams.total() if grams else 1.0,
+        corpus_distinct_2=len(grams) / grams.total(),
         sft_perplexity=sft_perplexity,
     )

@@ -98,10 +98,11 @@ class ResponseStatistics(_Part):
     """Share of different n-grams in a response."""
     repetition: float
     """1 − distinct 3-grams."""
-    corpus_distinct_2: float | None = None
-    """Share of different 2-grams among those of all responses together: low where they repeat each other."""
-    sft_perplexity: float | None = None
-    """Of the responses by the SFT model: high where it would hardly write them. None where not measured."""
+    corpus_distinct_2: float
+    """Share of different 2-grams among those of all responses together, each with its start: low where they
+    repeat each other, and lower for longer ones."""
+    sft_perplexity: float
+    """Of the responses by the SFT model: high where it would hardly write them."""
 
 
 class TaskScore(_Part):

@@ -84,7 +84,7 @@ def read(name: str) -> dict[str, Any]:
 def matching(values: Mapping[str, Any], share: float = 1.0) -> list[str]:
     """The presets of which at least this share of values, by dotted key, is among these.
 
-    A section that is null stays null.
+    The best match is first. A section that is null stays null.
     """
 
     def has(key: str, value: Any) -> bool:
@@ -92,15 +92,16 @@ def matching(values: Mapping[str, Any], share: float = 1.0) -> list[str]:
         null = any(values.get(".".join(parts[:n]), "") is None for n in range(1, len(parts)))
         return null or (key in values and values[key] == value)
 
-    found = []
+    found = list[tuple[float, str]]()
     for name in names():
         own = config.flatten(read(name))
         tree: dict[str, Any] = {}
         config.merge(tree, read(name))
         complete = config.values(tree, name)  # the scorers and judges of a preset with all of their keys
-        if sum(has(key, complete.get(key, value)) for key, value in own.items()) >= share * len(own):
-            found.append(name)
-    return found
+        held = sum(has(key, complete.get(key, value)) for key, value in own.items()) / len(own)
+        if held >= share:
+            found.append((-held, name))
+    return [name for _, name in sorted(found)]
 
 
 def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> list[str]:

@@ -335,8 +335,10 @@ def _perplexity(results: EvaluationResults, model: str, text: str) -> Value:
 
 
 def _of_responses(results: EvaluationResults, model: str, name: str) -> Value:
-    value = getattr(results.responses.get(model), name, None)
-    return f"{name} of the responses of {model} was not measured" if value is None else _finite(value)
+    responses = results.responses.get(model)
+    if responses is None:
+        return f"{name} of the responses of {model} was not measured"
+    return _finite(getattr(responses, name))
 
 
 def _multiple_choice(results: EvaluationResults, model: str) -> Value:

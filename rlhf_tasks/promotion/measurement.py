@@ -16,6 +16,7 @@ from typing import Any
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, Config, JudgeView, Judging
+from rlhf_tasks.config.judge import Retention
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import (
     has_reward,
@@ -210,7 +211,7 @@ def measure_cost(settings: Config, paths: Paths, policy: Path) -> Evidence:
     try:
         contracts.check_same_tokenizer(paths.sft, policy)
     except ContractError as error:
-        console.say(f"neither KL nor perplexity can be compared: {error}")
+        console.say(f"KL, perplexity and what the responses are like cannot be compared with SFT's: {error}")
         kept = {name: one.model_copy(update={"perplexity": {}}) for name, one in results.retention.items()}
         return Evidence(results=results.model_copy(update={"retention": kept}), kl=None)
     measured = measure_responses(settings, paths, policy, device)
@@ -231,7 +232,7 @@ def measure_responses(
     view, folders = JudgeView.of(settings), {"sft": paths.sft, "policy": policy}
     rows = read_table(paths, "prompts", "test")[: view.judge.num_examples]
     prompts, references = [row["prompt"] for row in rows], [row["reference"] for row in rows]
-    ends = shared_ends([(folder, None) for folder in folders.values()])
+    ends = shared_ends([(folder, None) for folder in (*folders.values(), paths.base)])
     sampled = {
         who: sample(
             folder,
@@ -243,16 +244,13 @@ def measure_responses(
             device=device,
             ends=own_ends,
         )
-        for (who, folder), own_ends in zip(folders.items(), ends, strict=True)
+        for (who, folder), own_ends in zip(folders.items(), ends, strict=False)  # base samples nothing
     }
-    perplexities: dict[str, float] = {}
-    if view.judge.retention is not None:
-        ids = {who: responses.ids for who, responses in sampled.items()}
-        perplexities = perplexities_by_sft(paths.sft, prompts, ids, view.judge.retention, device)
+    ids = {who: responses.ids for who, responses in sampled.items()}
+    perplexities = perplexities_by_sft(paths.sft, prompts, ids, view.judge.retention or Retention(), device)
     known = None if None in references else references
     return {
-        who: response_statistics(responses, known, perplexities.get(who))
-        for who, responses in sampled.items()
+        who: response_statistics(responses, known, perplexities[who]) for who, responses in sampled.items()
     }
 
 

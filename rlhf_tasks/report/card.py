@@ -42,6 +42,12 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     ]
     if rates:
         yield "Win rate", f"{'; '.join(rates)}; by {catalogue.placeholder_in_words(judge)}"
+    if judge in results.accuracies:
+        right = results.accuracies[judge].right
+        yield (
+            "Right",
+            f"{document.share(right['policy'])} of the responses; SFT {document.share(right['sft'])}",
+        )
     gate = _json(paths.verdict)
     if gate:
         first, *more = gate["summary"].split("; ")

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
+from rlhf_tasks.config.judge import Retention
 from rlhf_tasks.config.scorers import OPTIMISED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
@@ -103,12 +104,10 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     sampled = sample_contenders(config, paths, dist.device)
     models = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
     retention, task_changes = probes.measure_all(models, dist.device) if probes else ({}, {})
-    perplexities: dict[str, float] = {}
-    if settings.retention is not None:
-        own_ids = {who: sampled.sampled[who].ids for who in SAMPLED}
-        perplexities = perplexities_by_sft(
-            paths.sft, sampled.prompts, own_ids, settings.retention, dist.device
-        )
+    own_ids = {who: sampled.sampled[who].ids for who in SAMPLED}
+    perplexities = perplexities_by_sft(
+        paths.sft, sampled.prompts, own_ids, settings.retention or Retention(), dist.device
+    )
     # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labeled.
     judged = _judge(config, judges, sampled)
     summary.log_curve(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
@@ -141,9 +140,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         has_demonstrations=probes is None or probes.has_demonstrations,
         selecting_judges=selecting_judges(settings, paths.policy, paths.root),
         responses={
-            who: response_statistics(
-                sampled.sampled[who], sampled.texts.get("reference"), perplexities.get(who)
-            )
+            who: response_statistics(sampled.sampled[who], sampled.texts.get("reference"), perplexities[who])
             for who in SAMPLED
         },
         facets=judged.facets,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import console
+from rlhf_tasks import config, console
 from rlhf_tasks.cli import main, run
 from rlhf_tasks.project import durations, dvc_cli, inputs
 from rlhf_tasks.project.paths import Paths
@@ -63,6 +63,25 @@ def test_a_run_says_what_will_run_and_why(project: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out.splitlines()
     assert shown[2:] == ["sft | given | 40s", "report | after sft | 40s"]
     assert Path("made").read_text(encoding="utf-8") == "one", "nothing ran"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ([], "default"),
+        (["promotion.max_kl=null"], "default-max_kl=None"),
+        (["smoke", "promotion.max_kl=null"], "smoke-max_kl=None"),
+        (["n_plus"], "n_plus"),
+        (["n_plus", "ppo.kl_coef=0.07"], "n_plus-kl_coef=0.07"),
+        (["ziegler", "ppo.kl_coef=0.05"], "ziegler-kl_coef=0.05"),
+        (["smoke", "ppo.total_episodes=8192"], "smoke-total_episodes=8192"),
+    ],
+)
+def test_a_runs_name_is_its_preset_and_what_differs(project: Path, changes: list[str], name: str) -> None:
+    toy.git(project, "add", "params.yaml")
+    toy.git(project, "commit", "-qm", "parameters")
+    assert main.main(["preset", *changes]) == 0
+    assert run.run_name(Paths(), config.load(Paths().params))[:-5] == name
 
 
 def test_a_run_without_changes_shows_the_card(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

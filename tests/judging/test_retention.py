@@ -80,12 +80,12 @@ def test_the_perplexity_of_responses_is_that_by_the_given_model(models_here: Pat
 
 
 def test_different_two_grams_are_counted_over_all_responses() -> None:
-    """1-2 and 2-3 in each of two responses, and 1-2 once more: 2 of 5."""
+    """^1, 12 and 23 in two responses, ^1 and 12 once more, and ^7: 4 of 9; of nothing but EOS, 1 of n."""
     ids = [[1, 2, 3], [1, 2, 3], [1, 2], [7]]
     responses = Responses(sampled=ids, ids=ids, texts=["", "", "", ""], ended=[True] * 4)
-    assert response_statistics(responses, None, None).corpus_distinct_2 == 2 / 5
-    short = Responses(sampled=[[7]], ids=[[7]], texts=[""], ended=[True])
-    assert response_statistics(short, None, None).corpus_distinct_2 == 1
+    assert response_statistics(responses, None, 1.0).corpus_distinct_2 == 4 / 9
+    short = Responses(sampled=[[7]] * 5, ids=[[7]] * 5, texts=[""] * 5, ended=[True] * 5)
+    assert response_statistics(short, None, 1.0).corpus_distinct_2 == 1 / 5
 
 
 def test_the_model_chooses_the_ending_that_is_likeliest_per_character(models_here: Path) -> None:

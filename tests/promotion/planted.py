@@ -57,9 +57,7 @@ def retention(
 RETENTION = retention({"sft_text": 2.0}, {"sft_text": 1.6})
 
 
-def responses(
-    policy: tuple[float | None, float | None], sft: tuple[float | None, float | None]
-) -> dict[str, ResponseStatistics]:
+def responses(policy: tuple[float, float], sft: tuple[float, float]) -> dict[str, ResponseStatistics]:
     """Perplexity by SFT, and share of different 2-grams, of the responses of policy and SFT."""
     plain: dict[str, float] = dict.fromkeys(
         ("length", "ended", "distinct_1", "distinct_2", "repetition"), 1.0

@@ -209,7 +209,11 @@ def test_a_policy_without_results_of_its_own_is_judged_now(
     assert main.main(["promote", "elsewhere/"]) == 0
 
 
-@pytest.mark.parametrize("form", [None, '{"verdicts": []}'])
+OLDER = planted.results().model_dump(mode="json")
+del OLDER["responses"]["policy"]["sft_perplexity"]
+
+
+@pytest.mark.parametrize("form", [None, '{"verdicts": []}', json.dumps(OLDER)])
 def test_results_of_another_version_of_the_code_are_measured_again(
     form: str | None, project: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,7 +47,6 @@ TASK: dict[str, Any] = {
     "promotion.min_examples": 47,
     "promotion.detects": 0.7,
     "promotion.max_perplexity_growth": None,
-    "promotion.max_response_perplexity_growth": None,
     "promotion.max_choice_drop": None,
 }
 
