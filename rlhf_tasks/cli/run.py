@@ -79,8 +79,8 @@ def run_name(paths: Paths, settings: Config) -> str:
         before = config.flatten(config.parse(git.show(paths.root, "HEAD", "params.yaml"), "params.yaml"))
     except UserError:  # there is no commit
         before = now
-    # What no preset sets counts from the last commit.
-    changes = {k: v for k, v in now.items() if (k not in before | by_preset) or v != (before | by_preset)[k]}
+    known = before | by_preset  # what no preset sets counts from the last commit
+    changes = {k: v for k, v in now.items() if k not in known or v != known[k]}
     return presets.Request("+".join(chosen) or None, overrides=changes).name(secrets.token_hex(2))
 
 

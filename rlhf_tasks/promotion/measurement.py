@@ -232,7 +232,8 @@ def measure_responses(
     view, folders = JudgeView.of(settings), {"sft": paths.sft, "policy": policy}
     rows = read_table(paths, "prompts", "test")[: view.judge.num_examples]
     prompts, references = [row["prompt"] for row in rows], [row["reference"] for row in rows]
-    ends = shared_ends([(folder, None) for folder in (*folders.values(), paths.base)])
+    base = [paths.base] if paths.base.exists() else []  # it shares its ends, and samples nothing
+    ends = shared_ends([(folder, None) for folder in (*folders.values(), *base)])
     sampled = {
         who: sample(
             folder,
@@ -244,7 +245,7 @@ def measure_responses(
             device=device,
             ends=own_ends,
         )
-        for (who, folder), own_ends in zip(folders.items(), ends, strict=False)  # base samples nothing
+        for (who, folder), own_ends in zip(folders.items(), ends, strict=False)
     }
     ids = {who: responses.ids for who, responses in sampled.items()}
     perplexities = perplexities_by_sft(paths.sft, prompts, ids, view.judge.retention or Retention(), device)
