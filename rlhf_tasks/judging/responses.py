@@ -132,7 +132,10 @@ def _key(
     if revision is None and not (reference.read(folder) or any(folder.glob("*.safetensors"))):
         return None
     files = sorted(
-        file for kind in DECISIVE_FILES for file in folder.glob(kind) if file.name != contracts.IDENTITY
+        file
+        for kind in DECISIVE_FILES
+        for file in folder.glob(kind)
+        if file.name not in (contracts.IDENTITY, reference.FILE)
     )
     return hashing.json_sha256(
         {

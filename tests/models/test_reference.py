@@ -12,9 +12,11 @@ import torch
 from rich.filesize import decimal
 
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging.responses import sample
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import copy_checkpoint, load_causal, load_reward, num_bytes
 from rlhf_tasks.project import disk, hashing, reference
+from rlhf_tasks.project.paths import Paths
 from tests import toy
 
 HASH = "0123456789abcdef0123456789abcdef01234567"
@@ -108,6 +110,23 @@ def test_what_is_trained_from_a_reference_equals_what_is_trained_from_a_copy(fol
         names = ("model.safetensors", "config.json", "generation_config.json")
         found[keep] = [(Path("models/sft") / name).read_bytes() for name in names]
     assert found["copy"] == found["reference"]
+
+
+def test_two_references_to_the_same_weights_are_sampled_once(project: Path) -> None:
+    sampled = [
+        sample(
+            Path("models") / name,
+            ["a red cat :", "a blue dog :"],
+            paths=Paths(project),
+            max_new_tokens=4,
+            temperature=1.0,
+            seed=1,
+            device=torch.device("cpu"),
+        )
+        for name in ("base", "sft")
+    ]
+    assert sampled[0] == sampled[1]
+    assert len([*(project / ".rlhf/responses").iterdir()]) == 1
 
 
 def test_a_reward_head_of_another_form_is_read_in_the_same_way_twice(project: Path) -> None:
