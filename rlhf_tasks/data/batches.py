@@ -8,6 +8,10 @@ One layout serves every stage: query and response side by side, and all padding 
 A row takes no more columns than it has tokens, whatever the lengths of its two parts. The tokens of all
 responses are in the last R columns, and their logits in the R columns from the last R + 1. Masks come from
 lengths, never from token values (pad may equal EOS).
+
+Where several responses follow one query, and the model allows it, they share a row (`SharedPrefixBatch`):
+
+    [q q q | r r r EOS | r EOS | r r pad]
 """
 
 from __future__ import annotations
@@ -66,9 +70,21 @@ class Batch:
         return (self.attention_mask.cumsum(1) - 1).clamp_min(0)
 
     @property
-    def ends(self) -> Tensor:
-        """(B, N): the column of the last token of each of a row's N responses."""
-        return torch.full_like(self.query_response[:, :1], self.query_response.shape[1] - 1)
+    def is_real(self) -> Tensor:
+        """(B, T): whether a column holds a token, and not padding."""
+        return self.attention_mask
+
+    @property
+    def num_last_columns(self) -> int:
+        """How many of the last columns `states` reads; 0 for all of them, as in `logits_to_keep`."""
+        return self.num_response_columns + 1
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """(B, T, H) → (B, R + 1, H): those before each of the R response columns, and after the last.
+
+        All T columns are given, or the last `num_last_columns`.
+        """
+        return hidden[:, -self.num_last_columns :]
 
     def to(self, device: torch.device) -> Self:
         return type(self)(**{name: x.to(device) for name, x in vars(self).items()})
@@ -91,49 +107,118 @@ def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch
     return Batch(ids, attended.long(), answered.bool())
 
 
-def collate_rows(queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], pad: int) -> Batch:
-    """`collate` of some rows; for none a row of padding, for a pass whose result nobody reads."""
-    return collate([queries[i] for i in rows] or [[pad]], [responses[i] for i in rows] or [[pad]], pad)
-
-
 @dataclass(frozen=True)
-class SharedPrefixPairs(Batch):
-    """Rows of query, chosen and rejected response, in which neither response sees the other.
+class SharedPrefixBatch(Batch):
+    """B responses in fewer rows: those to one query follow it in one row, and none of them sees another.
 
-    The attention mask is (B, 1, T, T), True where a token sees another one. Both responses have the positions
-    that follow the query.
+    So a model reads each query once, and every response has the positions that follow it. With P rows of T
+    tokens, `query_response` and `is_real` are (P, T); `attention_mask` is (P, 1, T, T), True where a token
+    sees another one. Whatever is read of the responses has B rows, as in other batches.
     """
 
+    segments: Tensor
+    """(P, T): 0 in a query, 1, 2, … in the responses to it, −1 in padding."""
     positions: Tensor
-    len_rejected: Tensor
-    """(B,): the tokens of each rejected response, which follow the chosen one's last token."""
+    """(P, T)"""
+    columns: Tensor
+    """(B, R + 1): where the tokens of `states` stand in (P · T)."""
+
+    @property
+    def responses(self) -> Tensor:
+        return self.query_response.flatten()[self.columns[:, 1:]]
 
     @property
     def position_ids(self) -> Tensor:
         return self.positions
 
     @property
-    def ends(self) -> Tensor:
-        last = super().ends
-        return torch.cat([last - self.len_rejected[:, None], last], dim=1)
+    def is_real(self) -> Tensor:
+        return (self.segments >= 0).long()
+
+    @property
+    def num_last_columns(self) -> int:
+        return 0
+
+    def states(self, hidden: Tensor) -> Tensor:
+        return hidden.flatten(0, 1)[self.columns]
 
 
-def collate_pairs(
-    queries: Sequence[Ids], chosen: Sequence[Ids], rejected: Sequence[Ids], pad: int
-) -> SharedPrefixPairs:
-    """Pairs whose prompt a model reads once instead of twice."""
-    batch = collate(queries, [[*c, *r] for c, r in zip(chosen, rejected, strict=True)], pad)
-    column = torch.arange(batch.query_response.shape[1])
-    len_chosen, len_rejected = (torch.tensor(list(map(len, x)))[:, None] for x in (chosen, rejected))
-    in_rejected = column >= len(column) - len_rejected
-    in_chosen = (column >= len(column) - len_rejected - len_chosen) & ~in_rejected
-    sees = (column[:, None] >= column) & batch.attention_mask.bool()[:, None, :]
-    sees &= ~(in_rejected[:, :, None] & in_chosen[:, None, :])
-    sees |= torch.eye(len(column), dtype=torch.bool)  # padding sees itself: a softmax over nothing is NaN
-    return SharedPrefixPairs(
-        batch.query_response, sees[:, None], batch.response_mask,
-        batch.position_ids - len_chosen * in_rejected, len_rejected.squeeze(1),
-    )  # fmt: skip
+def collate_shared(
+    queries: Sequence[Ids], responses: Sequence[Ids], groups: Sequence[Sequence[int]], pad: int
+) -> Batch:
+    """A row for each group of responses with one query, which is that of its first.
+
+    `queries` and `responses` are in pairs, and `groups` name each of these pairs once. The result's responses
+    are in the order of `responses`.
+    """
+    width, width_r = max(group_sizes(queries, responses, groups)), max(map(len, responses))
+    ids = torch.full((len(groups), width), pad, dtype=torch.long)
+    segments, positions = torch.full_like(ids, -1), torch.zeros_like(ids)
+    answered = torch.zeros(len(responses), width_r, dtype=torch.bool)
+    columns = torch.zeros(len(responses), width_r + 1, dtype=torch.long)
+    for row, group in enumerate(groups):
+        query = queries[group[0]]
+        stop = len(query)
+        ids[row, :stop], segments[row, :stop] = torch.tensor(query, dtype=torch.long), 0
+        positions[row, :stop] = torch.arange(stop)
+        last = row * width + stop - 1  # of the query, whose state precedes every response
+        for number, i in enumerate(group, start=1):
+            start, stop = stop, stop + len(responses[i])
+            ids[row, start:stop] = torch.tensor(responses[i], dtype=torch.long)
+            segments[row, start:stop] = number
+            positions[row, start:stop] = torch.arange(len(query), len(query) + stop - start)
+            first = width_r - (stop - start)
+            answered[i, first:], columns[i, first] = True, max(last, 0)
+            columns[i, first + 1 :] = row * width + torch.arange(start, stop)
+    a, b = segments[:, :, None], segments[:, None, :]
+    sees = torch.ones(width, width, dtype=torch.bool).tril() & ((b == 0) | (a == b))
+    return SharedPrefixBatch(ids, sees[:, None], answered, segments, positions, columns)
+
+
+def collate_rows(
+    queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], pad: int, *, shares: bool = False
+) -> Batch:
+    """`collate` of some rows; for none a row of padding, for a pass whose result nobody reads.
+
+    With `shares`, the responses to one query share a row where that saves tokens.
+    """
+    queries, responses = [queries[i] for i in rows] or [[pad]], [responses[i] for i in rows] or [[pad]]
+    groups = group_rows(queries, responses, range(len(queries)), shares=shares)
+    if len(groups) < len(queries):
+        return collate_shared(queries, responses, groups, pad)
+    return collate(queries, responses, pad)
+
+
+SHARED_TOKENS = 512
+"""Of a query and the responses that share its row: attention computes all pairs of them, seen or not."""
+
+
+def group_rows(
+    queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], *, shares: bool
+) -> list[list[int]]:
+    """Row numbers in groups of one row of a batch; with `shares`, the responses to one query are a group.
+
+    Of those as many as SHARED_TOKENS allows, in the order of `rows`.
+    """
+    if not shares:
+        return [[i] for i in rows]
+    groups: list[list[int]] = []
+    latest: dict[tuple[int, ...], list[int]] = {}
+    for i in rows:
+        query = tuple(queries[i])
+        group = latest.get(query)
+        if group is None or group_sizes(queries, responses, [[*group, i]])[0] > SHARED_TOKENS:
+            group = latest[query] = []
+            groups.append(group)
+        group.append(i)
+    return groups
+
+
+def group_sizes(
+    queries: Sequence[Ids], responses: Sequence[Ids], groups: Sequence[Sequence[int]]
+) -> list[int]:
+    """The number of tokens of each group, whose query counts once."""
+    return [len(queries[group[0]]) + sum(len(responses[i]) for i in group) for group in groups]
 
 
 def sizes(queries: Sequence[Ids], responses: Sequence[Ids]) -> list[int]:

@@ -324,7 +324,7 @@ class TokenScores(nn.Module):
     def forward(self, batch: Batch, *, ends_only: bool = False) -> Tensor:
         """(B, R + 1) float32: a score before each response token, and after the last.
 
-        With `ends_only`, (B, N): the score after the last token of each of a row's N responses.
+        With `ends_only`, (B,): the score after the last token of each response.
         """
         states: Tensor = self.model.base_model(
             input_ids=batch.query_response,
@@ -332,12 +332,11 @@ class TokenScores(nn.Module):
             position_ids=batch.position_ids,
             use_cache=False,
         ).last_hidden_state  # (B, T, H)
-        if ends_only:
-            return self.scored(states.take_along_dim(batch.ends[:, :, None], 1))
-        return self.scored(states[:, -batch.num_response_columns - 1 :])
+        states = batch.states(states)  # (B, R + 1, H)
+        return self.scored(states[:, -1] if ends_only else states)
 
     def scored(self, hidden: Tensor) -> Tensor:
-        """(B, N, H) → (B, N) float32, minus the stored mean."""
+        """(…, H) → (…) float32, minus the stored mean."""
         head = score_head(self.model)
         with torch.autocast(hidden.device.type, enabled=False):  # 16 bits would round scores to 3 digits
             scores: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
@@ -364,7 +363,7 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def supports_shared_prefix(model: PreTrainedModel) -> bool:
-    """Whether the model gives each response of a `SharedPrefixPairs` row the score that it has alone.
+    """Whether the model gives the responses of a `SharedPrefixBatch` what it gives each of them alone.
 
     It must follow a mask and positions that are given to it, in every layer. The families that
     `from_scratch` makes do, and are tested for it, except with a sliding window.

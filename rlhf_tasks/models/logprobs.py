@@ -63,7 +63,7 @@ def token_stats(
     inner = cast(PreTrainedModel, getattr(model, "module", model))  # without DDP's or DeepSpeed's wrapper
     head: Any = inner.get_output_embeddings()
     mask, labels = batch.response_mask, batch.responses[batch.response_mask]  # (B, R), (N,)
-    width, call_head = mask.shape[1] + 1, head.forward
+    call_head = head.forward
     linear = _LINEAR.get(getattr(call_head, "__func__", None))
     makes_all = linear is None or head in _ADJUSTED
     states: list[Tensor] = []
@@ -72,7 +72,7 @@ def token_stats(
     def packed_stats(hidden: Tensor) -> Tensor:
         """(B, T, H) → (B, R + 1, 3) in place of logits."""
         assert linear is not None
-        states.append(hidden[:, -width:])
+        states.append(batch.states(hidden))
         # Logits of 16 bits round by more than an update moves a log-prob: weights in float32 give float32
         # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -84,7 +84,7 @@ def token_stats(
         return found
 
     def plain_logits(hidden: Tensor) -> Tensor:
-        states.append(hidden[:, -width:])
+        states.append(batch.states(hidden))
         logits: Tensor = call_head(hidden)
         return logits
 
@@ -94,7 +94,7 @@ def token_stats(
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
             use_cache=False,
-            logits_to_keep=width,
+            logits_to_keep=batch.num_last_columns,
         )
     if not states:
         raise ContractError(
@@ -102,7 +102,7 @@ def token_stats(
             "layer's forward pass, and cannot be trained here; use a model of another family"
         )
     if makes_all:
-        logits = out.logits[:, -width:-1][mask]  # (N, V)
+        logits = batch.states(out.logits)[:, :-1][mask]  # (N, V)
         return _left_aligned(_stats(logits, labels, temperature, entropy_grad), batch, states[0])
     own, version = given[0]
     if out.logits.data_ptr() != own.data_ptr() or out.logits._version > version:  # the model changed them

@@ -172,10 +172,10 @@ class TokenSums:
             part = scale * masked_sum(value.detach(), mask).double()
             self.sums[name] = self.sums[name] + part if name in self.sums else part
 
-    def count_padding(self, attention_mask: Tensor, scale: float) -> None:
-        """Count the tokens of a pass, (b, T), and those of them that are padding."""
-        for name, part in {PADDED: attention_mask.numel(), REAL: attention_mask.bool().sum()}.items():
-            one = scale * torch.as_tensor(part, device=attention_mask.device).double()
+    def count_padding(self, is_real: Tensor, scale: float) -> None:
+        """Count the tokens of a pass, (b, T), and those of them that are not padding."""
+        for name, part in {PADDED: is_real.numel(), REAL: is_real.sum()}.items():
+            one = scale * torch.as_tensor(part, device=is_real.device).double()
             self.sums[name] = self.sums[name] + one if name in self.sums else one
 
     @staticmethod

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Batch, TokenBudget, collate, collate_rows, sizes
+from rlhf_tasks.data.batches import Batch, TokenBudget, collate_rows, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.ends import StopTokens, closed, has_ended
-from rlhf_tasks.models.load import TokenScores, disable_adapters
+from rlhf_tasks.models.load import TokenScores, disable_adapters, supports_shared_prefix
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.tensors import NonFiniteError
@@ -50,15 +50,20 @@ class Rollout:
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
     pad: int
+    shares: bool
+    """Whether the models read a query once for several of its responses."""
 
-    @property
-    def sizes(self) -> list[int]:
-        """The tokens of each row, query and response."""
-        return sizes(self.queries, self.responses)
+    def groups(self, rows: Sequence[int]) -> list[list[int]]:
+        """These rows, grouped by query where the models share it."""
+        return group_rows(self.queries, self.responses, rows, shares=self.shares)
+
+    def group_sizes(self, groups: Sequence[Sequence[int]]) -> list[int]:
+        """The tokens of each group: its query and its responses."""
+        return group_sizes(self.queries, self.responses, groups)
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """The token ids of these rows, padded."""
-        return collate([self.queries[i] for i in rows], [self.responses[i] for i in rows], self.pad)
+        return collate_rows(self.queries, self.responses, rows, self.pad, shares=self.shares)
 
     def micro_batch(self, rows: Sequence[int], width: int, device: torch.device) -> MicroBatch:
         """What the losses read of these rows, (b, width) each; `width` is the longest of their responses."""
@@ -113,6 +118,12 @@ class ActorCritic(nn.Module):
                 values = self.critic(stats.states.to(self.critic.weight.dtype)).squeeze(-1).float()
             return stats, _left_aligned(values, batch)
         return stats, self.values(batch)
+
+    @property
+    def shares_queries(self) -> bool:
+        """Whether both models take the responses to one query in one row."""
+        models = [self.policy, *([self.critic.model] if isinstance(self.critic, TokenScores) else [])]
+        return all(map(supports_shared_prefix, models))
 
     def values(self, batch: Batch) -> Tensor:
         """The (B, R + 1) values alone, of a critic with a trunk of its own."""
@@ -202,10 +213,12 @@ def score_rollout(
     shape = (len(queries), config.response_length)
     logprobs, ref_logprobs, values = (torch.zeros(shape) for _ in range(3))
     last_values = torch.zeros(len(queries))
-    recomputes = not is_on_policy or not dist.is_float32
+    recomputes, shares = not is_on_policy or not dist.is_float32, model.shares_queries
+    groups = group_rows(queries, responses, range(len(queries)), shares=shares)
 
-    def forward(rows: list[int]) -> None:
-        batch = collate_rows(queries, responses, rows, tokenizer.pad_token_id).to(dist.device)
+    def forward(numbers: list[int]) -> None:
+        rows = [i for number in numbers for i in groups[number]]
+        batch = collate_rows(queries, responses, rows, tokenizer.pad_token_id, shares=shares).to(dist.device)
         with dist.autocast():
             ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
             stats = None
@@ -223,7 +236,7 @@ def score_rollout(
         if recomputes and stats is not None:
             logprobs[rows, :width] = stats.logprobs.float().cpu()
 
-    dist.run_batches(budget, sizes(queries, responses), forward)
+    dist.run_batches(budget, group_sizes(queries, responses, groups), forward)
     if not recomputes:
         logprobs = pad_rows(samples.logprobs, config.response_length)
     ended = torch.tensor([has_ended(response, ends) for response in responses])
@@ -248,6 +261,7 @@ def score_rollout(
         advantages=torch.zeros(shape),
         returns=torch.zeros(shape),
         pad=tokenizer.pad_token_id,
+        shares=shares,
     )
     names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")
     wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]
@@ -284,7 +298,7 @@ def gather_rollout(dist: Distributed, rollout: Rollout) -> Rollout:
     whole = {
         field.name: interleave([getattr(part, field.name) for part in parts])
         for field in fields(Rollout)
-        if field.name != "pad"
+        if field.name not in ("pad", "shares")
     }
     return replace(rollout, **whole)
 

@@ -218,13 +218,15 @@ def train(
                 rollout = replace(rollout, advantages=advantages, returns=returns)
                 require_finite(metrics, rollout)
 
-                # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
+                # 6. Epochs over the rollout, in shuffled minibatches; each is one step. The k responses to a
+                # prompt stay together, so that the models read it once.
                 steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
                 num_epochs = 0
                 num_steps = config.num_ppo_epochs * config.num_mini_batches
                 with console.part("epochs", num_steps, "steps") as meter:
                     while num_epochs < config.num_ppo_epochs:
-                        order: list[int] = torch.randperm(batch_size, generator=state.order_rng).tolist()
+                        shuffled: list[int] = torch.randperm(num_prompts, generator=state.order_rng).tolist()
+                        order = [row for p in shuffled for row in range(p, batch_size, num_prompts)]
                         for first_row in range(0, batch_size, minibatch_size):
                             mini = order[first_row : first_row + minibatch_size]  # of all ranks
                             ptx_rows = state.ptx.take(minibatch_size) if state.ptx and not is_warmup else []
@@ -371,9 +373,12 @@ def accumulate_gradients(
     weights = torch.zeros(rollout.mask.shape)  # (B, R)
     weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
     work: list[tuple[Rollout | LanguageModeling, MicroRows]]
-    work = [(rollout, part) for part in dist.split(rollout.sizes, dist.shard_rows(rows), state.budget)]
+    groups = rollout.groups(dist.shard_rows(rows))
+    work = [(rollout, part) for part in dist.split(rollout.group_sizes(groups), groups, state.budget)]
     if ptx is not None and ptx_rows:
-        work += [(ptx, part) for part in dist.split(ptx.sizes, dist.shard_rows(ptx_rows), state.budget)]
+        own = dist.shard_rows(ptx_rows)
+        parts = dist.split([ptx.sizes[i] for i in own], [[i] for i in own], state.budget)
+        work += [(ptx, part) for part in parts]
     critic = state.actor_critic.critic
     # Where nothing wraps the two models, the critic has a pass of its own once the policy's activations are
     # freed. DDP, ZeRO and FSDP2 want one pass of all weights.
@@ -409,7 +414,7 @@ def accumulate_gradients(
                 metrics |= {"loss/value_avg": value, "val/clipfrac_avg": is_clipped}
                 total = total + config.critic.vf_coef * (weight * value.where(given.mask, 0)).sum()
             sums.add(metrics, given.mask, part.scale)
-            sums.count_padding(batch.attention_mask, part.scale)
+            sums.count_padding(batch.is_real, part.scale)
         else:  # PPO-ptx: the mean −log p of other text (Ouyang et al. 2022, eq. 2)
             assert config.ptx is not None
             ptx_sums.add({"loss/ptx_avg": -stats.logprobs}, batch.mask, part.scale)
@@ -452,7 +457,8 @@ def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
 def _divergence(dist: Distributed, config: Ppo, state: TrainState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
     sums = TokenSums()
-    for part in dist.split(rollout.sizes, dist.shard_rows(range(len(rollout.queries))), state.budget):
+    groups = rollout.groups(dist.shard_rows(range(len(rollout.queries))))
+    for part in dist.split(rollout.group_sizes(groups), groups, state.budget):
         batch = rollout.batch(part.rows).to(dist.device)
         with dist.autocast():
             logprobs = response_logprobs(state.actor_critic.policy, batch, config.temperature)  # (b, r)

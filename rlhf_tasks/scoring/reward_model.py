@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import TokenBudget, collate_rows, load_tokenizer, sizes
+from rlhf_tasks.data.batches import TokenBudget, collate_rows, group_rows, group_sizes, load_tokenizer
 from rlhf_tasks.models import checks, contracts
-from rlhf_tasks.models.load import TokenScores, load_reward
+from rlhf_tasks.models.load import TokenScores, load_reward, supports_shared_prefix
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer
 
@@ -64,14 +64,16 @@ class RewardModel:
     @torch.no_grad()
     def __call__(self, rows: Responses) -> Tensor:
         queries, responses = self._retokenize(rows) if self._retokenize else rows.ids(self._tokenizer)
-        result = torch.zeros(len(rows))
+        result, shares = torch.zeros(len(rows)), supports_shared_prefix(self.model.model)
+        groups = group_rows(queries, responses, range(len(rows)), shares=shares)
 
-        def score(group: list[int]) -> None:
-            batch = collate_rows(queries, responses, group, self._tokenizer.pad_token_id)
+        def score(numbers: list[int]) -> None:
+            own = [i for number in numbers for i in groups[number]]
+            batch = collate_rows(queries, responses, own, self._tokenizer.pad_token_id, shares=shares)
             scores = self.model(batch.to(self._device), ends_only=True)
-            result[group] = scores[: len(group), 0].cpu()
+            result[own] = scores[: len(own)].cpu()
 
-        self._run_batches(self._budget, sizes(queries, responses), score)
+        self._run_batches(self._budget, group_sizes(queries, responses, groups), score)
         return result
 
 

@@ -161,11 +161,12 @@ class Pairs:
             [texts[i] for i in rows] for texts in (self.queries, self.chosen, self.rejected)
         )
         if self.shares_prefix:
-            found, _ = model(batches.collate_pairs(queries, chosen, rejected, self.pad).to(device))
-            return pair_sums(found[:, 0], found[:, 1], self.margin, self.centering_coef)
-        batch = batches.collate(queries * 2, chosen + rejected, self.pad).to(device)
-        found, of_lm = model(batch, len(rows) if self.lm_coef else 0)
-        of_chosen, of_rejected = found[:, 0].chunk(2)
+            pairs = [[i, i + len(rows)] for i in range(len(rows))]
+            batch = batches.collate_shared(queries * 2, chosen + rejected, pairs, self.pad)
+        else:
+            batch = batches.collate(queries * 2, chosen + rejected, self.pad)
+        found, of_lm = model(batch.to(device), len(rows) if self.lm_coef else 0)
+        of_chosen, of_rejected = found.chunk(2)
         sums = pair_sums(of_chosen, of_rejected, self.margin, self.centering_coef)
         if of_lm is not None:
             sums["loss"] = sums["loss"] + self.lm_coef * of_lm
@@ -190,7 +191,7 @@ class Learner(nn.Module):
             replace_trunk(policy, scores.model.base_model)
 
     def forward(self, batch: Batch, lm_rows: int = 0) -> tuple[Tensor, Tensor | None]:
-        """((B, N) scores of N responses a row, the LM loss of the first rows or None).
+        """((B,) scores of the responses, the LM loss of the first rows or None).
 
         That loss is Σ over rows of the mean −log p.
         """

@@ -253,18 +253,19 @@ class Distributed:
 
     # ------------------------------------------------------------------------------ one optimizer step
 
-    def split(self, rows: Sequence[int], own: Sequence[int], budget: TokenBudget) -> list[MicroRows]:
-        """This rank's `own` row numbers as micro-batches; `rows` are the tokens of all rows.
+    def split(
+        self, sizes: Sequence[int], groups: Sequence[Sequence[int]], budget: TokenBudget
+    ) -> list[MicroRows]:
+        """This rank's rows as micro-batches that divide none of the `groups`, whose tokens the `sizes` are.
 
         Every rank gets the same number, since the ranks need each other for every pass. Where a rank has
         fewer, the pass over some other row counts for nothing: its `scale` is 0.
         """
-        sizes = [rows[i] for i in own]
         count = None
         if self.world_size > 1:
             count = self.max(len(micro_batches(sizes, budget.max_tokens)))
-        groups = budget.cut(sizes, count)
-        return [MicroRows([own[i] for i in group] or [0], scale=float(bool(group))) for group in groups]
+        parts = [[row for i in part for row in groups[i]] for part in budget.cut(sizes, count)]
+        return [MicroRows(rows or [0], scale=float(bool(rows))) for rows in parts]
 
     def passes(self, model: nn.Module, work: Sequence[T]) -> Iterator[T]:
         """Each piece of work, for one pass that trains a prepared model.

@@ -209,7 +209,8 @@ def train(
             for attempt in dist.attempts(state.budget, optimizer):
                 with attempt:
                     parts, sums = list[Sums](), Sums()  # drops the graph of an attempt that failed
-                    work = dist.split(task.sizes, dist.shard_rows(rows), state.budget)
+                    share = dist.shard_rows(rows)
+                    work = dist.split([task.sizes[i] for i in share], [[i] for i in share], state.budget)
                     for micro, scale in dist.passes(trained, work):
                         with dist.autocast():
                             sums = task.sums(trained, micro, dist.device)
@@ -262,7 +263,9 @@ def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudge
         with attempt, console.part("validation", own, "rows") as meter:
             parts: dict[str, list[Sums]] = {name: [] for name in groups}
             for name, rows in groups.items():
-                for micro, scale in dist.split(task.sizes, dist.shard_rows(rows), budget):
+                share = dist.shard_rows(rows)
+                work = dist.split([task.sizes[i] for i in share], [[i] for i in share], budget)
+                for micro, scale in work:
                     with dist.autocast():
                         sums = task.sums(model, micro, dist.device)
                     parts[name].append({key: scale * value for key, value in sums.items()})

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from rlhf_tasks.data.batches import Batch, collate
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import recompute_activations
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, GuardTripped
 from rlhf_tasks.ppo.rollout import ActorCritic, ReferenceCopy, Rollout, ValueHead
+from rlhf_tasks.ppo.train import accumulate_gradients
 from tests import families, small
 from tests.ppo.toy import ONE_STEP, QUERIES, Toy, log_p_alone, toy, without_critic, without_gains
 from tests.small import EOS, PAD
@@ -282,6 +285,40 @@ def test_micro_batches_change_neither_weights_nor_token_means(rollout: Rollout) 
     torch.testing.assert_close(large.weights, many.weights, atol=2e-5, rtol=0)
     for key in TOKEN_MEANS:
         assert first[key] == pytest.approx(second[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("most", [16384, 40])
+def test_a_prompt_that_is_read_once_for_its_samples_gives_the_same_step(most: int) -> None:
+    """The rollout's numbers too. Micro-batches of 40 tokens hold one prompt each."""
+    changes: dict[str, Any] = {"advantages__samples_per_prompt": 4, "micro_batch_tokens": most}
+    found, sizes = [], list[int]()
+    for shares in (True, False):
+        with mock.patch.object(ActorCritic, "shares_queries", shares):
+            one = toy(reference_seed=7, **changes)
+            rollout, _ = one.estimate()
+        metrics = one.learn(rollout)
+        numbers = (rollout.logprobs, rollout.ref_logprobs, rollout.values, one.weights)
+        found.append((*numbers, {key: metrics[key] for key in TOKEN_MEANS}))
+        groups = rollout.groups(range(len(rollout.queries)))
+        sizes.append(sum(rollout.group_sizes(groups)))
+    assert sizes[0] < sizes[1], "tokens"
+    torch.testing.assert_close(*found, rtol=1e-3, atol=2e-5)
+
+
+def test_a_minibatch_has_all_samples_of_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[list[int]]()
+
+    def accumulate(*args: Any) -> Any:
+        seen.append(args[4])
+        return accumulate_gradients(*args)
+
+    monkeypatch.setattr(loop, "accumulate_gradients", accumulate)
+    one = toy(**without_critic("rloo"), num_mini_batches=2, num_ppo_epochs=2)  # 4 prompts with 4 samples each
+    next(one.updates)
+    prompts = [sorted(row % 4 for row in rows) for rows in seen]
+    assert all(mini == [mini[0]] * 4 + [mini[4]] * 4 for mini in prompts)
+    assert [sorted(seen[i] + seen[i + 1]) for i in (0, 2)] == [list(range(16))] * 2
+    assert seen[:2] != seen[2:], "each epoch has an order of its own"
 
 
 def test_after_out_of_memory_smaller_micro_batches_take_the_same_step(

@@ -309,6 +309,7 @@ def rollout_of(
         parts={"planted": scores},
         importance=torch.ones(mask.shape),
         pad=PAD,
+        shares=True,
         **{name: torch.zeros(mask.shape) for name in names} | known,
     )
 

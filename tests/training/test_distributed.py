@@ -33,7 +33,7 @@ def test_ranks_make_equally_many_passes_and_every_row_counts_once(
         monkeypatch.setattr(dist, "max", lambda number: max(counts))
         dist.rank, dist.world_size = rank, 2
         assert dist.shard_rows(range(5)) == own[rank]
-        found.append(dist.split(sizes, own[rank], TokenBudget(most)))
+        found.append(dist.split([sizes[i] for i in own[rank]], [[i] for i in own[rank]], TokenBudget(most)))
     assert len(found[0]) == len(found[1]) == max(counts)
     counted = [row for parts in found for part in parts if part.scale for row in part.rows]
     assert sorted(counted) == [0, 1, 2, 3, 4]
