@@ -102,7 +102,7 @@ def summary(outcome: Outcome, values: Mapping[str, float], pages: Mapping[str, s
         (name, re.fullmatch(r"judge/([^/]+)/policy_vs_([^/]+)/win_rate", name)) for name in headlines(values)
     ]
     rates = [
-        f"{values[name]:.1%} over {catalogue.placeholder_in_words(parts[2])}, by {parts[1]}"
+        f"{values[name]:.1%} over {gate.OPPONENTS.get(parts[2], parts[2])}, by {parts[1]}"
         for name, parts in names
         if parts
     ]

@@ -24,9 +24,6 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures, stopping
 
-MOSTLY = 0.75
-"""Share of a preset's values with which a run still has its name."""
-
 
 def run(
     dry: bool = Option(False, "--dry", help="only say what would run, why, and how long it took last time"),
@@ -69,7 +66,7 @@ def run_name(paths: Paths, settings: Config) -> str:
     values = config.in_force(settings)
     chosen = presets.matching(values)
     keys = {key for name in chosen for key in config.flatten(presets.read(name))}
-    for name in presets.matching(values, MOSTLY):
+    for name in presets.matching(values, presets.MOSTLY):
         own = {*config.flatten(presets.read(name))}
         if not own & keys:
             chosen, keys = [*chosen, name], keys | own

@@ -20,7 +20,7 @@ from rlhf_tasks.config.types import Section, check_source
 
 Schedule = Literal["constant", "linear", "cosine"]
 NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
-Source = Literal["synthetic", "arithmetic", "constraints", "docstrings", "files", "hub", "mix"]
+Source = Literal["synthetic", "arithmetic", "constraints", "opinions", "docstrings", "files", "hub", "mix"]
 NumProcesses = Annotated[int, Field(ge=1, le=2**16)]
 
 # ------------------------------------------------------------------------------------- data and model
@@ -42,7 +42,7 @@ class Columns(Section):
     keep: t.Names = ()
     """List of further columns of the prompts' rows for scorers and judges. The built-in task has `who`,
     `thing`, `place` and `plan`, arithmetic has `answer`, constraints have `rule`, `about`, `form`,
-    `kind`, `seen` and `topic`."""
+    `kind`, `seen` and `topic`, opinions have `topic`."""
 
 
 class HubSet(Section):
@@ -121,8 +121,9 @@ class Data(Section):
     """The data that stage prepare reads, checks and splits."""
 
     source: Source = "synthetic"
-    """Origin: the built-in TL;DR task, sums and products, instructions with constraints, docstrings of
-    installed packages, the user's files, data sets of the Hugging Face hub, or a mixture of sets."""
+    """Origin: the built-in TL;DR task, sums and products, instructions with constraints, questions about
+    opinions, docstrings of installed packages, the user's files, data sets of the Hugging Face hub, or a
+    mixture of sets."""
     path: str = "rlhf_tasks/data/examples"
     """File or folder that `source: files` reads; a DVC dependency of stage prepare."""
     hub: HubSources | None = None
@@ -170,6 +171,7 @@ class Data(Section):
             "synthetic": "the built-in task",
             "arithmetic": "sums and products",
             "constraints": "instructions with verifiable constraints",
+            "opinions": "questions about opinions",
             "docstrings": "docstrings of installed packages",
         }.get(self.source, self.path)
 
@@ -241,9 +243,9 @@ class Prepare(Section):
     """The sizes of the data that stage prepare generates or mines."""
 
     synthetic_prompt_rows: t.NumRows = 2000
-    """Number of train prompts of a generated source, `synthetic`, `arithmetic` or `constraints`."""
+    """Number of train prompts of a generated source: `synthetic`, `arithmetic`, `constraints`, `opinions`."""
     synthetic_sft_rows: t.NumRows = 600
-    """Number of those prompts that have a demonstration; `constraints` has none."""
+    """Number of those prompts that have a demonstration; `constraints` and `opinions` have none."""
     synthetic_preference_rows: t.NumRows = 20_000
     """Number of train preference pairs of `data.source: synthetic`."""
     docstrings_max_pairs: t.NumRows = 40_000
@@ -315,8 +317,8 @@ class Sft(Trained):
 class Preferences(Section):
     """Preference pairs made from samples of the SFT model, beside the pairs of the data.
 
-    The chosen response is the reference, the rejected one is a sample. In the synthetic task both are
-    samples, and the gold judge chooses.
+    The chosen response is the reference, the rejected one is a sample. With a `function`, and in the
+    synthetic task by its gold judge, both are samples, and the one with the higher score is chosen.
     """
 
     num_prompts: t.Count = 2000
@@ -325,9 +327,12 @@ class Preferences(Section):
     """Number of pairs made for each of those prompts."""
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of the SFT model."""
+    function: t.ImportPath | None = None
+    """`module:function` that scores samples, called as a scorer's function is, with lists of prompts and
+    responses and the columns of `data.columns.keep` that it takes by keyword; it returns one float per
+    response. null: samples are compared with references."""
     label_noise: Annotated[float, Field(ge=0, le=0.5)] = 0.05
-    """Share of the gold judge's train labels that are flipped, for `data.source: synthetic`; 0.5: random
-    labels."""
+    """Share of the train labels of the gold judge or of `function` that are flipped; 0.5: random labels."""
 
 
 class Reward(Trained):

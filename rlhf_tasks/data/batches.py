@@ -1,6 +1,6 @@
 """Rows of token ids → padded batches, and batches → micro-batches of a bounded number of tokens.
 
-One layout serves every stage: query and response side by side, and all padding before them.
+One layout serves every stage: query and response side by side, and padding before them.
 
     [pad pad q q | r r r EOS]          B batch · R longest response · T longest query + response
     [q q q q q q q | r EOS  ]
@@ -71,27 +71,31 @@ class Batch:
 
     @property
     def is_real(self) -> Tensor:
-        """(B, T): whether a column holds a token, and not padding."""
-        return self.attention_mask
+        """(B, T) bool: whether a column holds a token, and not padding."""
+        return self.attention_mask.bool()
 
     @property
     def num_last_columns(self) -> int:
-        """How many of the last columns `states` reads; 0 for all of them, as in `logits_to_keep`."""
+        """How many of the last columns are read of a model's states; 0: all, as in `logits_to_keep`."""
         return self.num_response_columns + 1
 
-    def states(self, hidden: Tensor) -> Tensor:
-        """(B, T, H) → (B, R + 1, H): those before each of the R response columns, and after the last.
+    def predicting(self, x: Tensor) -> Tensor:
+        """(B, T, …) of all tokens → (N, …) of those before each of the N response tokens, row after row.
 
-        All T columns are given, or the last `num_last_columns`.
+        Here and below, x has all T columns or the last `num_last_columns`.
         """
-        return hidden[:, -self.num_last_columns :]
+        return x[:, -self.num_last_columns : -1][self.response_mask]
+
+    def states(self, x: Tensor) -> Tensor:
+        """(B, T, …) → (B, R + 1, …): before each of the R response columns, and after the last."""
+        return x[:, -self.num_last_columns :]
+
+    def ends(self, x: Tensor) -> Tensor:
+        """(B, T, …) → (B, …): of each response's last token."""
+        return x[:, -1]
 
     def to(self, device: torch.device) -> Self:
         return type(self)(**{name: x.to(device) for name, x in vars(self).items()})
-
-    def first(self, rows: int) -> Self:
-        """The first rows alone."""
-        return type(self)(**{name: x[:rows] for name, x in vars(self).items()})
 
 
 def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch:
@@ -107,13 +111,19 @@ def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch
     return Batch(ids, attended.long(), answered.bool())
 
 
+def collate_rows(queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], pad: int) -> Batch:
+    """`collate` of some rows; for none a row of padding, for a pass whose result nobody reads."""
+    return collate_groups(queries, responses, [[i] for i in rows], pad)
+
+
 @dataclass(frozen=True)
 class SharedPrefixBatch(Batch):
     """B responses in fewer rows: those to one query follow it in one row, and none of them sees another.
 
     So a model reads each query once, and every response has the positions that follow it. With P rows of T
-    tokens, `query_response` and `is_real` are (P, T); `attention_mask` is (P, 1, T, T), True where a token
-    sees another one. Whatever is read of the responses has B rows, as in other batches.
+    tokens, padded at their ends, `query_response` and `is_real` are (P, T), and `attention_mask` is
+    (P, 1, T, T), True where a token sees another one. What is read of the responses has B rows, as in other
+    batches.
     """
 
     segments: Tensor
@@ -133,72 +143,69 @@ class SharedPrefixBatch(Batch):
 
     @property
     def is_real(self) -> Tensor:
-        return (self.segments >= 0).long()
+        return self.segments >= 0
 
     @property
     def num_last_columns(self) -> int:
         return 0
 
-    def states(self, hidden: Tensor) -> Tensor:
-        return hidden.flatten(0, 1)[self.columns]
+    def predicting(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[self.columns[:, :-1][self.response_mask]]
+
+    def states(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[self.columns]
+
+    def ends(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[self.columns[:, -1]]
 
 
-def collate_shared(
+def collate_groups(
     queries: Sequence[Ids], responses: Sequence[Ids], groups: Sequence[Sequence[int]], pad: int
 ) -> Batch:
-    """A row for each group of responses with one query, which is that of its first.
+    """The responses of all groups, one after another; each group shares a row, after its common query.
 
-    `queries` and `responses` are in pairs, and `groups` name each of these pairs once. The result's responses
-    are in the order of `responses`.
+    Where no group has several it is `collate`; for no groups it is a row of padding, for a pass whose result
+    nobody reads.
     """
-    width, width_r = max(group_sizes(queries, responses, groups)), max(map(len, responses))
+    rows = [i for group in groups for i in group]
+    if len(rows) == len(groups):
+        return collate([queries[i] for i in rows] or [[pad]], [responses[i] for i in rows] or [[pad]], pad)
+    width, width_r = max(group_sizes(queries, responses, groups)), max(len(responses[i]) for i in rows)
     ids = torch.full((len(groups), width), pad, dtype=torch.long)
     segments, positions = torch.full_like(ids, -1), torch.zeros_like(ids)
-    answered = torch.zeros(len(responses), width_r, dtype=torch.bool)
-    columns = torch.zeros(len(responses), width_r + 1, dtype=torch.long)
+    answered = torch.zeros(len(rows), width_r, dtype=torch.bool)
+    columns = torch.zeros(len(rows), width_r + 1, dtype=torch.long)
+    number = 0  # of the response
     for row, group in enumerate(groups):
-        query = queries[group[0]]
+        query, start = queries[group[0]], row * width
         stop = len(query)
         ids[row, :stop], segments[row, :stop] = torch.tensor(query, dtype=torch.long), 0
         positions[row, :stop] = torch.arange(stop)
-        last = row * width + stop - 1  # of the query, whose state precedes every response
-        for number, i in enumerate(group, start=1):
-            start, stop = stop, stop + len(responses[i])
-            ids[row, start:stop] = torch.tensor(responses[i], dtype=torch.long)
-            segments[row, start:stop] = number
-            positions[row, start:stop] = torch.arange(len(query), len(query) + stop - start)
-            first = width_r - (stop - start)
-            answered[i, first:], columns[i, first] = True, max(last, 0)
-            columns[i, first + 1 :] = row * width + torch.arange(start, stop)
+        last = start + max(stop - 1, 0)  # of the query, whose state precedes every response
+        for segment, i in enumerate(group, start=1):
+            here = slice(stop, stop + len(responses[i]))
+            ids[row, here], segments[row, here] = torch.tensor(responses[i], dtype=torch.long), segment
+            positions[row, here] = torch.arange(len(query), len(query) + len(responses[i]))
+            first = width_r - len(responses[i])
+            answered[number, first:], columns[number, first] = True, last
+            columns[number, first + 1 :] = torch.arange(start + here.start, start + here.stop)
+            stop, number = here.stop, number + 1
     a, b = segments[:, :, None], segments[:, None, :]
     sees = torch.ones(width, width, dtype=torch.bool).tril() & ((b == 0) | (a == b))
     return SharedPrefixBatch(ids, sees[:, None], answered, segments, positions, columns)
 
 
-def collate_rows(
-    queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], pad: int, *, shares: bool = False
-) -> Batch:
-    """`collate` of some rows; for none a row of padding, for a pass whose result nobody reads.
-
-    With `shares`, the responses to one query share a row where that saves tokens.
-    """
-    queries, responses = [queries[i] for i in rows] or [[pad]], [responses[i] for i in rows] or [[pad]]
-    groups = group_rows(queries, responses, range(len(queries)), shares=shares)
-    if len(groups) < len(queries):
-        return collate_shared(queries, responses, groups, pad)
-    return collate(queries, responses, pad)
-
-
 SHARED_TOKENS = 512
-"""Of a query and the responses that share its row: attention computes all pairs of them, seen or not."""
+"""So many tokens may share a row, whatever it costs: attention computes all pairs of them, seen or not."""
 
 
 def group_rows(
-    queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], *, shares: bool
+    queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], most: int, *, shares: bool
 ) -> list[list[int]]:
-    """Row numbers in groups of one row of a batch; with `shares`, the responses to one query are a group.
+    """Row numbers in groups that share a row of a batch; those to one query do, where it pays (`shares`).
 
-    Of those as many as SHARED_TOKENS allows, in the order of `rows`.
+    A group of several has at most `most` tokens, and more than SHARED_TOKENS only where attention has fewer
+    pairs of tokens than in rows of their own.
     """
     if not shares:
         return [[i] for i in rows]
@@ -206,11 +213,15 @@ def group_rows(
     latest: dict[tuple[int, ...], list[int]] = {}
     for i in rows:
         query = tuple(queries[i])
-        group = latest.get(query)
-        if group is None or group_sizes(queries, responses, [[*group, i]])[0] > SHARED_TOKENS:
-            group = latest[query] = []
-            groups.append(group)
-        group.append(i)
+        group = [*latest.get(query, ()), i]
+        apart = [len(query) + len(responses[j]) for j in group]
+        together = sum(apart) - (len(group) - 1) * len(query)
+        pays = together <= SHARED_TOKENS or together**2 <= sum(tokens**2 for tokens in apart)
+        if len(group) > 1 and together <= most and pays:
+            latest[query].append(i)
+        else:
+            latest[query] = [i]
+            groups.append(latest[query])
     return groups
 
 

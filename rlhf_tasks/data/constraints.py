@@ -128,7 +128,8 @@ def generate(
         )
     rng.shuffle(train)
     parts["train"] = train[:num_prompts]
-    return {"prompts": {split: [_prompt(row, chat, keep) for row in rows] for split, rows in parts.items()}}
+    made = {s: [prompt(row, chat, keep, "constraints") for row in rows] for s, rows in parts.items()}
+    return {"prompts": made}
 
 
 def _rows(rng: random.Random, topics: Sequence[str], kinds: Mapping[str, Kind]) -> list[Row]:
@@ -145,10 +146,11 @@ def _rows(rng: random.Random, topics: Sequence[str], kinds: Mapping[str, Kind]) 
     return rows
 
 
-def _prompt(row: Row, chat: Chat | None, keep: Sequence[str]) -> Row:
+def prompt(row: Row, chat: Chat | None, keep: Sequence[str], source: str) -> Row:
+    """A prompt's row without a reference, of a `text` and the columns to keep."""
     text = row["text"] if chat is None else chat([{"role": "user", "content": row["text"]}], True)
     kept = {KEY: {name: row[name] for name in keep}} if keep else {}
-    return {"prompt": text, "reference": None, "source": "constraints"} | kept
+    return {"prompt": text, "reference": None, "source": source} | kept
 
 
 TOPICS = re.split(

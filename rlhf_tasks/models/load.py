@@ -331,9 +331,10 @@ class TokenScores(nn.Module):
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
             use_cache=False,
-        ).last_hidden_state  # (B, T, H)
-        states = batch.states(states)  # (B, R + 1, H)
-        return self.scored(states[:, -1] if ends_only else states)
+        ).last_hidden_state  # (B, T, H), or (P, T, H) where queries are shared
+        if ends_only:
+            return self.scored(batch.ends(states))
+        return batch.states(self.scored(states[:, -batch.num_last_columns :]))
 
     def scored(self, hidden: Tensor) -> Tensor:
         """(…, H) → (…) float32, minus the stored mean."""

@@ -46,7 +46,7 @@ class TokenStats(NamedTuple):
     logprobs: Tensor  # (B, R)
     entropy: Tensor  # (B, R), of the distribution that the token was drawn from
     is_top: Tensor  # (B, R), 1 where no other token is more likely, else 0; no gradient
-    states: Tensor  # (B, R + 1, H), the output layer's input; its columns are those of `Batch`
+    states: Tensor  # the output layer's input, of which `Batch.states` makes (B, R + 1, H)
 
 
 def token_stats(
@@ -72,11 +72,11 @@ def token_stats(
     def packed_stats(hidden: Tensor) -> Tensor:
         """(B, T, H) → (B, R + 1, 3) in place of logits."""
         assert linear is not None
-        states.append(batch.states(hidden))
+        states.append(hidden)
         # Logits of 16 bits round by more than an update moves a log-prob: weights in float32 give float32
         # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.
         with torch.autocast(hidden.device.type, enabled=False):
-            hidden = states[0][:, :-1][mask].to(head.weight.dtype)  # (N, H)
+            hidden = batch.predicting(hidden).to(head.weight.dtype)  # (N, H)
             stats = _chunked_stats(hidden, head, labels, temperature, entropy_grad, linear)  # (N, 3)
         found = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
         found = torch.cat([found, found.new_zeros(len(mask), 1, 3)], dim=1)
@@ -84,7 +84,7 @@ def token_stats(
         return found
 
     def plain_logits(hidden: Tensor) -> Tensor:
-        states.append(batch.states(hidden))
+        states.append(hidden)
         logits: Tensor = call_head(hidden)
         return logits
 
@@ -102,7 +102,7 @@ def token_stats(
             "layer's forward pass, and cannot be trained here; use a model of another family"
         )
     if makes_all:
-        logits = batch.states(out.logits)[:, :-1][mask]  # (N, V)
+        logits = batch.predicting(out.logits)  # (N, V)
         return _left_aligned(_stats(logits, labels, temperature, entropy_grad), batch, states[0])
     own, version = given[0]
     if out.logits.data_ptr() != own.data_ptr() or out.logits._version > version:  # the model changed them

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Batch, TokenBudget, collate_rows, group_rows, group_sizes
+from rlhf_tasks.data.batches import Batch, TokenBudget, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.ends import StopTokens, closed, has_ended
@@ -27,7 +27,7 @@ from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
 from rlhf_tasks.ppo.rewards import bootstrap_values
 from rlhf_tasks.scoring.protocol import Responses
-from rlhf_tasks.training.distributed import Distributed
+from rlhf_tasks.training.distributed import Distributed, MicroRows
 
 T = TypeVar("T")
 
@@ -50,20 +50,18 @@ class Rollout:
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
     pad: int
-    shares: bool
+    shares_queries: bool
     """Whether the models read a query once for several of its responses."""
 
-    def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """These rows, grouped by query where the models share it."""
-        return group_rows(self.queries, self.responses, rows, shares=self.shares)
+    def micro_batches(self, dist: Distributed, rows: Sequence[int], budget: TokenBudget) -> list[MicroRows]:
+        """This rank's `rows`, for passes that read a query once for its responses."""
+        shares = self.shares_queries
+        groups = group_rows(self.queries, self.responses, rows, budget.max_tokens, shares=shares)
+        return dist.split(group_sizes(self.queries, self.responses, groups), groups, budget)
 
-    def group_sizes(self, groups: Sequence[Sequence[int]]) -> list[int]:
-        """The tokens of each group: its query and its responses."""
-        return group_sizes(self.queries, self.responses, groups)
-
-    def batch(self, rows: Sequence[int]) -> Batch:
-        """The token ids of these rows, padded."""
-        return collate_rows(self.queries, self.responses, rows, self.pad, shares=self.shares)
+    def batch(self, groups: Sequence[Sequence[int]]) -> Batch:
+        """The token ids of these groups of rows, padded."""
+        return collate_groups(self.queries, self.responses, groups, self.pad)
 
     def micro_batch(self, rows: Sequence[int], width: int, device: torch.device) -> MicroBatch:
         """What the losses read of these rows, (b, width) each; `width` is the longest of their responses."""
@@ -116,12 +114,12 @@ class ActorCritic(nn.Module):
         if isinstance(self.critic, ValueHead):
             with torch.autocast(stats.states.device.type, enabled=False):  # 16 bits would round the values
                 values = self.critic(stats.states.to(self.critic.weight.dtype)).squeeze(-1).float()
-            return stats, _left_aligned(values, batch)
+            return stats, _left_aligned(batch.states(values), batch)
         return stats, self.values(batch)
 
     @property
     def shares_queries(self) -> bool:
-        """Whether both models take the responses to one query in one row."""
+        """Whether both models share queries among responses; the reference is like the policy."""
         models = [self.policy, *([self.critic.model] if isinstance(self.critic, TokenScores) else [])]
         return all(map(supports_shared_prefix, models))
 
@@ -214,11 +212,12 @@ def score_rollout(
     logprobs, ref_logprobs, values = (torch.zeros(shape) for _ in range(3))
     last_values = torch.zeros(len(queries))
     recomputes, shares = not is_on_policy or not dist.is_float32, model.shares_queries
-    groups = group_rows(queries, responses, range(len(queries)), shares=shares)
+    groups = group_rows(queries, responses, range(len(queries)), budget.max_tokens, shares=shares)
 
     def forward(numbers: list[int]) -> None:
-        rows = [i for number in numbers for i in groups[number]]
-        batch = collate_rows(queries, responses, rows, tokenizer.pad_token_id, shares=shares).to(dist.device)
+        own = [groups[number] for number in numbers]
+        rows = [row for group in own for row in group]
+        batch = collate_groups(queries, responses, own, tokenizer.pad_token_id).to(dist.device)
         with dist.autocast():
             ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
             stats = None
@@ -261,7 +260,7 @@ def score_rollout(
         advantages=torch.zeros(shape),
         returns=torch.zeros(shape),
         pad=tokenizer.pad_token_id,
-        shares=shares,
+        shares_queries=shares,
     )
     names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")
     wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]
@@ -298,7 +297,7 @@ def gather_rollout(dist: Distributed, rollout: Rollout) -> Rollout:
     whole = {
         field.name: interleave([getattr(part, field.name) for part in parts])
         for field in fields(Rollout)
-        if field.name not in ("pad", "shares")
+        if field.name not in ("pad", "shares_queries")
     }
     return replace(rollout, **whole)
 

@@ -10,7 +10,8 @@ Forward passes of each row in an update of the shipped params.yaml, in float32, 
     scoring    3: reference, critic and reward model. The policy makes one more in bf16, with a shared critic,
                and where vLLM sampled: elsewhere the sampler's own log-probs are exact
     training   4: policy and critic, forward and backward, in each of 2 epochs; 4 optimizer steps an epoch
-    also       with `kl_penalty` one of the policy after the epochs; with `ptx` one of its rows in each step;
+    also       with k samples a prompt is read once for all of them in each pass (`Rollout.groups`);
+               with `kl_penalty` one of the policy after the epochs; with `ptx` one of its rows in each step;
                evaluations. The backward pass makes the logits again, and with `gradient_checkpointing` all
                layers
 
@@ -219,7 +220,7 @@ def train(
                 require_finite(metrics, rollout)
 
                 # 6. Epochs over the rollout, in shuffled minibatches; each is one step. The k responses to a
-                # prompt stay together, so that the models read it once.
+                # prompt stay together, where a minibatch is a multiple of k, and the models read it once.
                 steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
                 num_epochs = 0
                 num_steps = config.num_ppo_epochs * config.num_mini_batches
@@ -373,8 +374,7 @@ def accumulate_gradients(
     weights = torch.zeros(rollout.mask.shape)  # (B, R)
     weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
     work: list[tuple[Rollout | LanguageModeling, MicroRows]]
-    groups = rollout.groups(dist.shard_rows(rows))
-    work = [(rollout, part) for part in dist.split(rollout.group_sizes(groups), groups, state.budget)]
+    work = [(rollout, part) for part in rollout.micro_batches(dist, dist.slice_rows(rows), state.budget)]
     if ptx is not None and ptx_rows:
         own = dist.shard_rows(ptx_rows)
         parts = dist.split([ptx.sizes[i] for i in own], [[i] for i in own], state.budget)
@@ -384,9 +384,11 @@ def accumulate_gradients(
     # freed. DDP, ZeRO and FSDP2 want one pass of all weights.
     has_own_pass = isinstance(critic, TokenScores) and state.wrapped is state.actor_critic and not dist.shards
     for source, part in dist.passes(state.wrapped, work):
-        batch = source.batch(part.rows).to(dist.device)
+        if isinstance(source, Rollout):
+            batch, temperature = source.batch(part.groups).to(dist.device), config.temperature
+        else:  # ptx text was not sampled
+            batch, temperature = source.batch(part.rows).to(dist.device), 1.0
         width = batch.num_response_columns  # r
-        temperature = config.temperature if source is rollout else 1.0  # ptx text was not sampled
         # The forward pass: log-probs and entropies of the response tokens, and values of their states.
         with dist.autocast():
             stats, values = state.wrapped(
@@ -457,9 +459,9 @@ def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
 def _divergence(dist: Distributed, config: Ppo, state: TrainState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
     sums = TokenSums()
-    groups = rollout.groups(dist.shard_rows(range(len(rollout.queries))))
-    for part in dist.split(rollout.group_sizes(groups), groups, state.budget):
-        batch = rollout.batch(part.rows).to(dist.device)
+    own = dist.shard_rows(range(len(rollout.queries)))
+    for part in rollout.micro_batches(dist, own, state.budget):
+        batch = rollout.batch(part.groups).to(dist.device)
         with dist.autocast():
             logprobs = response_logprobs(state.actor_critic.policy, batch, config.temperature)  # (b, r)
         given = rollout.micro_batch(part.rows, batch.num_response_columns, dist.device)

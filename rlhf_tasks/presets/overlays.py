@@ -20,6 +20,8 @@ from rlhf_tasks.project import atomic
 
 FOLDER = Path(__file__).parent
 NAMED, LONGEST_NAME = 4, 80  # changes and characters in the name of a run
+MOSTLY = 0.75
+"""Share of a preset's values with which a run still has its name."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
 FUNCTIONS = (
     "data.format",
     "data.mix.format",
+    "preferences.function",
     "ppo.loss",
     "ppo.advantages.function",
     "ppo.scorers.function",

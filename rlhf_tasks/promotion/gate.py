@@ -27,7 +27,7 @@ OPPOSITES: Mapping[str, str] = {">": "≤", ">=": "<", "<=": ">"}
 REASONS = ("trial", "no_reward", "withheld")
 """Criteria that are no value of the policy: they refuse it, and their title says why."""
 TEXTS = {"sft_text": "SFT text", "general": "general text"}
-OPPONENTS: Mapping[Opponent, str] = {
+OPPONENTS: Mapping[str, str] = {
     "sft": "SFT",
     "champion": "the champion",
     "base": "the base model",
@@ -263,13 +263,22 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
             continue  # judge.retention.general is null
         if text == "sft_text" and not results.has_demonstrations:
             continue
-        growth = _combined(
-            lambda p, s: p / s, *(_perplexity(results, who, text) for who in ("policy", "sft"))
+        growth = _of_policy_and_sft(
+            lambda p, s: p / s,
+            {who: one.perplexity.get(text) for who, one in results.retention.items()},
+            f"the perplexity of {{}} on {name}",
         )
         title = f"perplexity on {name} over SFT's"
         yield from _bounded(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
     yield from _responses(promotion, results)
-    change = _combined(lambda s, p: p - s, *(_multiple_choice(results, who) for who in ("sft", "policy")))
+    change = _of_policy_and_sft(
+        lambda p, s: p - s,
+        {
+            who: None if one.multiple_choice is None else one.multiple_choice.value
+            for who, one in results.retention.items()
+        },
+        "the multiple-choice accuracy of {}",
+    )
     bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
     if "promotion.max_choice_drop" not in _without_demonstrations(promotion, results):
         yield from _bounded("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
@@ -278,13 +287,17 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
 
 def _responses(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
     """Whether the policy writes text that SFT would write too, and not always the same."""
-    values = {
-        name: _combined(lambda p, s: p / s, *(_of_responses(results, who, name) for who in ("policy", "sft")))
+    growth, ratio = (
+        _of_policy_and_sft(
+            lambda p, s: p / s,
+            {who: getattr(one, name) for who, one in results.responses.items()},
+            f"{name} of the responses of {{}}",
+        )
         for name in ("sft_perplexity", "corpus_distinct_2")
-    }
-    title, growth = "perplexity of its responses by SFT, over SFT's own", values["sft_perplexity"]
+    )
+    title = "perplexity of its responses by SFT, over SFT's own"
     yield from _bounded("response_perplexity", title, growth, "<=", promotion.max_response_perplexity_growth)
-    title, ratio = "different 2-grams in its responses, over SFT's", values["corpus_distinct_2"]
+    title = "different 2-grams in its responses, over SFT's"
     yield from _bounded("distinct_ratio", title, ratio, ">=", promotion.min_distinct_ratio)
 
 
@@ -327,25 +340,15 @@ def _of_comparison(
     return _finite(value(comparison))
 
 
-def _perplexity(results: EvaluationResults, model: str, text: str) -> Value:
-    retention = results.retention.get(model)
-    if retention is None or text not in retention.perplexity:
-        return f"the perplexity of {model} on {TEXTS[text]} was not measured"
-    return _finite(retention.perplexity[text])
-
-
-def _of_responses(results: EvaluationResults, model: str, name: str) -> Value:
-    responses = results.responses.get(model)
-    if responses is None:
-        return f"{name} of the responses of {model} was not measured"
-    return _finite(getattr(responses, name))
-
-
-def _multiple_choice(results: EvaluationResults, model: str) -> Value:
-    retention = results.retention.get(model)
-    if retention is None or retention.multiple_choice is None:
-        return f"the multiple-choice accuracy of {model} was not measured"
-    return _finite(retention.multiple_choice.value)
+def _of_policy_and_sft(
+    function: Callable[[float, float], float], measured: Mapping[str, float | None], what: str
+) -> Value:
+    """The function of what was `measured` of policy and SFT; `what` names it, with {} for the model."""
+    found = [(who, measured.get(who)) for who in ("policy", "sft")]
+    return _combined(
+        function,
+        *(f"{what.format(who)} was not measured" if x is None else _finite(x) for who, x in found),
+    )
 
 
 def _finite(value: float) -> Value:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
+from rlhf_tasks.data import synthetic
 from rlhf_tasks.models.load import TokenScores
 from rlhf_tasks.scoring.function import FunctionScorer
 from rlhf_tasks.scoring.http import HttpScorer
@@ -121,6 +122,11 @@ class LengthPenalty:
     def __call__(self, rows: Responses) -> Tensor:
         lengths = torch.tensor([len(response) for response in rows.ids(self._tokenizer)[1]]).float()
         return ((self._start - lengths) / self._buffer).clamp(-1.0, 0.0)
+
+
+def score_gold(rows: Responses) -> Tensor:
+    """(B,) float64: the synthetic task's own score, which knows the facts of every post."""
+    return torch.tensor(synthetic.gold_scores(rows.prompts, rows.texts), dtype=torch.float64)
 
 
 def score_zero(rows: Responses) -> Tensor:

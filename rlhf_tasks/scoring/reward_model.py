@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import TokenBudget, collate_rows, group_rows, group_sizes, load_tokenizer
+from rlhf_tasks.data.batches import TokenBudget, collate_groups, group_rows, group_sizes, load_tokenizer
 from rlhf_tasks.models import checks, contracts
 from rlhf_tasks.models.load import TokenScores, load_reward, supports_shared_prefix
 from rlhf_tasks.scoring.protocol import Responses
@@ -65,13 +65,14 @@ class RewardModel:
     def __call__(self, rows: Responses) -> Tensor:
         queries, responses = self._retokenize(rows) if self._retokenize else rows.ids(self._tokenizer)
         result, shares = torch.zeros(len(rows)), supports_shared_prefix(self.model.model)
-        groups = group_rows(queries, responses, range(len(rows)), shares=shares)
+        groups = group_rows(queries, responses, range(len(rows)), self._budget.max_tokens, shares=shares)
 
         def score(numbers: list[int]) -> None:
-            own = [i for number in numbers for i in groups[number]]
-            batch = collate_rows(queries, responses, own, self._tokenizer.pad_token_id, shares=shares)
+            own = [groups[number] for number in numbers]
+            batch = collate_groups(queries, responses, own, self._tokenizer.pad_token_id)
             scores = self.model(batch.to(self._device), ends_only=True)
-            result[own] = scores[: len(own)].cpu()
+            if own:
+                result[[i for group in own for i in group]] = scores.cpu()
 
         self._run_batches(self._budget, group_sizes(queries, responses, groups), score)
         return result

@@ -1,9 +1,9 @@
 """Stage preferences: the pairs for the reward model, given ones and samples of the SFT policy.
 
 A reward model misjudges responses of a kind that it has not seen, so it trains on the policy's samples too.
-On the synthetic task the gold judge compares two samples for one prompt. Other tasks have no labels, so a
-sample is the rejected response and the prompt's reference the chosen one. Training labels of the gold judge
-are flipped with probability `label_noise`, because people err too; held-out labels are correct.
+`preferences.function`, or the gold judge on the synthetic task, compares two samples for one prompt. Without
+either a sample is the rejected response and the prompt's reference the chosen one. Their train labels are
+flipped with probability `label_noise`, because people err too; held-out labels are correct.
 
 A sample ends as PPO's responses do, also at `ppo.stop_token`; a special token that ended it is no text of it.
 One that was cut at `data.max_completion_tokens` is a response too: like all rows of the reward model it is
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,9 +24,9 @@ import pyarrow.compute as pc
 
 from rlhf_tasks import console
 from rlhf_tasks.config import PreferencesView, Split
+from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.rows import SET, Rows, write
-from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.data.tokenizer import encode, response_texts
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.models.ends import closed, ends_of
@@ -33,12 +34,15 @@ from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import score_gold
+from rlhf_tasks.scoring.function import FunctionScorer
+from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.distributed import Distributed
 
 COLUMNS = ("prompt", "chosen", "rejected", "source", "origin")
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-Row = dict[str, str]
+Row = dict[str, Any]
 
 
 def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -46,7 +50,8 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
     dist, settings = Distributed(config.launch, config.seed), config.preferences
     # 1. The prompts to sample for. Without any, no model is loaded.
     prompts = {split: _choose_prompts(paths, config, split) for split in SPLITS}
-    num_rounds = 2 if config.data_source == "synthetic" else 1
+    scorer = _scorer(paths, config, prompts["train"])
+    num_rounds = 2 if scorer else 1
     total = num_rounds * sum(map(len, prompts.values()))
     if total:
         model, tokenizer = place(load_causal(paths.sft), dist.device), load_tokenizer(paths.sft)
@@ -78,20 +83,21 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                 ]
                 queries = encode(tokenizer, [row["prompt"] for row in prompts[split]])
                 texts = [response_texts(tokenizer, queries, closed(tokenizer, ids, ends)) for ids in samples]
-                made = _pair(prompts[split], texts)
+                made = _pair(prompts[split], texts, scorer)
                 names = (*COLUMNS, SET) if any(SET in row for row in made) else COLUMNS
                 tables.append(pa.table({c: pa.array([r.get(c) for r in made], pa.string()) for c in names}))
             table = pa.concat_tables(tables, promote_options="default")
-            # 3. Labels err in training only.
-            if split == "train" and config.data_source == "synthetic":
+            # 3. Labels err in training only; those of given pairs are the user's, or of the synthetic task.
+            if split == "train" and scorer:
                 rng = random.Random(f"label-noise-{config.seed}")
-                drawn = [rng.random() < settings.label_noise for _ in range(len(table))]
-                flipped = pa.array(drawn, pa.bool_())
+                drawn = pa.array([rng.random() < settings.label_noise for _ in range(len(table))], pa.bool_())
+                is_own = pc.equal(table["origin"], "given" if settings.function else "")
+                flipped = pc.and_not(drawn, is_own)
                 chosen, rejected = table["chosen"], table["rejected"]
                 for name, kept, other in (("chosen", chosen, rejected), ("rejected", rejected, chosen)):
                     number = table.column_names.index(name)
                     table = table.set_column(number, name, pc.if_else(flipped, other, kept))
-                metrics["flipped"] = flipped.true_count
+                metrics["flipped"] = pc.sum(flipped).as_py() or 0
             if config.train_reward_model and not len(table) and split == "train":
                 raise UserError(
                     "there is no pair to train a reward model on: data/preferences is empty and "
@@ -112,20 +118,29 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
     if not config.train_reward_model or not count:
         return []
     rows = read_table(paths, "prompts", split)
-    if rows.table["reference"].null_count:
+    if rows.table["reference"].null_count and not settings.function:
         raise UserError(
             "data/prompts has no references, with which stage preferences compares samples: set "
-            f"preferences.num_prompts to 0 where the data has pairs. {PROMPTS_ALONE}"
+            "preferences.function to what compares two of them, or preferences.num_prompts to 0 where the "
+            f"data has pairs. {PROMPTS_ALONE}"
         )
     seed = config.seed * len(SPLITS) + SPLITS.index(split)
     chosen = random.Random(f"preferences-{seed}").sample(rows, min(count, len(rows)))
     return [row for row in chosen for _ in range(settings.pairs_per_prompt)]
 
 
-def _pair(rows: Sequence[Row], texts: Sequence[list[str]]) -> list[Row]:
-    """Pairs of two samples that gold compares, or of a sample and the prompt's reference; no equal texts."""
-    if len(texts) == 2:
-        pairs = compare_by_gold([row["prompt"] for row in rows], *texts)
+def _scorer(paths: Paths, config: PreferencesView, rows: Sequence[Row]) -> Scorer | None:
+    """What compares two samples for one prompt; None: samples are compared with references."""
+    if config.preferences.function:
+        kept = columns.of_rows(rows)
+        return FunctionScorer(config.preferences.function, "preferences.function", paths.root, kept)
+    return score_gold if config.data_source == "synthetic" else None
+
+
+def _pair(rows: Sequence[Row], texts: Sequence[list[str]], scorer: Scorer | None) -> list[Row]:
+    """Pairs of two samples that a scorer compares, or of a sample and the reference; no equal texts."""
+    if scorer is not None:
+        pairs = compare(scorer, rows, *texts)
     else:
         pairs = [(row["reference"], text) for row, text in zip(rows, texts[0], strict=True)]
     made = [(row, *pair) for row, pair in zip(rows, pairs, strict=True) if pair is not None]
@@ -137,10 +152,13 @@ def _pair(rows: Sequence[Row], texts: Sequence[list[str]]) -> list[Row]:
     ]
 
 
-def compare_by_gold(prompts: list[str], first: list[str], second: list[str]) -> list[tuple[str, str] | None]:
-    """(better, worse) of each two summaries; None where their gold scores are equal."""
-    scores = zip(gold_scores(prompts, first), gold_scores(prompts, second), strict=True)
+def compare(
+    scorer: Scorer, rows: Sequence[Row], first: list[str], second: list[str]
+) -> list[tuple[str, str] | None]:
+    """(better, worse) of each two responses; None where their scores are equal, or one of them is NaN."""
+    prompts, kept = [row["prompt"] for row in rows], columns.of_rows(rows)
+    scores = [scorer(Responses.of_texts(prompts, texts, kept)).tolist() for texts in (first, second)]
     return [
-        None if a == b else (x, y) if a > b else (y, x)
-        for (a, b), x, y in zip(scores, first, second, strict=True)
+        (x, y) if a > b else (y, x) if a < b else None
+        for a, b, x, y in zip(*scores, first, second, strict=True)
     ]

@@ -23,6 +23,7 @@ from rlhf_tasks.data import (
     docstrings,
     files,
     hub,
+    opinions,
     rows,
     splits,
     synthetic,
@@ -60,7 +61,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     if [*corpus] == ["prompts"]:
         if scratch is not None:
             raise UserError(f"model.base: scratch has no text to learn from. {PROMPTS_ALONE}")
-        if data.source != "constraints":
+        if data.source not in ("constraints", "opinions"):
             console.say(f"Note: {PROMPTS_ALONE}")
     # 2. What can be checked without token ids.
     with console.part("checking the rows"):
@@ -127,6 +128,7 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
         "synthetic": tuple(synthetic.SLOTS),
         "arithmetic": tuple(arithmetic.COLUMNS),
         "constraints": constraints.COLUMNS,
+        "opinions": opinions.COLUMNS,
         "docstrings": (),
     }
     if lost := [name for name in data.columns.keep if name not in generated.get(data.source, (name,))]:
@@ -150,6 +152,8 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
             made = arithmetic.generate(seed, num_sft=num_sft, **counts)
         case "constraints":
             made = constraints.generate(seed, rendering.chat, **counts)
+        case "opinions":
+            made = opinions.generate(seed, rendering.chat, **counts)
         case "docstrings":
             most = settings.docstrings_max_pairs
             made = docstrings.load(

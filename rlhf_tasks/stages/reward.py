@@ -162,9 +162,10 @@ class Pairs:
         )
         if self.shares_prefix:
             pairs = [[i, i + len(rows)] for i in range(len(rows))]
-            batch = batches.collate_shared(queries * 2, chosen + rejected, pairs, self.pad)
-        else:
-            batch = batches.collate(queries * 2, chosen + rejected, self.pad)
+            batch = batches.collate_groups(queries * 2, chosen + rejected, pairs, self.pad)
+            found, _ = model(batch.to(device))
+            return pair_sums(found[::2], found[1::2], self.margin, self.centering_coef)
+        batch = batches.collate(queries * 2, chosen + rejected, self.pad)
         found, of_lm = model(batch.to(device), len(rows) if self.lm_coef else 0)
         of_chosen, of_rejected = found.chunk(2)
         sums = pair_sums(of_chosen, of_rejected, self.margin, self.centering_coef)
@@ -198,7 +199,7 @@ class Learner(nn.Module):
         scores = self.scores(batch, ends_only=True)
         if self.lm is None or not lm_rows:
             return scores, None
-        responses = batch.first(lm_rows)
+        responses = Batch(**{name: x[:lm_rows] for name, x in vars(batch).items()})
         logprobs = token_stats(self.lm, responses).logprobs  # (B, R), zero on padding
         return scores, -(logprobs.sum(1) / responses.mask.sum(1)).sum()
 

@@ -53,10 +53,16 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 class MicroRows(NamedTuple):
-    """Rows of one forward pass, and by what its loss and metrics are multiplied: 1, or 0 for a mere pass."""
+    """Row numbers of one forward pass, and by what its loss and metrics are multiplied."""
 
-    rows: list[int]
+    groups: list[list[int]]
+    """Those of a group may share a row of the batch."""
     scale: float
+    """1, or 0 for a mere pass."""
+
+    @property
+    def rows(self) -> list[int]:
+        return [row for group in self.groups for row in group]
 
 
 class Distributed:
@@ -119,6 +125,11 @@ class Distributed:
     def shard_rows(self, rows: Sequence[Any]) -> list[Any]:
         """This rank's share of rows that all ranks hold."""
         return list(rows[self.rank :: self.world_size])
+
+    def slice_rows(self, rows: Sequence[Any]) -> list[Any]:
+        """This rank's share of rows that all ranks hold, side by side; the ranks must divide their number."""
+        count = len(rows) // self.world_size
+        return list(rows[self.rank * count : (self.rank + 1) * count])
 
     def all_gather_object(self, value: T) -> list[T]:
         """The values of all ranks, on each of them; they are pickled, with tensors on the CPU."""
@@ -256,7 +267,7 @@ class Distributed:
     def split(
         self, sizes: Sequence[int], groups: Sequence[Sequence[int]], budget: TokenBudget
     ) -> list[MicroRows]:
-        """This rank's rows as micro-batches that divide none of the `groups`, whose tokens the `sizes` are.
+        """This rank's `groups` of rows as micro-batches; `sizes` are the tokens of each group.
 
         Every rank gets the same number, since the ranks need each other for every pass. Where a rank has
         fewer, the pass over some other row counts for nothing: its `scale` is 0.
@@ -264,8 +275,8 @@ class Distributed:
         count = None
         if self.world_size > 1:
             count = self.max(len(micro_batches(sizes, budget.max_tokens)))
-        parts = [[row for i in part for row in groups[i]] for part in budget.cut(sizes, count)]
-        return [MicroRows(rows or [0], scale=float(bool(rows))) for rows in parts]
+        parts = [[list(groups[i]) for i in part] for part in budget.cut(sizes, count)]
+        return [MicroRows(part or [[0]], scale=float(bool(part))) for part in parts]
 
     def passes(self, model: nn.Module, work: Sequence[T]) -> Iterator[T]:
         """Each piece of work, for one pass that trains a prepared model.

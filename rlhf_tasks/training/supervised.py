@@ -211,11 +211,11 @@ def train(
                     parts, sums = list[Sums](), Sums()  # drops the graph of an attempt that failed
                     share = dist.shard_rows(rows)
                     work = dist.split([task.sizes[i] for i in share], [[i] for i in share], state.budget)
-                    for micro, scale in dist.passes(trained, work):
+                    for micro in dist.passes(trained, work):
                         with dist.autocast():
-                            sums = task.sums(trained, micro, dist.device)
-                        dist.backward(trained, scale * sums["loss"] / weight)
-                        parts.append({key: scale * value.detach() for key, value in sums.items()})
+                            sums = task.sums(trained, micro.rows, dist.device)
+                        dist.backward(trained, micro.scale * sums["loss"] / weight)
+                        parts.append({key: micro.scale * value.detach() for key, value in sums.items()})
 
             # 3. The optimizer step; its metrics are sums over all ranks too.
             grad_norm = dist.step(trained, optimizer, settings.max_grad_norm)
@@ -265,11 +265,11 @@ def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudge
             for name, rows in groups.items():
                 share = dist.shard_rows(rows)
                 work = dist.split([task.sizes[i] for i in share], [[i] for i in share], budget)
-                for micro, scale in work:
+                for micro in work:
                     with dist.autocast():
-                        sums = task.sums(model, micro, dist.device)
-                    parts[name].append({key: scale * value for key, value in sums.items()})
-                    meter.advance(scale * len(micro))
+                        sums = task.sums(model, micro.rows, dist.device)
+                    parts[name].append({key: micro.scale * value for key, value in sums.items()})
+                    meter.advance(micro.scale * len(micro.rows))
     totals = {name: add_up(dist, found) for name, found in parts.items()}
     weight = task.weight(everything)
     metrics = {

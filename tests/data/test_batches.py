@@ -14,8 +14,8 @@ from rlhf_tasks.data.batches import (
     SHARED_TOKENS,
     TokenBudget,
     collate,
+    collate_groups,
     collate_rows,
-    collate_shared,
     epoch_batches,
     group_rows,
     group_sizes,
@@ -68,7 +68,7 @@ def test_masks_come_from_lengths_not_from_token_values() -> None:
 
 def test_responses_that_share_their_query_see_it_and_themselves_alone() -> None:
     queries, responses = [[5, 6], [7], [5, 6]], [[8, 9], [1], [4]]
-    batch = collate_shared(queries, responses, [[0, 2], [1]], pad=0)
+    batch = collate_groups(queries, responses, [[0, 2], [1]], pad=0)
     assert batch.query_response.tolist() == [[5, 6, 8, 9, 4], [7, 1, 0, 0, 0]]
     assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 2]
     assert batch.attention_mask[0, 0].int().tolist() == [
@@ -76,30 +76,45 @@ def test_responses_that_share_their_query_see_it_and_themselves_alone() -> None:
     ]  # fmt: skip
     assert batch.attention_mask.any(-1).all(), "padding sees itself: a softmax over nothing is NaN"
     assert batch.is_real.sum(1).tolist() == [5, 2]
-    plain = collate(queries, responses, pad=0)
+    order = [0, 2, 1]
+    plain = collate([queries[i] for i in order], [responses[i] for i in order], pad=0)
     assert torch.equal(batch.response_mask, plain.response_mask)
-    assert torch.equal(batch.responses[batch.response_mask], plain.responses[plain.response_mask])
-    # the token itself in place of its hidden state: those before each response token, and the last one
-    before = batch.states(batch.query_response[:, :, None]).squeeze(-1)
-    assert before.tolist() == [[6, 8, 9], [before[1, 0], 7, 1], [before[2, 0], 6, 4]]
+    # ids in place of hidden states: before each response token, after it, and the last one
+    for one in (batch, plain):
+        ids = one.query_response
+        assert one.responses[one.response_mask].tolist() == [8, 9, 4, 1]
+        assert one.predicting(ids).tolist() == [6, 8, 6, 7]
+        assert one.states(ids)[:, 1:][one.response_mask].tolist() == [8, 9, 4, 1]
+        assert one.ends(ids).tolist() == [9, 4, 1]
 
 
-def test_only_neighbors_in_a_query_are_grouped_up_to_the_bound() -> None:
+def test_a_query_without_tokens_has_no_state_of_another_row() -> None:
+    batch = collate_groups([[5], [5], [], []], [[6], [7], [8], [9]], [[0, 1], [2, 3]], pad=0)
+    assert batch.states(batch.query_response).tolist() == [[5, 6], [5, 7], [8, 8], [8, 9]]
+
+
+def test_responses_to_one_query_are_grouped_up_to_the_bounds() -> None:
     queries, responses = [[1], [2], [1], [1], [2]], [[3] * (SHARED_TOKENS // 2 - 1)] * 5
-    assert group_rows(queries, responses, range(5), shares=False) == [[0], [1], [2], [3], [4]]
-    groups = group_rows(queries, responses, range(5), shares=True)
+    assert group_rows(queries, responses, range(5), 10**6, shares=False) == [[0], [1], [2], [3], [4]]
+    groups = group_rows(queries, responses, range(5), 10**6, shares=True)
     assert groups == [[0, 2], [1, 4], [3]]
-    assert group_sizes(queries, responses, groups) == [SHARED_TOKENS - 1] * 2 + [SHARED_TOKENS // 2]
-    long = [[3] * SHARED_TOKENS] * 5
-    assert group_rows(queries, long, range(5), shares=True) == [[0], [1], [2], [3], [4]]
+    assert group_sizes(queries, responses, groups) == [
+        SHARED_TOKENS - 1,
+        SHARED_TOKENS - 1,
+        SHARED_TOKENS // 2,
+    ]
+    assert len(group_rows(queries, responses, range(5), SHARED_TOKENS - 2, shares=True)) == 5
+    # above the bound where attention sees fewer pairs of tokens: 712² against 4 · 553²
+    assert group_rows([[1] * 500] * 4, [[3] * 53] * 4, range(4), 10**6, shares=True) == [[0, 1, 2, 3]]
+    assert len(group_rows([[1] * 53] * 4, [[3] * 500] * 4, range(4), 10**6, shares=True)) == 4
 
 
 def test_rows_with_queries_of_their_own_are_padded_as_ever() -> None:
     queries, responses = [[1], [2, 2]], [[3], [4]]
-    plain, shared = (collate_rows(queries, responses, [0, 1], 0, shares=x) for x in (False, True))
+    plain, shared = collate(queries, responses, 0), collate_groups(queries, responses, [[0], [1]], 0)
     assert type(plain) is type(shared)
     assert all(torch.equal(vars(plain)[name], x) for name, x in vars(shared).items())
-    assert collate_rows(queries, responses, [], 9, shares=True).query_response.tolist() == [[9, 9]]
+    assert collate_rows(queries, responses, [], 9).query_response.tolist() == [[9, 9]]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 30, 64, 200, 10_000])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from rlhf_tasks.data.batches import collate, collate_rows
+from rlhf_tasks.data.batches import collate, collate_groups, group_rows
 from rlhf_tasks.models import logprobs
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.load import supports_shared_prefix
@@ -63,16 +63,18 @@ def weighted(stats: Stats, entropy_coef: float = 0.3) -> Tensor:
 def test_a_query_that_is_read_once_gives_its_responses_the_same_statistics(family: str) -> None:
     """And weights the same gradients, with three, two and one response to a query."""
     queries = [QUERIES[0], QUERIES[1], QUERIES[0], QUERIES[0], QUERIES[1], QUERIES[2]]
-    shared = collate_rows(queries, RESPONSES, range(6), PAD, shares=True)
-    assert shared.query_response.shape[0] == 3
+    groups = group_rows(queries, RESPONSES, range(6), 10**6, shares=True)
+    assert groups == [[0, 2, 3], [1, 4], [5]]
+    order = [0, 2, 3, 1, 4, 5]
+    plain = collate([queries[i] for i in order], [RESPONSES[i] for i in order], PAD)
     found = []
-    for batch in (collate(queries, RESPONSES, PAD), shared):
+    for batch in (plain, collate_groups(queries, RESPONSES, groups, PAD)):
         model = model_of(family)
         assert supports_shared_prefix(model)
         stats = token_stats(model, batch, 0.7, entropy_grad=True)
         weighted((stats.logprobs[batch.mask], stats.entropy[batch.mask], stats.is_top)).backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
-        states = stats.states[torch.nn.functional.pad(batch.response_mask, (0, 1), value=True)]
+        states = batch.states(stats.states)[F.pad(batch.response_mask, (0, 1), value=True)]
         found.append((*stats[:3], states, gradients))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 

@@ -358,7 +358,7 @@ def test_rollouts_are_kept_by_prompt_with_what_ppo_learned() -> None:
         **{
             field.name: interleave([getattr(rollout, field.name)] * 20)
             for field in fields(rollout)
-            if field.name not in ("pad", "shares")
+            if field.name not in ("pad", "shares_queries")
         },
     )
     assert len(one.rollout_rows(many, ["a"] * 80, kl.repeat(20, 1))) == 32

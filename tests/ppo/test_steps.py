@@ -23,7 +23,17 @@ from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, GuardTripped
 from rlhf_tasks.ppo.rollout import ActorCritic, ReferenceCopy, Rollout, ValueHead
 from rlhf_tasks.ppo.train import accumulate_gradients
 from tests import families, small
-from tests.ppo.toy import ONE_STEP, QUERIES, Toy, log_p_alone, toy, without_critic, without_gains
+from tests.ppo.toy import (
+    ONE_STEP,
+    QUERIES,
+    Toy,
+    log_p_alone,
+    shared,
+    toy,
+    with_lora,
+    without_critic,
+    without_gains,
+)
 from tests.small import EOS, PAD
 
 TOKEN_MEANS = [f"loss/{name}_avg" for name in ("policy", "value")]
@@ -288,21 +298,41 @@ def test_micro_batches_change_neither_weights_nor_token_means(rollout: Rollout) 
 
 
 @pytest.mark.parametrize("most", [16384, 40])
-def test_a_prompt_that_is_read_once_for_its_samples_gives_the_same_step(most: int) -> None:
+@pytest.mark.parametrize("model", [None, shared, with_lora], ids=["two models", "value head", "adapters"])
+def test_a_prompt_that_is_read_once_for_its_samples_gives_the_same_step(model: Any, most: int) -> None:
     """The rollout's numbers too. Micro-batches of 40 tokens hold one prompt each."""
     changes: dict[str, Any] = {"advantages__samples_per_prompt": 4, "micro_batch_tokens": most}
     found, sizes = [], list[int]()
     for shares in (True, False):
+        own = dict(changes)
+        if model is shared:
+            own |= {"actor_critic": shared(), "advantages__critic__kind": "shared"}
+        elif model is with_lora:
+            own |= dict(zip(("actor_critic", "reference"), with_lora(), strict=True))
         with mock.patch.object(ActorCritic, "shares_queries", shares):
-            one = toy(reference_seed=7, **changes)
+            one = toy(reference_seed=7, **own)
             rollout, _ = one.estimate()
+        planned = rollout.micro_batches(one.dist, range(len(rollout.queries)), one.state.budget)
+        for part in planned:
+            tokens = rollout.batch(part.groups).query_response.numel()
+            assert len(part.groups) == 1 or tokens <= most
+        sizes.append(
+            sum(rollout.batch([group]).query_response.numel() for p in planned for group in p.groups)
+        )
         metrics = one.learn(rollout)
         numbers = (rollout.logprobs, rollout.ref_logprobs, rollout.values, one.weights)
         found.append((*numbers, {key: metrics[key] for key in TOKEN_MEANS}))
-        groups = rollout.groups(range(len(rollout.queries)))
-        sizes.append(sum(rollout.group_sizes(groups)))
     assert sizes[0] < sizes[1], "tokens"
     torch.testing.assert_close(*found, rtol=1e-3, atol=2e-5)
+
+
+def test_in_bf16_shared_prompts_stay_within_the_guards_bound() -> None:
+    """Scored with the prompt of four samples, trained on with that of two: of minibatches that divide it."""
+    changes: dict[str, Any] = {**without_critic("rloo"), "num_mini_batches": 8, "num_ppo_epochs": 1}
+    one = toy(dist=small.distributed("bf16"), learning_rate=1e-12, **changes)
+    rollout, _ = one.estimate()
+    assert rollout.shares_queries
+    assert one.learn(rollout)["val/first_ratio_error"] < BF16_RATIO_ERROR / 4
 
 
 def test_a_minibatch_has_all_samples_of_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,7 +309,7 @@ def rollout_of(
         parts={"planted": scores},
         importance=torch.ones(mask.shape),
         pad=PAD,
-        shares=True,
+        shares_queries=True,
         **{name: torch.zeros(mask.shape) for name in names} | known,
     )
 

@@ -15,8 +15,9 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import score_gold
 from rlhf_tasks.stages import preferences
-from rlhf_tasks.stages.preferences import compare_by_gold
+from rlhf_tasks.stages.preferences import compare
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 
@@ -31,8 +32,8 @@ def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]
 
 
 def test_the_better_sample_is_chosen_whichever_came_first_and_ties_are_left_out() -> None:
-    good, bad = " my boss stole my lamp", " my aunt"
-    assert compare_by_gold([PROMPT] * 3, [good, bad, bad], [bad, good, bad]) == [
+    good, bad, row = " my boss stole my lamp", " my aunt", {"prompt": PROMPT, "reference": ""}
+    assert compare(score_gold, [row] * 3, [good, bad, bad], [bad, good, bad]) == [
         (good, bad),
         (good, bad),
         None,
@@ -84,6 +85,25 @@ def test_without_labels_a_sample_is_rejected_against_the_reference(models_here: 
     assert len(sampled) == 24  # 12 prompts, two samples each
     assert all(row["chosen"] == references[row["prompt"]] != row["rejected"] for row in sampled)
     assert "flipped" not in metrics
+
+
+def test_a_function_labels_samples_and_its_labels_alone_err(models_here: Path) -> None:
+    Path("own.py").write_text("def longer(prompts, responses):\n    return map(len, responses)\n")
+    changes = {"data.source": "files", "judge.judges": [small.HELDOUT]}
+    changes |= {"preferences.function": "own:longer"}
+    for noise in (0.0, 0.5):
+        metrics, found = run(**changes | {"preferences.label_noise": noise})
+        given = [row for row in found["train"] if row["origin"] == "given"]
+        names = ("prompt", "chosen", "rejected", "source")
+        assert [{name: row[name] for name in names} for row in given] == list(
+            read_table(Paths(), "preferences", "train")
+        )
+        for split in SPLITS:
+            sampled = [row for row in found[split] if row["origin"] == "sft_samples"]
+            wrong = sum(len(row["chosen"]) < len(row["rejected"]) for row in sampled)
+            assert len(sampled) > 2
+            assert wrong == (metrics["flipped"] if split == "train" else 0)
+        assert (metrics["flipped"] > 0) == (noise > 0)
 
 
 def test_the_same_seed_writes_the_same_pairs(models_here: Path) -> None:

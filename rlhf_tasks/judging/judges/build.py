@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlhf_tasks.config import Judging
 from rlhf_tasks.config import judge as config
@@ -30,6 +29,7 @@ from rlhf_tasks.judging.judges.comparisons import (
 from rlhf_tasks.judging.judges.local import LocalComparer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
+from rlhf_tasks.scoring.build import score_gold
 from rlhf_tasks.scoring.function import ColumnsFunction, FunctionScorer
 from rlhf_tasks.scoring.protocol import Responses, Scorer, read_scores
 from rlhf_tasks.scoring.verifier import Verifier
@@ -70,11 +70,6 @@ class ScoringJudge:
         finite = [score for score in self._scores(prompts, responses, columns) if not math.isnan(score)]
         mean = {"score": sum(finite) / len(finite)} if finite else {}
         return self._facets(prompts, responses) | mean
-
-
-def score_gold(rows: Responses) -> Tensor:
-    """(B,) float64: the synthetic task's own score, which knows the facts of every post."""
-    return torch.tensor(synthetic.gold_scores(rows.prompts, rows.texts), dtype=torch.float64)
 
 
 def gold_facets(prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:

@@ -1,0 +1,173 @@
+"""The presets on SmolLM2-135M over seeds: `python -m benchmarks.smollm2 --preset sentiment 1 2 3`.
+
+    constraints   RLOO as in the preset, PPO with a critic at equal episodes, and RLOO with LoRA adapters
+    sentiment     four KL coefficients: optimized and judged score over the KL, with the fit of Gao et al.
+
+Needs what the preset needs. See `benchmarks.cells`. Writes the table of docs/results/PRESET.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from benchmarks import cells
+
+Points = Sequence[tuple[float, float, float]]
+"""(KL, optimized score, VADER's score) of an evaluation, each the mean over its responses."""
+
+
+class Table(NamedTuple):
+    variants: Mapping[str, Mapping[str, str]]
+    measure: Callable[[Path], cells.Cell]
+    text: Callable[[Sequence[cells.Cell]], str]
+
+
+def shared(folder: Path) -> cells.Cell:
+    """The gate's decision, and what PPO cost."""
+    verdict = json.loads((folder / "evaluation/verdict.json").read_text("utf-8"))
+    seconds = json.loads((folder / ".rlhf/durations.json").read_text("utf-8"))["ppo"]
+    judge, ppo = cells.metrics(folder, "judge"), cells.metrics(folder, "ppo")
+    return {
+        "passed": verdict["passed"],
+        "minutes": seconds / 60,
+        "kl": ppo["selected_kl"],
+        "perplexity": judge["sft_perplexity/policy"] / judge["sft_perplexity/sft"],
+        "distinct": judge["corpus_distinct_2/policy"] / judge["corpus_distinct_2/sft"],
+    }
+
+
+def in_words(cell: cells.Cell) -> list[str]:
+    """The last columns of both tables."""
+    return [
+        f"{cell['kl']:.1f}",
+        f"{cell['perplexity']:.2f}",
+        f"{cell['distinct']:.2f}",
+        "passed" if cell["passed"] else "refused",
+        f"{cell['minutes']:.0f} min",
+    ]
+
+
+SHARED = ("KL, nats per response", "Perplexity of the responses", "Different 2-grams", "Gate", "PPO")
+
+
+def rows(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    parts = [header, ["---"] * len(header), *lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in parts)
+
+
+# --------------------------------------------------------------------------------------- constraints
+
+
+def constraints_cell(folder: Path) -> cells.Cell:
+    judge, cell = cells.metrics(folder, "judge"), shared(folder)
+    for name, group in {"seen": "yes", "unseen": "no"}.items():
+        key = f"constraints/accuracy_gain/in/seen.{group}"
+        cell[name] = [judge[f"{key}{bound}"] for bound in ("", "/low", "/high")]
+    return cell
+
+
+def constraints_table(found: Sequence[cells.Cell]) -> str:
+    lines = []
+    for cell in found:
+        gains = [
+            f"{100 * gain:+.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+            for gain, low, high in (cell["seen"], cell["unseen"])
+        ]
+        lines.append([cell["variant"], str(cell["seed"]), *gains, *in_words(cell)])
+    return rows(["", "Seed", "Seen kinds, points", "Unseen kinds, points", *SHARED], lines)
+
+
+# ----------------------------------------------------------------------------------------- sentiment
+
+
+def sentiment_cell(folder: Path) -> cells.Cell:
+    from rlhf_tasks.scoring.sentiment import vader
+
+    judge, cell = cells.metrics(folder, "judge"), shared(folder)
+    cell["win_rate"] = [judge[f"vader/policy_vs_sft/{name}"] for name in ("win_rate", "low", "high")]
+    answers = pq.read_table(folder / "evaluation/ppo/answers.parquet").to_pylist()
+    with (folder / "plots/ppo.csv").open(encoding="utf-8") as file:
+        curve = {int(float(row["episode"])): row for row in csv.DictReader(file) if row["eval/kl"]}
+    points = []
+    for episode, row in curve.items():
+        texts = [one["response"] for one in answers if one["episode"] == episode]
+        judged = float(np.mean(vader(texts, texts)))
+        points.append((float(row["eval/kl"]), float(row["eval/scores"]), judged))
+    return cell | {"points": points}
+
+
+def gao(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """α, β and the share of variance of R(d) = d · (α − β · log d), d = √KL (arXiv 2210.10760, eq. 2).
+
+    `points` are (KL, R), R being 0 at a KL of 0; those of no KL say nothing.
+    """
+    kl, r = np.array([point for point in points if point[0] > 0]).T
+    d = np.sqrt(kl)
+    x = np.stack([d, -d * np.log(d)], axis=1)
+    (alpha, beta), *_ = np.linalg.lstsq(x, r, rcond=None)
+    rest = r - x @ np.array([alpha, beta])
+    return float(alpha), float(beta), float(1 - rest.var() / r.var())
+
+
+def sentiment_table(found: Sequence[cells.Cell]) -> str:
+    """The cells, and the fits over all of their evaluations, each recentred at the beginning of its run."""
+    lines, optimized, judged = [], [], []
+    for cell in found:
+        (_, first, first_judged), *points = cell["points"]
+        optimized += [(kl, score - first) for kl, score, _ in points]
+        judged += [(kl, score - first_judged) for kl, _, score in points]
+        rate, low, high = cell["win_rate"]
+        _, score, vader = points[-1]
+        gains = [f"{score - first:+.2f}", f"{first_judged:.2f} → {vader:.2f}"]
+        win = f"{rate:.1%} [{low:.1%}, {high:.1%}]"
+        lines.append([cell["variant"], str(cell["seed"]), *gains, win, *in_words(cell)])
+    header = ["KL coefficient", "Seed", "Optimized score", "VADER's score", "VADER's win rate over SFT"]
+    text = rows([*header, *SHARED], lines) + "\n"
+    fits = []
+    for name, points in {"optimized": optimized, "VADER's": judged}.items():
+        alpha, beta, share = gao(points)
+        peak = f"{math.exp(2 * (alpha / beta - 1)):,.0f}" if beta > 0 else "none"
+        fits.append([name, f"{alpha:.3f}", f"{beta:.3f}", peak, f"{share:.0%}"])
+    return text + rows(["Score", "α", "β", "KL of the highest score", "Share of variance"], fits)
+
+
+# ------------------------------------------------------------------------------------------- command
+
+WITH_CRITIC = {"ppo.advantages": "{kind: gae, samples_per_prompt: 8, critic: {init: sft}}"}
+WITH_LORA = {"ppo.lora": "{r: 16, alpha: 32.0}", "ppo.learning_rate": "3e-4"}
+TABLES = {
+    "constraints": Table(
+        {"RLOO": {}, "PPO with a critic": WITH_CRITIC, "RLOO, LoRA r = 16": WITH_LORA},
+        constraints_cell,
+        constraints_table,
+    ),
+    "sentiment": Table(
+        {coef: {"ppo.kl_coef": coef} for coef in ("0.0", "0.02", "0.05", "0.2")},
+        sentiment_cell,
+        sentiment_table,
+    ),
+}
+
+
+def main() -> None:
+    variants = dict.fromkeys(name for table in TABLES.values() for name in table.variants)
+    parser = cells.arguments(__doc__, list(variants))
+    parser.add_argument("--preset", choices=list(TABLES), required=True)
+    args = parser.parse_args()
+    table = TABLES[args.preset]
+    args.only = [name for name in args.only if name in table.variants]
+    found = cells.run(args.preset, args.preset, table.variants, table.measure, args)
+    cells.publish(Path(f"docs/results/{args.preset}.md"), args.preset, table.text(found), args)
+
+
+if __name__ == "__main__":
+    main()

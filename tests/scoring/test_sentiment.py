@@ -1,0 +1,22 @@
+"""The scorer of preset sentiment."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.scoring.sentiment import vader
+
+
+def test_a_positive_text_has_a_higher_score_than_a_negative_one() -> None:
+    pytest.importorskip("vaderSentiment")
+    good, plain, bad = vader(["p"] * 3, ["I love it, it is great!", "It is made of wood.", "I hate this."])
+    assert -1 <= bad < plain == 0 < good <= 1
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
+    with pytest.raises(UserError, match="needs `pip install vaderSentiment`"):
+        vader(["p"], ["It is fine."])
