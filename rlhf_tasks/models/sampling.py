@@ -75,10 +75,12 @@ def sample(
     token takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
     `batch_size` by rounding only. With `share` the numbers of all ranks are drawn, from generators of the
     same state: a response does not depend on the rank that samples it either. Queries of similar length
-    share a batch, so that little is padded.
+    share a batch, so that little is padded. If the GPU is out of memory, half as many rows are sampled at a
+    time from there on.
 
     Raises:
         NonFiniteError: if the model's logits are NaN or infinite.
+        torch.OutOfMemoryError: if the memory does not suffice for one row.
     """
     num_queries, num_rows = len(queries), len(queries) * num_samples
     first, step, total = share or Share(0, 1, num_rows)
@@ -86,13 +88,26 @@ def sample(
     by_length = sorted(range(num_queries), key=lambda i: (len(queries[i]), i))
     order = [row for i in by_length for row in range(i, num_rows, num_queries)]
     result = Samples([[] for _ in order], [torch.empty(0) for _ in order])
+    start, size = 0, batch_size or len(order)
     with nullcontext(meter) if meter else console.part("sampling", len(order), "responses") as counted:
-        for start in range(0, len(order), batch_size or len(order)):
-            rows = order[start : start + (batch_size or len(order))]
+        while start < len(order):
+            rows = order[start : start + size]
             number_of = {query: i for i, query in enumerate(dict.fromkeys(row % num_queries for row in rows))}
             batch = collate([queries[i] for i in number_of], [[] for _ in number_of], pad).to(model.device)
             query_of = torch.tensor([number_of[row % num_queries] for row in rows], device=model.device)
-            tokens, logprobs = _decode(model, batch, query_of, uniform[rows], temperature, ends, counted)
+            found = None
+            try:
+                found = _decode(model, batch, query_of, uniform[rows], temperature, ends, counted)
+            except torch.OutOfMemoryError:
+                if len(rows) == 1:
+                    raise
+            if found is None:  # here the error's traceback, which holds tensors, is gone
+                torch.cuda.empty_cache()
+                size = len(rows) // 2
+                console.say(f"out of memory: {size} responses are sampled at a time now")
+                continue
+            start += len(rows)
+            tokens, logprobs = found
             for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
                 length = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
                 result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
@@ -228,32 +243,20 @@ def sample_responses(
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 
     A response ends with one of `ends`, by default those of the checkpoint, or at `max_new_tokens` without it.
-    `meter` counts the responses. If the GPU is
-    out of memory, they are sampled again, half as many at a time.
-
-    Raises:
-        torch.OutOfMemoryError: if the memory does not suffice for one row.
+    `meter` counts the responses. Errors as in `sample`.
     """
-    while True:
-        try:
-            return sample(
-                model,
-                encode(tokenizer, prompts),
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                ends=ends_of(model, tokenizer) if ends is None else ends,
-                pad=tokenizer.pad_token_id,
-                generator=torch.Generator(model.device).manual_seed(seed),
-                batch_size=batch_size,
-                share=share,
-                meter=meter,
-            ).responses
-        except torch.OutOfMemoryError:
-            if batch_size == 1:
-                raise
-        torch.cuda.empty_cache()
-        batch_size //= 2
-        console.say(f"out of memory: {batch_size} responses are sampled at a time now")
+    return sample(
+        model,
+        encode(tokenizer, prompts),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        ends=ends_of(model, tokenizer) if ends is None else ends,
+        pad=tokenizer.pad_token_id,
+        generator=torch.Generator(model.device).manual_seed(seed),
+        batch_size=batch_size,
+        share=share,
+        meter=meter,
+    ).responses
 
 
 def sample_texts(
