@@ -124,6 +124,8 @@ def _repro(paths: Paths, name: str) -> int:
     DVC and its stages are a group of their own. Each signal goes there once, as Ctrl-C: DVC waits for the
     stage, which saves its state.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script
+        signal.signal(signal.SIGINT, lambda *_: None)  # else the group would inherit that it is ignored
     with tempfile.TemporaryDirectory(prefix="rlhf-run-") as scratch:
         failure = Path(scratch) / "failure.json"
         command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--quiet"]
@@ -134,10 +136,10 @@ def _repro(paths: Paths, name: str) -> int:
             try:
                 status = process.wait()
                 break
-            except KeyboardInterrupt:
-                stopped = signal.SIGINT
             except stopping.Stopped as error:
                 stopped = error.status - 128
+            except KeyboardInterrupt:
+                stopped = signal.SIGINT
             os.killpg(process.pid, signal.SIGINT)
         report = failures.reported(failure)
     if stopped and status:
