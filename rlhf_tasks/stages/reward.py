@@ -242,9 +242,10 @@ def _train(
             num_evaluations=2,
             prefix=prefix,
         )
-    # 3. Demonstrations score zero on average.
-    shown = read_table(paths, "sft", "train")[:1000]
-    given = Responses.of_texts([row["prompt"] for row in shown], [row["completion"] for row in shown])
+    # 3. Demonstrations score zero on average, or where there are none the responses of the pairs.
+    shown = [(row["prompt"], row["completion"]) for row in read_table(paths, "sft", "train")[:1000]]
+    shown = shown or [(row["prompt"], row[side]) for row in rows[:500] for side in ("chosen", "rejected")]
+    given = Responses.of_texts(*zip(*shown, strict=True))
     found = RewardModel(scores, tokenizer, settings.micro_batch_tokens, dist)(given)
     scores.set_mean(scores.mean + float(found.mean()))
     return scores

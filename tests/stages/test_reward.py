@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -175,6 +176,22 @@ def test_demonstrations_score_zero_on_average_and_still_do_after_loading(models_
     for name, folder in OUTS.items():
         assert load_reward(folder).mean != 0, name
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
+
+
+def test_without_demonstrations_the_responses_of_the_pairs_score_zero_on_average(models_here: Path) -> None:
+    file = models_here / "data/sft/train.parquet"
+    pq.write_table(pq.read_table(file).slice(0, 0), file)
+    reward.run(small.view("reward", SMALL), Paths(), NullTracker())
+    for name, folder in OUTS.items():
+        pairs = [
+            row
+            for row in read_table(Paths(), "comparisons", "train")
+            if reward.model_of(row["prompt"]) == name
+        ]
+        texts = [(row["prompt"], row[side]) for row in pairs for side in ("chosen", "rejected")]
+        queries, answers = encode_rows(load_tokenizer(folder), *zip(*texts, strict=True))
+        scores = small.last_scores_alone(load_reward(folder).eval(), queries, answers)
+        assert scores.mean().item() == pytest.approx(0, abs=1e-4), name
 
 
 def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) -> None:
