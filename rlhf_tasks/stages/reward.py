@@ -245,7 +245,7 @@ def _train(
     # 3. Demonstrations score zero on average, or where there are none the responses of the pairs.
     shown = [(row["prompt"], row["completion"]) for row in read_table(paths, "sft", "train")[:1000]]
     shown = shown or [(row["prompt"], row[side]) for row in rows[:500] for side in ("chosen", "rejected")]
-    given = Responses.of_texts(*zip(*shown, strict=True))
+    given = Responses.of_texts([prompt for prompt, _ in shown], [response for _, response in shown])
     found = RewardModel(scores, tokenizer, settings.micro_batch_tokens, dist)(given)
     scores.set_mean(scores.mean + float(found.mean()))
     return scores
