@@ -2,7 +2,7 @@
 
 Each seed has a clone of the committed state under `.rlhf/NAME/SEED`, in which only what a variant changes
 runs again. `.rlhf/NAME/cells.jsonl` has a line for every finished cell, so that an interrupted benchmark
-continues. One runs at a time.
+continues. One runs at a time. Cells with more values (`--set`) are a trial, under `.rlhf/NAME-trial`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(
 
     `measure` reads the results from a run's folder. A cell has its `seed` and its `variant` too.
     """
-    work = Path(".rlhf") / name
+    work = Path(".rlhf") / (f"{name}-trial" if args.set else name)
     work.mkdir(parents=True, exist_ok=True)
     file = work / "cells.jsonl"
     cells = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
@@ -58,6 +58,7 @@ def run(
                 subprocess.run(["git", "clone", "--quiet", ".", str(folder)], check=True)
             values = [f"seed={seed}", *(f"{key}={value}" for key, value in variants[variant].items())]
             own = os.environ | {"PYTHONPATH": f"{folder.resolve()}:{os.environ.get('PYTHONPATH', '')}"}
+            subprocess.run(["git", "checkout", "--quiet", "--", "params.yaml"], cwd=folder, check=True)
             with (folder / "run.log").open("a", encoding="utf-8") as log:
                 for words in (
                     ["rlhf", "preset", preset, "--set", *values, *args.set],

@@ -115,7 +115,7 @@ def gao(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     x = np.stack([d, -d * np.log(d)], axis=1)
     (alpha, beta), *_ = np.linalg.lstsq(x, r, rcond=None)
     rest = r - x @ np.array([alpha, beta])
-    return float(alpha), float(beta), float(1 - rest.var() / r.var())
+    return float(alpha), float(beta), float(1 - (rest**2).sum() / ((r - r.mean()) ** 2).sum())
 
 
 def sentiment_table(found: Sequence[cells.Cell]) -> str:
@@ -135,18 +135,24 @@ def sentiment_table(found: Sequence[cells.Cell]) -> str:
     fits = []
     for name, points in {"optimized": optimized, "VADER's": judged}.items():
         alpha, beta, share = gao(points)
-        peak = f"{math.exp(2 * (alpha / beta - 1)):,.0f}" if beta > 0 else "none"
+        furthest = max(kl for kl, _ in points)
+        is_seen = beta > 0 and 2 * (alpha / beta - 1) <= math.log(furthest)
+        peak = f"{math.exp(2 * (alpha / beta - 1)):,.1f}" if is_seen else f"above {furthest:.1f}"
         fits.append([name, f"{alpha:.3f}", f"{beta:.3f}", peak, f"{share:.0%}"])
     return text + rows(["Score", "α", "β", "KL of the highest score", "Share of variance"], fits)
 
 
 # ------------------------------------------------------------------------------------------- command
 
-WITH_CRITIC = {"ppo.advantages": "{kind: gae, samples_per_prompt: 8, critic: {init: sft}}"}
-WITH_LORA = {"ppo.lora": "{r: 16, alpha: 32.0}", "ppo.learning_rate": "3e-4"}
+RLOO = {"ppo.guards.action": "warn"}
+WITH_CRITIC = RLOO | {
+    "ppo.advantages": "{kind: gae, samples_per_prompt: 8, critic: {init: sft}}",
+    "ppo.whiten_advantages": "true",
+}
+WITH_LORA = RLOO | {"ppo.lora": "{r: 16, alpha: 32.0}", "ppo.learning_rate": "3e-4"}
 TABLES = {
     "constraints": Table(
-        {"RLOO": {}, "PPO with a critic": WITH_CRITIC, "RLOO, LoRA r = 16": WITH_LORA},
+        {"RLOO": RLOO, "PPO with a critic": WITH_CRITIC, "RLOO, LoRA r = 16": WITH_LORA},
         constraints_cell,
         constraints_table,
     ),
@@ -165,6 +171,8 @@ def main() -> None:
     args = parser.parse_args()
     table = TABLES[args.preset]
     args.only = [name for name in args.only if name in table.variants]
+    if not args.only:
+        parser.error(f"--only: the variants of {args.preset} are {', '.join(table.variants)}")
     found = cells.run(args.preset, args.preset, table.variants, table.measure, args)
     cells.publish(Path(f"docs/results/{args.preset}.md"), args.preset, table.text(found), args)
 

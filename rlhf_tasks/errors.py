@@ -10,7 +10,8 @@ LESS_MEMORY = (
 PROMPTS_ALONE = (
     "The data has prompts alone, which are enough with model.base, a model that exists, sft.from, a ready "
     "SFT model (or that base model again), and reward.train: false, with ppo.scorers and judge.judges that "
-    "need no pairs (a function, a verifier, http, an llm judge, or a reward model by its path)"
+    "need no pairs (a function, a verifier, http, an llm judge, or a reward model by its path); or "
+    "preferences.function labels pairs of samples for a reward model"
 )
 
 

@@ -330,9 +330,10 @@ class Preferences(Section):
     function: t.ImportPath | None = None
     """`module:function` that scores samples, called as a scorer's function is, with lists of prompts and
     responses and the columns of `data.columns.keep` that it takes by keyword; it returns one float per
-    response. null: samples are compared with references."""
+    response, and equal ones or NaN make no pair. null: samples are compared with references."""
     label_noise: Annotated[float, Field(ge=0, le=0.5)] = 0.05
-    """Share of the train labels of the gold judge or of `function` that are flipped; 0.5: random labels."""
+    """Share of the train labels that are flipped: of `function` for samples, and all of the synthetic task;
+    0.5: random labels."""
 
 
 class Reward(Trained):

@@ -298,8 +298,8 @@ def _tokenizer_of_gguf(folder: str, gguf_file: str) -> tempfile.TemporaryDirecto
 class TokenScores(nn.Module):
     """A scalar for every token: a reward model uses that of the last real token, a value model uses all.
 
-    `mean` is subtracted from every score, so that demonstrations score zero on average. It is stored in the
-    model's config; a value model starts with it too.
+    `mean` is subtracted from every score, so that demonstrations (without any, the responses of the pairs)
+    score zero on average. It is stored in the model's config; a value model starts with it too.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -84,6 +84,11 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                 queries = encode(tokenizer, [row["prompt"] for row in prompts[split]])
                 texts = [response_texts(tokenizer, queries, closed(tokenizer, ids, ends)) for ids in samples]
                 made = _pair(prompts[split], texts, scorer)
+                if len(made) < len(queries):
+                    console.say(
+                        f"{split}: {len(queries) - len(made):,} of {len(queries):,} pairs are left out: "
+                        "equal texts, equal scores or NaN"
+                    )
                 names = (*COLUMNS, SET) if any(SET in row for row in made) else COLUMNS
                 tables.append(pa.table({c: pa.array([r.get(c) for r in made], pa.string()) for c in names}))
             table = pa.concat_tables(tables, promote_options="default")
@@ -91,8 +96,8 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
             if split == "train" and scorer:
                 rng = random.Random(f"label-noise-{config.seed}")
                 drawn = pa.array([rng.random() < settings.label_noise for _ in range(len(table))], pa.bool_())
-                is_own = pc.equal(table["origin"], "given" if settings.function else "")
-                flipped = pc.and_not(drawn, is_own)
+                of_gold = pa.scalar(config.data_source == "synthetic")
+                flipped = pc.and_(drawn, pc.or_(of_gold, pc.equal(table["origin"], "sft_samples")))
                 chosen, rejected = table["chosen"], table["rejected"]
                 for name, kept, other in (("chosen", chosen, rejected), ("rejected", rejected, chosen)):
                     number = table.column_names.index(name)
@@ -100,9 +105,10 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                 metrics["flipped"] = pc.sum(flipped).as_py() or 0
             if config.train_reward_model and not len(table) and split == "train":
                 raise UserError(
-                    "there is no pair to train a reward model on: data/preferences is empty and "
-                    "preferences.num_prompts is 0; give pairs, raise preferences.num_prompts, or set "
-                    "reward.train to false with a reward that is ready"
+                    "there is no pair to train a reward model on: data/preferences is empty, and of "
+                    f"{len(prompts[split])} pairs of samples (preferences.num_prompts="
+                    f"{settings.num_prompts}) none is left; give pairs, raise preferences.num_prompts, or "
+                    "set reward.train to false with a reward that is ready"
                 )
             for origin in ("given", "sft_samples"):
                 metrics[f"pairs/{split}/{origin}"] = pc.sum(pc.equal(table["origin"], origin)).as_py() or 0
@@ -131,7 +137,7 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
 
 def _scorer(paths: Paths, config: PreferencesView, rows: Sequence[Row]) -> Scorer | None:
     """What compares two samples for one prompt; None: samples are compared with references."""
-    if config.preferences.function:
+    if config.preferences.function and rows:
         kept = columns.of_rows(rows)
         return FunctionScorer(config.preferences.function, "preferences.function", paths.root, kept)
     return score_gold if config.data_source == "synthetic" else None

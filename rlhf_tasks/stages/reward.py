@@ -4,8 +4,8 @@
          + centering_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
          + lm_coef · LM loss on the chosen response                    arXiv 2307.04964, eq. 4
 
-The score is read at the last real token. The mean score of the demonstrations is stored with the model and
-subtracted from every score, so that demonstrations score zero on average.
+The score is read at the last real token. The mean score of the demonstrations, or without any that of the
+train pairs' responses, is stored with the model and subtracted from every score: they score zero on average.
 """
 
 from __future__ import annotations

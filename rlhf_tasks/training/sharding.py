@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.models.classifiers import find_trunk
 from rlhf_tasks.models.load import copy_to
 
@@ -186,8 +186,8 @@ def full_params(model: PreTrainedModel, device: torch.device) -> Iterator[PreTra
             yield plain.structure
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"rank {os.environ.get('RANK', 0)} is out of memory while it samples; lower "
-            "ppo.sampler.batch_size, or let vLLM sample (ppo.sampler), on another GPU"
+            f"rank {os.environ.get('RANK', 0)} is out of memory while it samples one row; {LESS_MEMORY}, or "
+            "let vLLM sample (ppo.sampler), on another GPU"
         ) from error
 
 

@@ -106,6 +106,19 @@ def test_a_function_labels_samples_and_its_labels_alone_err(models_here: Path) -
         assert (metrics["flipped"] > 0) == (noise > 0)
 
 
+def test_scores_that_do_not_decide_make_no_pair_and_are_counted(
+    models_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own.py").write_text(
+        "def nothing(prompts, responses):\n"
+        "    return [float('nan') if len(text) % 2 else 1.0 for text in responses]\n"
+    )
+    changes = {"data.source": "files", "judge.judges": [small.HELDOUT], "preferences.function": "own:nothing"}
+    metrics, _ = run(**changes)
+    assert metrics["pairs/train/sft_samples"] == 0
+    assert "train: 24 of 24 pairs are left out: equal texts, equal scores or NaN" in capsys.readouterr().out
+
+
 def test_the_same_seed_writes_the_same_pairs(models_here: Path) -> None:
     assert run() == run()
     assert run()[1] != run(seed=2)[1]

@@ -1,0 +1,55 @@
+"""The tables of the presets on SmolLM2: the fit, and which cells run again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import cells
+from benchmarks.smollm2 import gao
+
+VARIANTS = {"plain": {}, "large": {"ppo.kl_coef": "1.0"}}
+
+
+def test_the_fit_finds_the_constants_of_its_own_curve() -> None:
+    kls = [0.5, 2.0, 5.0, 11.0, 30.0]
+    points = [(0.0, 0.0), *((kl, math.sqrt(kl) * (0.9 - 0.4 * math.log(math.sqrt(kl)))) for kl in kls)]
+    assert gao(points) == pytest.approx((0.9, 0.4, 1.0))
+
+
+def test_a_finished_cell_is_kept_and_a_trial_is_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = list[list[str]]()
+
+    def run(words: list[str], **how: Any) -> argparse.Namespace:
+        started.append(words)
+        if words[:2] == ["git", "clone"]:
+            Path(words[-1]).mkdir()
+        return argparse.Namespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+    def found(only: list[str], *changes: str) -> list[cells.Cell]:
+        started.clear()
+        args = argparse.Namespace(seeds=[2], only=only, set=list(changes))
+        return cells.run("name", "smoke", VARIANTS, lambda folder: {"folder": folder.as_posix()}, args)
+
+    large, plain = ({"seed": 2, "variant": v, "folder": ".rlhf/name/2"} for v in ("large", "plain"))
+    assert found(["large"]) == [large]
+    assert started[1:3] == [
+        ["git", "checkout", "--quiet", "--", "params.yaml"],  # no value of another variant is left
+        ["rlhf", "preset", "smoke", "--set", "seed=2", "ppo.kl_coef=1.0"],
+    ]
+    assert found(["plain"], "ppo.total_episodes=8")[0]["folder"] == ".rlhf/name-trial/2"
+    assert found(["plain", "large"]) == [plain, large]
+    assert [words[0] for words in started] == ["git", "rlhf", "dvc"]
+    lines = Path(".rlhf/name/cells.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [large, plain]
