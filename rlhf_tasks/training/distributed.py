@@ -127,9 +127,9 @@ class Distributed:
         return list(rows[self.rank :: self.world_size])
 
     def slice_rows(self, rows: Sequence[Any]) -> list[Any]:
-        """This rank's share of rows that all ranks hold, side by side; the ranks must divide their number."""
-        count = len(rows) // self.world_size
-        return list(rows[self.rank * count : (self.rank + 1) * count])
+        """This rank's share of rows that all ranks hold: rows side by side."""
+        start, stop = (len(rows) * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        return list(rows[start:stop])
 
     def all_gather_object(self, value: T) -> list[T]:
         """The values of all ranks, on each of them; they are pickled, with tensors on the CPU."""

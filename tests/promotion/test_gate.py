@@ -177,7 +177,7 @@ def test_two_disagreeing_judges_refuse() -> None:
         (results(), None, "KL is not known: it was not measured of this policy"),
         (results(retention={}), 1.0, "the perplexity of policy on SFT text was not measured"),
         (results(responses={}), 1.0, "corpus_distinct_2 of the responses of policy was not measured"),
-        (results(retention={}), 1.0, "the multiple-choice accuracy of sft was not measured"),
+        (results(retention={}), 1.0, "the multiple-choice accuracy of policy was not measured"),
         (
             results(retention=retention({}, {"sft_text": 1.6, "general": 3.0})),
             1.0,
