@@ -1,6 +1,7 @@
 """The presets on SmolLM2-135M over seeds: `python -m benchmarks.smollm2 --preset sentiment 1 2 3`.
 
     constraints   RLOO as in the preset, PPO with a critic at equal episodes, and RLOO with LoRA adapters
+    docstrings    SFT, reward model and PPO as in the preset
     sentiment     four KL coefficients: optimized and judged score over the KL, with the fit of Gao et al.
 
 Needs what the preset needs. See `benchmarks.cells`. Writes the table of docs/results/PRESET.md.
@@ -86,6 +87,33 @@ def constraints_table(found: Sequence[cells.Cell]) -> str:
     return rows(["", "Seed", "Seen kinds, points", "Unseen kinds, points", *SHARED], lines)
 
 
+# ---------------------------------------------------------------------------------------- docstrings
+
+
+def docstrings_cell(folder: Path) -> cells.Cell:
+    judge, reward = cells.metrics(folder, "judge"), cells.metrics(folder, "reward")
+    bounds = ("win_rate", "low", "high")
+    return shared(folder) | {
+        "accuracy": reward["accuracy/sft_samples"],
+        "retrieval": [judge[f"retrieval/policy_vs_sft/{bound}"] for bound in bounds],
+        "heldout": [judge[f"reward_model/policy_vs_sft/{bound}"] for bound in bounds],
+        "chrf": [judge[f"chrf/{model}/score"] for model in ("sft", "policy")],
+        "rouge_l": [judge[f"rouge_l/{model}"] for model in ("sft", "policy")],
+    }
+
+
+def docstrings_table(found: Sequence[cells.Cell]) -> str:
+    lines = []
+    for cell in found:
+        rates = [
+            f"{rate:.1%} [{low:.1%}, {high:.1%}]" for rate, low, high in (cell["retrieval"], cell["heldout"])
+        ]
+        nearness = ["{:.1f} → {:.1f}".format(*cell["chrf"]), "{:.3f} → {:.3f}".format(*cell["rouge_l"])]
+        lines.append([str(cell["seed"]), f"{cell['accuracy']:.1%}", *rates, *nearness, *in_words(cell)])
+    header = ["Seed", "Reward model's accuracy", "Win rate over SFT by retrieval", "… by the held-out model"]
+    return rows([*header, "chrF", "ROUGE-L", *SHARED], lines)
+
+
 # ----------------------------------------------------------------------------------------- sentiment
 
 
@@ -156,6 +184,7 @@ TABLES = {
         constraints_cell,
         constraints_table,
     ),
+    "docstrings": Table({"PPO": {}}, docstrings_cell, docstrings_table),
     "sentiment": Table(
         {coef: {"ppo.kl_coef": coef} for coef in ("0.0", "0.02", "0.05", "0.2")},
         sentiment_cell,

@@ -25,10 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_tasks.config import Split
+from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.rows import HELD_OUT, Role, Row, prompt_key
 from rlhf_tasks.data.splits import hash_rank
 from rlhf_tasks.errors import UserError
 
+COLUMNS = ("package", "summary")
 CHARS_PER_TOKEN = 2.8  # of code, under a BPE of 4,096 tokens: 3.2 measured; a lower value drops fewer pairs
 CHARS_PER_PROMPT_MIN = 60
 WORDS_MIN, WORDS_MAX = 3, 20
@@ -64,42 +66,38 @@ class Package:
 @dataclass(frozen=True)
 class Pair:
     package: str
-    file: str
     source: str
     prompt: str
     summary: str
 
 
 def load(
-    seed: int, *, max_prompt_tokens: int, max_pairs: int, sizes: Mapping[Split, int]
+    seed: int, sizes: Mapping[Split, int], max_pairs: int, max_prompt_tokens: int, keep: Sequence[str] = ()
 ) -> dict[Role, dict[Split, list[Row]]]:
-    """Demonstrations; comparisons against another function's summary of the same file; prompts.
+    """Demonstrations, and prompts with the authors' summaries as references; `keep` is of COLUMNS.
 
-    In the train split, the share DEMONSTRATED of the functions are demonstrations; the others are comparisons
-    and prompts. A reward model starts as the SFT policy, which has memorised its demonstrations, and would
-    take a memorised text for a good one. The held-out functions serve every role.
+    In the train split, the share DEMONSTRATED of the functions are demonstrations; the others are prompts. A
+    reward model starts as the SFT policy, which has memorised its demonstrations, and would take a memorised
+    text for a good one. The held-out functions serve both roles.
 
     Raises:
         UserError: if fewer packages are installed than the splits need.
     """
     budget = int(CHARS_PER_TOKEN * max_prompt_tokens)
     held_out = sum(sizes.values())
-    smallest = min(sizes.values())
 
     def enough(counts: Counter[str]) -> bool:
-        few = [count for count in counts.values() if _is_small(count, smallest)]
-        return counts.total() >= max_pairs + 2 * held_out and sum(few) >= 2 * held_out
+        fit = [sum(count for count in counts.values() if _fits(count, size)) for size in sizes.values()]
+        return counts.total() >= max_pairs + 2 * held_out and min(fit) >= 2 * held_out
 
     pairs = mine(installed_packages(seed), budget, enough)
     by_split = split_by_package(pairs, seed, sizes)
-    by_split["train"] = sorted(by_split["train"], key=lambda pair: hash_rank(seed, pair.prompt))[:max_pairs]
-    cut = int(DEMONSTRATED * len(by_split["train"]))
-    demonstrated = by_split | {"train": by_split["train"][:cut]}
-    compared = by_split | {"train": by_split["train"][cut:]}
+    train = sorted(by_split["train"], key=lambda pair: hash_rank(seed, pair.prompt))[:max_pairs]
+    cut = int(DEMONSTRATED * len(train))
+    demonstrated, prompts = by_split | {"train": train[:cut]}, by_split | {"train": train[cut:]}
     return {
         "sft": {s: [_row(p, "completion") for p in held] for s, held in demonstrated.items()},
-        "preferences": {s: list(_comparisons(held)) for s, held in compared.items()},
-        "prompts": {s: [_row(p, "reference") for p in held] for s, held in compared.items()},
+        "prompts": {s: [_row(p, "reference", keep) for p in held] for s, held in prompts.items()},
     }
 
 
@@ -189,7 +187,7 @@ def _mine_package(package: Package, max_chars: int, prompts: set[str]) -> Iterat
                 continue
             prompts.add(prompt_key(prompt))
             summaries.add(summary.lower())
-            yield Pair(package.name, shown, f"{shown}:{name}", prompt, summary)
+            yield Pair(package.name, f"{shown}:{name}", prompt, summary)
             if len(summaries) == MAX_PAIRS_PER_PACKAGE:
                 return
 
@@ -264,8 +262,9 @@ def clean_summary(docstring: str, name: str) -> str | None:
 def split_by_package(pairs: Sequence[Pair], seed: int, sizes: Mapping[Split, int]) -> dict[Split, list[Pair]]:
     """Packages in hashed order fill test, then validation, then train.
 
-    A package with more pairs than a quarter of a held-out split goes to train, so that no package dominates
-    the split. Pairs beyond the size of a split are dropped, not trained on.
+    A held-out package has a tenth to a quarter of its split's pairs, so that none dominates, and a judge that
+    looks for a function in its package has many to choose from. All others go to train. Pairs beyond the size
+    of a split are dropped, not trained on.
 
     Raises:
         UserError: if the packages do not suffice for the splits.
@@ -276,7 +275,7 @@ def split_by_package(pairs: Sequence[Pair], seed: int, sizes: Mapping[Split, int
     for split in HELD_OUT:
         room = sizes[split]
         for package in order:
-            if room > 0 and package not in split_of and _is_small(counts[package], sizes[split]):
+            if room > 0 and package not in split_of and _fits(counts[package], sizes[split]):
                 split_of[package] = split
                 room -= counts[package]
         if room > 0:
@@ -292,24 +291,11 @@ def split_by_package(pairs: Sequence[Pair], seed: int, sizes: Mapping[Split, int
     return parts
 
 
-def _is_small(count: int, size: int) -> bool:
-    """Whether a package may be held out in a split of `size` pairs: at most a quarter of it."""
-    return count <= max(size // 4, 1)
+def _fits(count: int, size: int) -> bool:
+    """Whether a package of `count` pairs may be held out in a split of `size` pairs."""
+    return size // 10 <= count <= max(size // 4, 1)
 
 
-def _row(pair: Pair, column: str) -> Row:
-    return {"prompt": pair.prompt, column: f" {pair.summary}", "source": pair.source}
-
-
-def _comparisons(pairs: Sequence[Pair]) -> Iterator[Row]:
-    """Each pair's summary compared with that of the next function of its file, in a circle."""
-    files: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        files.setdefault(pair.file, []).append(pair)
-    for together in files.values():
-        for pair, other in zip(together, together[1:] + together[:1], strict=True):
-            if pair is not other:
-                yield {
-                    "prompt": pair.prompt, "chosen": f" {pair.summary}", "rejected": f" {other.summary}",
-                    "source": pair.source,
-                }  # fmt: skip
+def _row(pair: Pair, column: str, keep: Sequence[str] = ()) -> Row:
+    kept = {KEY: {name: getattr(pair, name) for name in keep}} if keep else {}
+    return {"prompt": pair.prompt, column: f" {pair.summary}", "source": pair.source} | kept

@@ -129,7 +129,7 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
         "arithmetic": tuple(arithmetic.COLUMNS),
         "constraints": constraints.COLUMNS,
         "opinions": opinions.COLUMNS,
-        "docstrings": (),
+        "docstrings": docstrings.COLUMNS,
     }
     if lost := [name for name in data.columns.keep if name not in generated.get(data.source, (name,))]:
         raise UserError(
@@ -155,10 +155,9 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
         case "opinions":
             made = opinions.generate(seed, rendering.chat, **counts)
         case "docstrings":
-            most = settings.docstrings_max_pairs
-            made = docstrings.load(
-                seed, max_prompt_tokens=data.max_prompt_tokens, max_pairs=most, sizes=sizes
-            )
+            most, length = settings.docstrings_max_pairs, data.max_prompt_tokens
+            with console.part("reading the installed packages"):
+                made = docstrings.load(seed, sizes, most, length, data.columns.keep)
         case _:
             corpus = assemble(_parts(paths, data, problems), rendering, problems)
             return splits.fill_splits(corpus, seed=seed, sizes=sizes)

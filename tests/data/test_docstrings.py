@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from rlhf_tasks.config import Split
 from rlhf_tasks.data import docstrings
 from rlhf_tasks.data.docstrings import Package, Pair
 from rlhf_tasks.errors import UserError
@@ -91,7 +93,7 @@ def test_a_summary_is_one_plain_sentence_with_more_than_the_name(
 
 def pairs_of(**sizes: int) -> list[Pair]:
     return [
-        Pair(name, f"{name}/{i // 4}.py", f"{name}:{i}", f"def {name}_{i}", f"Summary {i} of {name}.")
+        Pair(name, f"{name}:{i}", f"def {name}_{i}", f"Summary {i} of {name}.")
         for name, size in sizes.items()
         for i in range(size)
     ]
@@ -116,40 +118,29 @@ def test_too_few_packages_for_the_splits_are_an_error() -> None:
         docstrings.split_by_package(pairs_of(a=10, b=10, giant=500), 1, {"validation": 4, "test": 80})
 
 
-def test_rejected_summaries_are_of_another_function_of_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = pairs_of(**{f"p{i}": 5 for i in range(20)})  # files of 4, and of 1, which has nothing to reject
-    monkeypatch.setattr(docstrings, "installed_packages", lambda seed: [])
-    monkeypatch.setattr(docstrings, "mine", lambda packages, budget, enough: pairs)
-    corpus = docstrings.load(1, max_prompt_tokens=50, max_pairs=1000, sizes={"validation": 20, "test": 20})
-    file_of = {f" {pair.summary}": pair.file for pair in pairs}
-    for rows in corpus["preferences"].values():
-        for row in rows:
-            assert row["chosen"] != row["rejected"]
-            assert file_of[row["chosen"]] == file_of[row["rejected"]]
-    counts = {split: len(rows) for split, rows in corpus["preferences"].items()}
-    assert (counts["validation"], counts["test"]) == (4 * 4, 4 * 4)
-    assert counts["train"] > 0
+@pytest.mark.parametrize(("count", "fits"), [(49, False), (50, True), (125, True), (126, False)])
+def test_a_held_out_package_has_a_tenth_to_a_quarter_of_its_split(count: int, fits: bool) -> None:
+    """The 480 pairs of the others do not fill a test split of 500."""
+    pairs = pairs_of(probe=count, **{f"p{i}": 60 for i in range(8)}, **{f"small{i}": 4 for i in range(10)})
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="only 480 pairs for test"):
+        parts = docstrings.split_by_package(pairs, 1, {"validation": 20, "test": 500})
+        assert "probe" in {pair.package for pair in parts["test"]}
 
 
-def test_train_comparisons_and_prompts_are_not_demonstrations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_train_prompts_are_not_demonstrations_and_keep_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = pairs_of(**{f"p{i}": 5 for i in range(40)})
     monkeypatch.setattr(docstrings, "installed_packages", lambda seed: [])
     monkeypatch.setattr(docstrings, "mine", lambda packages, budget, enough: pairs)
-    corpus = docstrings.load(1, max_prompt_tokens=50, max_pairs=100, sizes={"validation": 20, "test": 20})
+    sizes: dict[Split, int] = {"validation": 20, "test": 20}
+    corpus = docstrings.load(1, sizes, max_pairs=100, max_prompt_tokens=50, keep=["summary"])
     prompts = {role: {row["prompt"] for row in tables["train"]} for role, tables in corpus.items()}
-    assert len(prompts["sft"]) == 60
-    assert len(prompts["prompts"]) == 40
+    assert (len(prompts["sft"]), len(prompts["prompts"])) == (60, 40)
     assert not prompts["sft"] & prompts["prompts"]
-    assert prompts["preferences"] <= prompts["prompts"]
-    shown = {row["completion"] for row in corpus["sft"]["train"]}
-    assert not shown & {
-        row[name] for row in corpus["preferences"]["train"] for name in ("chosen", "rejected")
-    }
     for split in ("validation", "test"):
         held = [row["prompt"] for row in corpus["sft"][split]]
         assert held == [row["prompt"] for row in corpus["prompts"][split]]
+    for row in corpus["prompts"]["test"]:
+        assert row["columns"] == {"summary": row["reference"].strip()}
 
 
 def test_the_standard_library_is_found_with_its_modules_as_packages() -> None:
