@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_tasks.errors import UserError
-
-try:  # here, so that a stage finds out before it samples
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-except ImportError:
-    raise UserError(f"{__name__} needs `pip install vaderSentiment`") from None
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 
 def vader(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:

@@ -9,11 +9,11 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+from sacrebleu.metrics.chrf import CHRF
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from rlhf_tasks.data.docstrings import SUFFIX
 from rlhf_tasks.data.splits import hash_rank
-from rlhf_tasks.errors import UserError
 
 CANDIDATES = 50
 _SIGNATURE = re.compile(
@@ -24,10 +24,6 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # the parts of snake_case a
 
 def chrf(prompts: Sequence[str], responses: Sequence[str], summary: Sequence[str]) -> list[float]:
     """chrF2 (Popović 2015), a character F-score from 0 to 100, of each response against the `summary`."""
-    try:
-        from sacrebleu.metrics.chrf import CHRF
-    except ImportError:
-        raise UserError(f"{__name__}:chrf needs `pip install sacrebleu`") from None
     metric = CHRF()
     return [
         float(metric.sentence_score(response, [own]).score)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from rlhf_tasks.data.docstrings import SUFFIX
-from rlhf_tasks.errors import UserError
-from rlhf_tasks.project.imports import load_function
-from rlhf_tasks.scoring.summaries import retrieval
+from rlhf_tasks.scoring.summaries import chrf, retrieval
 
-CHRF = "rlhf_tasks.scoring.summaries:chrf"
 BODIES = {"sort_rows": "return sorted(table)", "read_file": "with open(path) as stream:\n        pass"}
 BODIES |= {"send_mail": "server.deliver(message)", "draw_line": "canvas.stroke(color)"}
 PROMPTS = [f"def {name}(table, path):\n    {body}{SUFFIX}" for name, body in BODIES.items()]
@@ -53,17 +47,8 @@ def test_chrf_is_that_of_its_definition() -> None:
 
     "abcd" against "abcf": 3/4, 2/3, 1/2 and 0 of one to four characters, both ways.
     """
-    pytest.importorskip("sacrebleu")
-    chrf = load_function(CHRF, "preferences.function", Path())
     found = chrf(["p"] * 4, ["Sort the rows.", "xyz", "ab", "abcd"], ["Sort the rows.", "abc", "abc", "abcf"])
     recall = (2 / 3 + 1 / 2) / 2
     assert found == pytest.approx(
         [100, 0, 100 * 5 * recall / (4 + recall), 100 * (3 / 4 + 2 / 3 + 1 / 2) / 4]
     )
-
-
-def test_a_missing_package_of_chrf_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics.chrf", None)
-    chrf = load_function(CHRF, "preferences.function", Path())
-    with pytest.raises(UserError, match="needs `pip install sacrebleu`"):
-        chrf(["p"], ["a"], ["b"])
