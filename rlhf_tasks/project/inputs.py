@@ -5,7 +5,7 @@ The first stage, `rlhf inputs`, writes a file for each other stage, which depend
     inputs/STAGE.json
       values      the parameters that the stage reads, defaults included; what `auto` stands for is resolved
       files       the md5 of the files and folders that they name, and of the code of the functions
-      packages    the versions of the packages on whose code the results depend
+      packages    the versions of the packages on whose code the results depend, and that functions import
 
 So DVC runs a stage again after a change of any of them, and after no other. The bytes depend on nothing else.
 """
@@ -17,7 +17,7 @@ import importlib.metadata
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -231,15 +231,16 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
         else:
             files[path] = hashing.dvc_md5(paths.root / path, paths.home / "hashes.json")
     for key, function in functions_named(values) if stage not in READS_NO_FILES else ():
+        module = function.partition(":")[0]
         try:
-            own = _project_code(paths.root, function, (*deps, *NO_RESULT))
+            own, foreign = _code(paths.root, module, (*deps, *NO_RESULT))
         except UserError as error:
             problems.append(f"{key}: {error}")
             continue
-        files |= own or {}
-        installed = _distributions(function) if own is None else []
+        files |= own
+        installed = _distributions(foreign)
         packages |= {name: _version(name) for name in installed}
-        if own is None and not installed:
+        if module.split(".")[0] in foreign and not installed:
             problems.append(
                 f"{key}: the module of {function} is neither a file below {paths.root.resolve()} nor in an "
                 f"installed package; write {re.split('[.:]', function)[0]}.py, or install its package"
@@ -289,33 +290,37 @@ def _version(package: str) -> str:
 # ----------------------------------------------------------------------------------------- functions
 
 
-def _project_code(root: Path, function: str, known: Sequence[str]) -> dict[str, str] | None:
-    """md5 of a function's file and of all project files that it imports, directly or not.
+def _code(root: Path, module: str, known: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """md5 of a function's file and of the project files that it imports, directly or not; no `known` ones.
 
-    Without the `known` ones; None if no file below `root` is its module.
+    And the top-level modules outside of the project that these files import, or that of the function itself.
 
     Raises:
         UserError: if a file is not Python.
     """
-    module, found = function.partition(":")[0], dict[str, str]()
-    own = root.joinpath(*module.split("."))
-    if not (own.with_suffix(".py").is_file() or (own / "__init__.py").is_file()):
-        return None
-    todo = [module]
+    found, foreign = dict[str, str](), set[str]()
+    todo, seen = [module], set[Path]()
     while todo:
-        parts = todo.pop().split(".")
-        for place in (root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)):
-            for file in (place.with_suffix(".py"), place / "__init__.py"):
-                path = file.relative_to(root).as_posix()
-                if path in found or is_in(path, known) or not file.is_file():
-                    continue
+        name = todo.pop()
+        parts = name.split(".")
+        places = [root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+        files = [f for at in places for f in (at.with_suffix(".py"), at / "__init__.py") if f.is_file()]
+        if not files and not places[0].is_dir():
+            foreign.add(parts[0])
+        for file in files:
+            path = file.relative_to(root).as_posix()
+            is_known = is_in(path, known)
+            if file in seen or (is_known and name != module):
+                continue  # DVC compares the known ones
+            seen.add(file)
+            if not is_known:
                 found[path] = hashing.dvc_md5(file)
-                try:
-                    tree = ast.parse(file.read_bytes())
-                except (SyntaxError, ValueError) as error:
-                    raise UserError(f"{path} is not readable as Python: {error}; correct it") from None
-                todo += _imports(tree, file.relative_to(root).parent.parts)
-    return found
+            try:
+                tree = ast.parse(file.read_bytes())
+            except (SyntaxError, ValueError) as error:
+                raise UserError(f"{path} is not readable as Python: {error}; correct it") from None
+            todo += _imports(tree, file.relative_to(root).parent.parts)
+    return found, foreign
 
 
 def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
@@ -329,10 +334,10 @@ def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
             yield from (".".join([*base, name.name]) for name in node.names)
 
 
-def _distributions(function: str) -> list[str]:
-    """The normalized names of the installed packages that have the top-level module of a function."""
-    names = importlib.metadata.packages_distributions().get(re.split("[.:]", function)[0], [])
-    return sorted({canonicalize_name(name) for name in names})
+def _distributions(modules: Collection[str]) -> list[str]:
+    """The normalized names of the installed packages that have these top-level modules."""
+    known = importlib.metadata.packages_distributions() if modules else {}
+    return sorted({canonicalize_name(name) for module in modules for name in known.get(module, ())})
 
 
 def module_path(function: str) -> str:
@@ -358,7 +363,7 @@ def check_committed(root: Path, settings: Config) -> None:
     for key, function in functions_named(values):
         path = module_path(function)
         is_committed = any(git.files(root, "HEAD", name) for name in (path, f"{path[:-3]}/__init__.py"))
-        if not is_committed and not allowed.intersection(_distributions(function)):
+        if not is_committed and not allowed.intersection(_distributions([re.split("[.:]", function)[0]])):
             problems.append(
                 f"{key}: {function} is neither in a file of the run's commit nor in a package that "
                 f"pyproject.toml names; commit {path}, or add its package to pyproject.toml"

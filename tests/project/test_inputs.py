@@ -221,6 +221,27 @@ def test_the_code_of_a_function_is_its_file_and_all_project_files_that_it_import
         inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score"))
 
 
+def test_the_packages_that_the_files_of_a_function_import_are_known_by_version(tmp_path: Path) -> None:
+    """A shipped function's too, though its file is a dep of the stage; but not what other deps import."""
+    files = {
+        "reward.py": "import json, near\nfrom scipy.stats import norm",
+        "near.py": "import sklearn",
+        "rlhf_tasks/scoring/own.py": "import pandas\nfrom rlhf_tasks.scoring import other",
+        "rlhf_tasks/scoring/other.py": "import mlflow",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    dvc_yaml = "stages: {ppo: {cmd: x, deps: [rlhf_tasks/scoring]}}\n"
+    (tmp_path / "dvc.yaml").write_text(dvc_yaml, encoding="utf-8")
+    none = {*inputs.collect(Paths(tmp_path), "ppo", {}).packages}
+    for function, packages in {
+        "reward:score": {"scipy", "scikit-learn"},
+        "rlhf_tasks.scoring.own:score": {"pandas"},
+    }.items():
+        assert {*inputs.collect(Paths(tmp_path), "ppo", ppo_values(function)).packages} - none == packages
+
+
 def test_an_installed_function_is_known_by_the_version_of_its_package(tmp_path: Path) -> None:
     assert "numpy" in inputs.collect(Paths(tmp_path), "verdict2", ppo_values("numpy.linalg:norm")).packages
     for unknown in ("nowhere.at_all:f", "os.path:join"):
