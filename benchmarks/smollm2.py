@@ -46,7 +46,7 @@ def shared(folder: Path) -> cells.Cell:
 
 
 def in_words(cell: cells.Cell) -> list[str]:
-    """The last columns of both tables."""
+    """The last columns of all tables."""
     return [
         f"{cell['kl']:.1f}",
         f"{cell['perplexity']:.2f}",
@@ -99,6 +99,7 @@ def docstrings_cell(folder: Path) -> cells.Cell:
         "heldout": [judge[f"reward_model/policy_vs_sft/{bound}"] for bound in bounds],
         "chrf": [judge[f"chrf/{model}/score"] for model in ("sft", "policy")],
         "rouge_l": [judge[f"rouge_l/{model}"] for model in ("sft", "policy")],
+        "length": [judge[f"length/{model}"] for model in ("sft", "policy")],
     }
 
 
@@ -108,10 +109,11 @@ def docstrings_table(found: Sequence[cells.Cell]) -> str:
         rates = [
             f"{rate:.1%} [{low:.1%}, {high:.1%}]" for rate, low, high in (cell["retrieval"], cell["heldout"])
         ]
-        nearness = ["{:.1f} → {:.1f}".format(*cell["chrf"]), "{:.3f} → {:.3f}".format(*cell["rouge_l"])]
-        lines.append([str(cell["seed"]), f"{cell['accuracy']:.1%}", *rates, *nearness, *in_words(cell)])
+        means = {"chrf": "{:.1f} → {:.1f}", "rouge_l": "{:.3f} → {:.3f}", "length": "{:.1f} → {:.1f}"}
+        scores = [form.format(*cell[name]) for name, form in means.items()]
+        lines.append([str(cell["seed"]), f"{cell['accuracy']:.1%}", *rates, *scores, *in_words(cell)])
     header = ["Seed", "Reward model's accuracy", "Win rate over SFT by retrieval", "… by the held-out model"]
-    return rows([*header, "chrF", "ROUGE-L", *SHARED], lines)
+    return rows([*header, "chrF", "ROUGE-L", "Tokens", *SHARED], lines)
 
 
 # ----------------------------------------------------------------------------------------- sentiment

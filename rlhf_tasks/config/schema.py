@@ -42,7 +42,7 @@ class Columns(Section):
     keep: t.Names = ()
     """List of further columns of the prompts' rows for scorers and judges. The built-in task has `who`,
     `thing`, `place` and `plan`, arithmetic has `answer`, constraints have `rule`, `about`, `form`,
-    `kind`, `seen` and `topic`, opinions have `topic`."""
+    `kind`, `seen` and `topic`, opinions have `topic`, docstrings have `package` and `summary`."""
 
 
 class HubSet(Section):

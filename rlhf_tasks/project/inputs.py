@@ -210,7 +210,8 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
     problems, files = list[str](), dict[str, str]()
     names = MODEL_PACKAGES if stage in MODEL_STAGES else TOKENIZER_PACKAGES if stage == "prepare" else ()
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
-    packages = {name: _version(name) for name in (*names, *harness)}
+    mined = _installed_names() if values.get("data.source") == "docstrings" and stage == "prepare" else ()
+    packages = {name: _version(name) for name in (*names, *harness, *mined)}
     for key, path in files_named(values) if stage not in READS_NO_FILES else ():
         maker = next((name for name, node in graph.items() if is_in(path, node.outs)), None)
         if is_in(path, deps):
@@ -277,6 +278,11 @@ def _flatten(value: Any, key: str = "") -> dict[str, Any]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     prefix = f"{key}." if key else ""
     return {k: v for name, inner in items for k, v in _flatten(inner, f"{prefix}{name}").items()}
+
+
+def _installed_names() -> list[str]:
+    """All installed packages: `data.source: docstrings` reads their files."""
+    return sorted({canonicalize_name(one.name) for one in importlib.metadata.distributions() if one.name})
 
 
 def _version(package: str) -> str:

@@ -1,10 +1,12 @@
-"""How well a sentence summarizes a function: against the author's own, and by what it finds. No model.
+"""Scores of a sentence that summarizes a function: nearness to the author's sentence, and retrieval.
 
-Of preset docstrings: `chrf` labels its pairs, `retrieval` is its judge.
+They need no model. The preset docstrings labels its pairs by `chrf`, and judges by both.
 """
 
 from __future__ import annotations
 
+import keyword
+import math
 import re
 from collections.abc import Sequence
 
@@ -16,57 +18,68 @@ from rlhf_tasks.data.docstrings import SUFFIX
 from rlhf_tasks.data.splits import hash_rank
 
 CANDIDATES = 50
-_SIGNATURE = re.compile(
-    r".*?:[ \t]*(#[^\n]*)?\n", re.DOTALL
-)  # `def`, up to the first line that ends in a colon
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # the parts of snake_case and CamelCase
+# `def`, up to the first line that ends in a colon
+_SIGNATURE = re.compile(r".*?:[ \t]*(#[^\n]*)?\n", re.DOTALL)
+# the parts of snake_case and CamelCase
+_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# a word of prose between blanks: no underscore, bracket, dot or capital inside
+_PROSE = re.compile(r"(?<!\S)[\"'(]?([A-Z]?[a-z]+)[\"'.,;:!?)]*(?!\S)")
 
 
 def chrf(prompts: Sequence[str], responses: Sequence[str], summary: Sequence[str]) -> list[float]:
     """chrF2 (Popović 2015), a character F-score from 0 to 100, of each response against the `summary`."""
     metric = CHRF()
     return [
-        float(metric.sentence_score(response, [own]).score)
-        for response, own in zip(responses, summary, strict=True)
+        float(metric.sentence_score(response, [reference]).score)
+        for response, reference in zip(responses, summary, strict=True)
     ]
 
 
 def retrieval(prompts: Sequence[str], responses: Sequence[str], package: Sequence[str]) -> list[float]:
-    """1 / the rank of the right function among up to 50 of its `package`, by what a response says of it.
+    """1 / the rank of the right function among up to 50 of its `package`, searched for by the response.
 
-    The functions are those of `prompts`, by their bodies. Cosine of TF-IDF of character n-grams ranks them.
-    The words of the right function's signature do not count, so that a repeated name finds nothing. Equal
-    functions share the mean of their ranks.
+    The functions are those of `prompts`; so scores for different sets of prompts do not compare, and this is
+    no reward for PPO, which sees few prompts at a time. NaN for a function that is alone in its package.
+
+    Bodies are ranked by cosine of TF-IDF of character n-grams; functions that are equally near share the mean
+    of their ranks. Only words of prose count, and none of the right function's signature or of Python's
+    keywords: a response that repeats the function's name or its code finds less than one that describes it.
     """
-    scores = np.zeros(len(prompts))
+    scores = np.full(len(prompts), math.nan)
     for name in sorted(set(package)):
         rows = [i for i, one in enumerate(package) if one == name]
         functions = sorted({prompts[i] for i in rows}, key=lambda prompt: hash_rank(0, prompt))
-        place = {function: j for j, function in enumerate(functions)}
-        signatures, bodies = zip(*map(_parts, functions), strict=True)
+        signatures, bodies = zip(*map(_split_code, functions), strict=True)
+        if len(functions) < 2 or not any(bodies):
+            continue
         vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True)
-        bodies_by_ngrams = vectorizer.fit_transform([" ".join(words) for words in bodies])
-        own = [place[prompts[i]] for i in rows]
-        said = [
-            " ".join(word for word in _words(responses[i]) if word not in signatures[j])
-            for i, j in zip(rows, own, strict=True)
+        indexed = vectorizer.fit_transform([" ".join(words) for words in bodies])
+        number = {function: j for j, function in enumerate(functions)}
+        right = [number[prompts[i]] for i in rows]
+        queries = [
+            " ".join(_words_that_count(responses[i], signatures[j])) for i, j in zip(rows, right, strict=True)
         ]
-        cosines = (vectorizer.transform(said) @ bodies_by_ngrams.T).toarray()  # (rows, functions)
-        for i, j, found in zip(rows, own, cosines, strict=True):
-            # the right one and those that follow it in hashed order, in a circle
-            others = found[[(j + k) % len(functions) for k in range(1, min(CANDIDATES, len(functions)))]]
-            rank = 1 + (others > found[j]).sum() + (others == found[j]).sum() / 2
+        cosines = (vectorizer.transform(queries) @ indexed.T).toarray()  # (rows, functions)
+        for i, j, similar in zip(rows, right, cosines, strict=True):
+            # the right one is compared with those that follow it in hashed order, in a circle
+            others = similar[[(j + k) % len(functions) for k in range(1, min(CANDIDATES, len(functions)))]]
+            rank = 1 + (others > similar[j]).sum() + (others == similar[j]).sum() / 2
             scores[i] = 1 / rank
     return scores.tolist()
 
 
-def _parts(prompt: str) -> tuple[set[str], list[str]]:
+def _split_code(prompt: str) -> tuple[set[str], list[str]]:
     """The words of a function's signature, and those of its body."""
     code = prompt.removesuffix(SUFFIX)
     signature = _SIGNATURE.match(code)
     end = signature.end() if signature else 0
-    return set(_words(code[:end])), _words(code[end:])
+    return set(_split_names(code[:end])), _split_names(code[end:])
 
 
-def _words(text: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(text)]
+def _split_names(code: str) -> list[str]:
+    return [part.lower() for part in _PART.findall(code)]
+
+
+def _words_that_count(response: str, signature: set[str]) -> list[str]:
+    words = (word.lower() for word in _PROSE.findall(response))
+    return [word for word in words if word not in signature and not keyword.iskeyword(word)]

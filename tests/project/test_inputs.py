@@ -242,6 +242,13 @@ def test_the_packages_that_the_files_of_a_function_import_are_known_by_version(t
         assert {*inputs.collect(Paths(tmp_path), "ppo", ppo_values(function)).packages} - none == packages
 
 
+def test_the_data_of_docstrings_depends_on_all_installed_packages(tmp_path: Path) -> None:
+    found = inputs.collect(Paths(tmp_path), "prepare", {"data.source": "docstrings"}).packages
+    assert {"pytest", "pip", "numpy"} <= {*found}
+    assert "pytest" not in inputs.collect(Paths(tmp_path), "prepare", {"data.source": "files"}).packages
+    assert "pytest" not in inputs.collect(Paths(tmp_path), "sft", {"data.source": "docstrings"}).packages
+
+
 def test_an_installed_function_is_known_by_the_version_of_its_package(tmp_path: Path) -> None:
     assert "numpy" in inputs.collect(Paths(tmp_path), "verdict2", ppo_values("numpy.linalg:norm")).packages
     for unknown in ("nowhere.at_all:f", "os.path:join"):
