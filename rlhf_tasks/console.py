@@ -48,7 +48,7 @@ class Meter:
         pass
 
     def skip(self, n: float) -> None:
-        """Count work that another process has done; it does not count for the speed."""
+        """Count work that another process has done, or take back what was undone; no matter of the speed."""
 
 
 class Console:
@@ -216,7 +216,10 @@ COLUMNS = (
 
 
 class _Work(Meter):
-    """A part of the work, counted if it has a `total`. `skip` is left out of the speed."""
+    """A part of the work, counted if it has a `total`.
+
+    What `skip` adds or takes back is left out of the speed, which is that of all work that was done.
+    """
 
     def __init__(self, console: Console, description: str, total: float | None, unit: str) -> None:
         self._console, self.description = console, description

@@ -342,8 +342,10 @@ def train(
             state.num_rollouts += 1
 
             # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
+            num_done = state.update
             if not handle_trips(dist, config, state, trips, tracker):
                 keep_rollback_target(dist, config, state)
+            bar.skip((state.update - num_done) * batch_size)  # what was undone is to be done again
 
             # 13. A snapshot, when one is due.
             if snapshots.due():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.workloads import NoEvaluator
+from rlhf_tasks import console
 from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.state import handle_trips
@@ -160,6 +162,23 @@ def test_a_roll_back_returns_to_the_state_before_the_fault(tmp_path: Path) -> No
     for name in ("objective/raw_scores", "objective/entropy", "val/response_length"):
         assert history[2][name] == plain[back][name]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_progress_takes_back_what_was_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[float] = []
+
+    class Counter(console.Meter):
+        def advance(self, n: float = 1, **metrics: float) -> None:
+            counted.append(n)
+
+        def skip(self, n: float) -> None:
+            counted.append(n)
+
+    monkeypatch.setattr(console, "progress", lambda *args, **kwargs: nullcontext(Counter()))
+    list(toy(NanIn(3), guards=ROLL_BACK, faults=tmp_path, total_episodes=64).updates)
+    assert [n for n in counted if n] == [16, 16, -16, 16, 16, 16]
 
 
 def test_all_trips_of_an_update_are_recorded_and_one_that_cannot_be_undone_stops(tmp_path: Path) -> None:
