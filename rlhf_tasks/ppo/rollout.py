@@ -53,8 +53,8 @@ class Rollout:
     shares_queries: bool
     """Whether the models read a query once for several of its responses."""
 
-    def micro_batches(self, dist: Distributed, rows: Sequence[int], budget: TokenBudget) -> list[MicroRows]:
-        """This rank's `rows`, for passes that read a query once for its responses."""
+    def split(self, dist: Distributed, rows: Sequence[int], budget: TokenBudget) -> list[MicroRows]:
+        """This rank's `rows` as micro-batches, which read a query once for its responses."""
         shares = self.shares_queries
         groups = group_rows(self.queries, self.responses, rows, budget.max_tokens, shares=shares)
         return dist.split(group_sizes(self.queries, self.responses, groups), groups, budget)
@@ -63,7 +63,7 @@ class Rollout:
         """The token ids of these groups of rows, padded."""
         return collate_groups(self.queries, self.responses, groups, self.pad)
 
-    def micro_batch(self, rows: Sequence[int], width: int, device: torch.device) -> MicroBatch:
+    def select(self, rows: Sequence[int], width: int, device: torch.device) -> MicroBatch:
         """What the losses read of these rows, (b, width) each; `width` is the longest of their responses."""
         columns = (getattr(self, name)[list(rows), :width].to(device) for name in MicroBatch._fields)
         return MicroBatch(*columns)

@@ -376,7 +376,7 @@ def accumulate_gradients(
     weights = torch.zeros(rollout.mask.shape)  # (B, R)
     weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
     work: list[tuple[Rollout | LanguageModeling, MicroRows]]
-    work = [(rollout, part) for part in rollout.micro_batches(dist, dist.slice_rows(rows), state.budget)]
+    work = [(rollout, part) for part in rollout.split(dist, dist.slice_rows(rows), state.budget)]
     if ptx is not None and ptx_rows:
         own = dist.shard_rows(ptx_rows)
         parts = dist.split([ptx.sizes[i] for i in own], [[i] for i in own], state.budget)
@@ -398,7 +398,7 @@ def accumulate_gradients(
             )  # (b, r) each, and (b, r + 1) or None
         if isinstance(source, Rollout):
             # The policy's loss: the clipped surrogate, or a function of the user's, with its penalties.
-            given = rollout.micro_batch(part.rows, width, dist.device)
+            given = rollout.select(part.rows, width, dist.device)
             weight = part.scale * weights[part.rows, :width].to(dist.device)  # (b, r)
             losses, metrics = policy_losses(stats, given, config, loss, state)  # (b, r)
             if is_warmup:  # 0 and not left out: under data parallelism every weight needs a gradient
@@ -462,11 +462,11 @@ def _divergence(dist: Distributed, config: Ppo, state: TrainState, rollout: Roll
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
     sums = TokenSums()
     own = dist.shard_rows(range(len(rollout.queries)))
-    for part in rollout.micro_batches(dist, own, state.budget):
+    for part in rollout.split(dist, own, state.budget):
         batch = rollout.batch(part.groups).to(dist.device)
         with dist.autocast():
             logprobs = response_logprobs(state.actor_critic.policy, batch, config.temperature)  # (b, r)
-        given = rollout.micro_batch(part.rows, batch.num_response_columns, dist.device)
+        given = rollout.select(part.rows, batch.num_response_columns, dist.device)
         sums.add({"divergence": k3(given.logprobs, logprobs)}, given.mask, part.scale)
     return TokenSums.means([sums], dist.sum)["divergence"]
 

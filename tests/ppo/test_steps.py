@@ -312,7 +312,7 @@ def test_a_prompt_that_is_read_once_for_its_samples_gives_the_same_step(model: A
         with mock.patch.object(ActorCritic, "shares_queries", shares):
             one = toy(reference_seed=7, **own)
             rollout, _ = one.estimate()
-        planned = rollout.micro_batches(one.dist, range(len(rollout.queries)), one.state.budget)
+        planned = rollout.split(one.dist, range(len(rollout.queries)), one.state.budget)
         for part in planned:
             tokens = rollout.batch(part.groups).query_response.numel()
             assert len(part.groups) == 1 or tokens <= most
