@@ -51,7 +51,7 @@ def run(
         console.say(f"Tables and samples: {paths.home / 'logs'}/STAGE-….log")
     else:
         console.say(f"Nothing has changed: the results of all {total} stages are here")
-    if (status := _repro(paths, name)) == 0 and "report" not in reasons:  # it shows the card itself
+    if (status := _repro(paths, name)) == 0:
         from rlhf_tasks.report import card
 
         card.show(paths, settings)

@@ -277,16 +277,31 @@ csv.field_size_limit(2**31 - 1)
 
 
 def _csv_records(lines: Iterable[str], separator: str) -> Iterator[tuple[int, list[str], str | None]]:
-    """(first line, fields, error or None) of each record; blank lines are skipped."""
-    reader = csv.reader(lines, strict=True, delimiter=separator)
+    """(first line, fields, error or None) of each record; blank lines are skipped.
+
+    The fields of a broken record are its lines.
+    """
+    read = list[str]()
+
+    def remembered() -> Iterator[str]:
+        for line in lines:
+            read.append(line)
+            yield line
+
+    reader = csv.reader(remembered(), strict=True, delimiter=separator)
     while True:
         start = reader.line_num + 1
+        read.clear()
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield start, [], str(error)
+            fault = str(error)
+            if fault == "unexpected end of data":
+                what = f"the {len(read)} line(s) from here to the end of the file are one record"
+                fault = f"a quote is never closed: {what}"
+            yield start, [line.rstrip("\r\n") for line in read], fault
             continue
         if fields:
             yield start, fields, None

@@ -4,7 +4,7 @@
     messages                    a conversation: lists of {role, content} or {from, value}, under any one name
     chosen, rejected            pairs: texts, messages, or dialogues as marked text
     two answers and a vote      response_0, response_1, better_response_id; scores of both; a winner
-    a list of rated answers     ranks or scores in one row
+    a list of rated answers     ranks or scores in one row: of objects, or beside a list of texts
     a rated answer per row      the answers of a prompt are in several rows
     a message per row           a tree by parent_id, with ranks
     prompt, completion, label   single answers marked good or bad: refused, unless `data.format` says how
@@ -30,6 +30,7 @@ from rlhf_tasks.data.chat import OTHER_NAMES, Message, Unusable
 from rlhf_tasks.data.rows import Role, digest
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.imports import call
 
 Values = Mapping[str, Any]
 Row = dict[str, Any]
@@ -491,12 +492,16 @@ class _Shape:
 
         def made() -> Iterator[tuple[Line, Any]]:
             for line in self.table.lines:
-                try:
-                    rows = own(dict(line.values))
-                except Exception as error:  # the user's function can raise anything
-                    what = f"{type(error).__name__}: {error}"
-                    raise UserError(f"{line.where}: {path} failed: {what}") from error
-                for row in rows if isinstance(rows, list) else [rows]:
+                name = f"{line.where}: data.format: {path}"
+                returned = call(name, own, dict(line.values))
+                # a generator runs, and may fail, when it is read
+                several = isinstance(returned, Iterable) and not isinstance(returned, Mapping | str | bytes)
+                for row in call(name, list, returned) if several else [returned]:
+                    if row is not None and not isinstance(row, Mapping):
+                        raise UserError(
+                            f"{name} must return a row, such as {{'prompt': …, 'completion': …}}, several of "
+                            f"them, or None, but gave {row!r:.80}"
+                        )
                     yield line, f"{path} returns None" if row is None else dict(row)
 
         some = (row for _, row in made() if isinstance(row, dict))
@@ -522,7 +527,8 @@ def _converted(convert: Callable[[Values], Any], line: Line) -> Any:
         IndexError,
         StopIteration,
     ) as error:  # a value of another type than in the other rows
-        return Unusable("malformed", f"has values of another type: {error}")
+        what = str(error) or type(error).__name__
+        return Unusable("malformed", f"has values of another type: {what}")
 
 
 def split_of(values: Values) -> Split | None:
@@ -847,7 +853,7 @@ def _summaries(shape: _Shape) -> list[Reading]:
 
 
 def _rated_list(shape: _Shape) -> list[Reading]:
-    """A list of answers with a rank or a score each."""
+    """A list of answers with a rank or a score each: objects, or texts beside a list of numbers."""
     for name, kind in shape.kinds.items():
         if kind != "objects":
             continue
@@ -860,11 +866,19 @@ def _rated_list(shape: _Shape) -> list[Reading]:
         asked = shape.prompt or (name if _question(items[0]) else None)
         if asked is None:
             continue
-        return shape.reading(
-            "preferences", f"pairs of {name} by {rating}, prompt = {asked}", (name, asked),
-            partial(_from_list, shape, name, text, rating, asked),
-        )  # fmt: skip
-    return []
+        rated = partial(_rated_objects, shape, name, text, rating, asked)
+        rule = f"pairs of {name} by {rating}, prompt = {asked}"
+        return shape.reading("preferences", rule, (name, asked), partial(_from_list, shape, rated))
+    lists = [name for name, kind in shape.kinds.items() if kind == "list"]
+    answers = next((name for name in lists if name.rstrip("s") in TEXTS_OF_ANSWERS), None)
+    rating = next((name for name in lists if name.rstrip("s") in ("rank", *SCORES)), None)
+    if answers is None or rating is None or shape.prompt is None:
+        return []
+    rated = partial(_rated_lists, shape, answers, rating)
+    rule = f"pairs of {answers} by {rating}, prompt = {shape.prompt}"
+    return shape.reading(
+        "preferences", rule, (answers, rating, shape.prompt), partial(_from_list, shape, rated)
+    )
 
 
 def _question(item: Values) -> str | None:
@@ -875,13 +889,33 @@ def _question(item: Values) -> str | None:
     return asked if isinstance(asked, str) else None
 
 
-def _from_list(shape: _Shape, name: str, text: str, rating: str, asked: str) -> Iterator[tuple[Line, Any]]:
-    sign = -1 if rating == "rank" else 1
+def _rated_objects(
+    shape: _Shape, name: str, text: str, rating: str, asked: str, values: Values
+) -> tuple[Any, list[tuple[float, Any]]]:
+    """The prompt, and (score, answer) of each object that has one; a rank is a score below zero."""
+    sign, items = -1 if rating == "rank" else 1, values.get(name) or []
+    prompt = shape.given(_question(items[0])) if asked == name and items else shape.asked(values)
+    return prompt, [(sign * n, one[text]) for one in items if (n := _number(one.get(rating))) is not None]
+
+
+def _rated_lists(
+    shape: _Shape, answers: str, rating: str, values: Values
+) -> tuple[Any, list[tuple[float, Any]]]:
+    """As `_rated_objects`, of answers and of their numbers in a list each."""
+    sign, texts, numbers = -1 if rating.startswith("rank") else 1, values[answers], values[rating]
+    if len(texts) != len(numbers) or not all(isinstance(text, str) for text in texts):
+        raise Unusable("malformed", f"{answers} and {rating} are no texts with a number each")
+    both = zip(texts, numbers, strict=True)
+    return shape.asked(values), [(sign * n, text) for text, x in both if (n := _number(x)) is not None]
+
+
+def _from_list(
+    shape: _Shape, rated_of: Callable[[Values], tuple[Any, list[tuple[float, Any]]]]
+) -> Iterator[tuple[Line, Any]]:
+    """The pairs of each record, whose prompt and rated answers `rated_of` gives."""
 
     def pairs(values: Values) -> list[Row]:
-        items = values.get(name) or []
-        prompt = shape.given(_question(items[0])) if asked == name and items else shape.asked(values)
-        rated = [(sign * n, one[text]) for one in items if (n := _number(one.get(rating))) is not None]
+        prompt, rated = rated_of(values)
         if len(rated) == 2 and rated[0][0] == rated[1][0]:
             raise LeftOut(f"a tie: both scores are {rated[0][0]:g}")
         return [_pair(prompt, *pair) for pair in _ordered(rated, shape.data)]

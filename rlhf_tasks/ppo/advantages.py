@@ -10,13 +10,15 @@ B batch · R response. `mask` (B, R) is True on real response tokens, EOS includ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.tensors import last_token
+from rlhf_tasks.project.imports import call
 
 if TYPE_CHECKING:
     from rlhf_tasks.ppo.rollout import Rollout
@@ -117,6 +119,26 @@ def estimate_group(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tens
 def _for_each_token(advantages: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(B,) each → (B, R) each, zero on padding."""
     return advantages.float()[:, None] * mask, returns.float()[:, None] * mask
+
+
+def own_estimator(
+    function: Callable[..., Any], name: str, rewards: Tensor, rollout: Rollout, config: Ppo
+) -> tuple[Tensor, Tensor]:
+    """An estimator of the user's, and a check of what it returns; `name` is its name in messages.
+
+    Raises:
+        UserError: if it raises, or does not return what an `Estimator` does.
+    """
+    returned = call(name, function, rewards, rollout, config)
+    several = returned if isinstance(returned, tuple) else (returned,)
+    given = [list(x.shape) if isinstance(x, Tensor) else repr(x)[:80] for x in several]
+    if given != 2 * [list(rewards.shape)]:
+        raise UserError(
+            f"{name} must return (advantages, returns), two tensors of {list(rewards.shape)}, but gave "
+            f"{given}"
+        )
+    advantages, returns = several
+    return advantages, returns
 
 
 Estimator = Callable[[Tensor, "Rollout", Ppo], tuple[Tensor, Tensor]]

@@ -12,13 +12,16 @@ b rows of a micro-batch · R response; every tensor is (b, R) unless its docstri
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import Constant
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.imports import call
+from rlhf_tasks.tracking import catalogue
 
 
 class MicroBatch(NamedTuple):
@@ -50,6 +53,34 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> tuple[Tensor, 
         logprobs - base, batch.advantages, config.cliprange, config.cliprange_high, config.dual_clip
     )
     return loss, {"policy/clipfrac_avg": is_clipped}
+
+
+def own_loss(
+    function: Callable[..., Any], name: str, logprobs: Tensor, batch: MicroBatch, config: Ppo
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of the user's, and a check of what it returns; `name` is its name in messages.
+
+    Raises:
+        UserError: if it raises, or does not return what `ppo_clip` does.
+    """
+    returned = call(name, function, logprobs, batch, config)
+    shape, problem = list(logprobs.shape), ""
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        raise UserError(
+            f"{name} must return (losses, metrics), a tensor and a dict, but gave {returned!r:.80}"
+        )
+    losses, metrics = returned
+    for what, value in {"the losses": losses, **{f"metric {key!r}": x for key, x in metrics.items()}}.items():
+        if not isinstance(value, Tensor) or list(value.shape) != shape:
+            given = list(value.shape) if isinstance(value, Tensor) else repr(value)[:80]
+            problem = f"{what} must be a tensor with a number for each token, {shape}, and not {given}"
+    if not problem and logprobs.requires_grad and not losses.requires_grad:
+        problem = "the losses do not depend on the log-probs: nothing would be learned"
+    if taken := [key for key in metrics if key != "policy/clipfrac_avg" and catalogue.find("ppo", key)]:
+        problem = f"{', '.join(taken)} is a metric of PPO's own; give another name"
+    if problem:
+        raise UserError(f"{name}: {problem}")
+    return losses, metrics
 
 
 def token_weights(mask: Tensor, reduction: Literal["token_mean", "response_mean"] | Constant) -> Tensor:

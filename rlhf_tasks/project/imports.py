@@ -1,10 +1,11 @@
-"""Functions of the user's, named by their import path."""
+"""Functions of the user's, named by their import path: loaded, and called."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
     module_name, _, name = function.partition(":")
     try:
         module = _import(module_name, root.resolve())
-    except Exception as error:  # the user's module can raise anything: one message names the function
+    except (Exception, SystemExit) as error:  # the user's module can raise anything: one message names it
         raise UserError(
             f"{key}: {function} cannot be imported: {type(error).__name__}: {error} "
             f"(tried files below {root.resolve()} and installed packages)"
@@ -32,6 +33,22 @@ def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
         what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
         raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
     return found  # type: ignore[no-any-return]
+
+
+def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function of the user's returns; `name` is its name in messages.
+
+    Raises:
+        UserError: whatever the function raises, with the place in it; out-of-memory stays as it is.
+    """
+    try:
+        return function(*args, **kwargs)
+    except (Exception, SystemExit) as error:
+        if type(error).__name__ == "OutOfMemoryError":  # of torch: the caller may try with less
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        raise UserError(f"{name} raised {what}") from error
 
 
 def _import(name: str, root: Path) -> ModuleType:

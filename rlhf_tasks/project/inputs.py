@@ -232,9 +232,9 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
         else:
             files[path] = hashing.dvc_md5(paths.root / path, paths.home / "hashes.json")
     for key, function in functions_named(values) if stage not in READS_NO_FILES else ():
-        module = function.partition(":")[0]
+        module, _, name = function.partition(":")
         try:
-            own, foreign = _code(paths.root, module, (*deps, *NO_RESULT))
+            own, foreign = _code(paths.root, module, name, (*deps, *NO_RESULT))
         except UserError as error:
             problems.append(f"{key}: {error}")
             continue
@@ -296,13 +296,13 @@ def _version(package: str) -> str:
 # ----------------------------------------------------------------------------------------- functions
 
 
-def _code(root: Path, module: str, known: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+def _code(root: Path, module: str, function: str, known: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     """md5 of a function's file and of the project files that it imports, directly or not; no `known` ones.
 
     And the top-level modules outside of the project that these files import, or that of the function itself.
 
     Raises:
-        UserError: if a file is not Python.
+        UserError: if a file is not Python, or that of the function does not define it.
     """
     found, foreign = dict[str, str](), set[str]()
     todo, seen = [module], set[Path]()
@@ -326,7 +326,24 @@ def _code(root: Path, module: str, known: Sequence[str]) -> tuple[dict[str, str]
             except (SyntaxError, ValueError) as error:
                 raise UserError(f"{path} is not readable as Python: {error}; correct it") from None
             todo += _imports(tree, file.relative_to(root).parent.parts)
+            if name == module and file.with_suffix("") == places[-1] and not _defines(tree, function):
+                raise UserError(f"{path} has no {function}; define it there, or correct the name")
     return found, foreign
+
+
+def _defines(tree: ast.Module, name: str) -> bool:
+    """Whether a module binds a name, or may do so in a way that only running it would show."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in (
+            name,
+            "__getattr__",
+        ):
+            return True
+        if isinstance(node, ast.Name) and node.id in (name, "globals", "setattr"):
+            return True
+        if isinstance(node, ast.alias) and (node.asname or node.name.split(".")[0]) in (name, "*"):
+            return True
+    return False
 
 
 def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:

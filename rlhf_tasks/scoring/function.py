@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project.imports import load_function
+from rlhf_tasks.project.imports import call, load_function
 from rlhf_tasks.scoring.protocol import Responses, read_scores
 
 
@@ -51,13 +50,7 @@ class ColumnsFunction:
     def __call__(self, *lists: Sequence[str], columns: Columns = NONE) -> Any:
         """What the function returns."""
         given = {name: list(columns[name]) for name in self._columns if name in columns}
-        try:
-            return self._function(*map(list, lists), **given)
-        except Exception as error:  # the user's function can raise anything: one message names it
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            raise UserError(
-                f"{self.name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-            ) from error
+        return call(self.name, self._function, *map(list, lists), **given)
 
 
 class FunctionScorer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +37,9 @@ from rlhf_tasks.models.load import (
 )
 from rlhf_tasks.models.logprobs import head_width
 from rlhf_tasks.ppo import audit, preconditions
-from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
+from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, own_estimator
 from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge
-from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
+from rlhf_tasks.ppo.losses import PolicyLoss, own_loss, ppo_clip
 from rlhf_tasks.ppo.rollout import ActorCritic, AdapterOff, NoCritic, Reference, ReferenceCopy, ValueHead
 from rlhf_tasks.ppo.sampler import response_ends
 from rlhf_tasks.ppo.state import TrainState, initial_state
@@ -190,7 +191,9 @@ def policy_loss_of(settings: Ppo, root: Path) -> PolicyLoss:
     Raises:
         UserError: if it cannot be imported.
     """
-    return ppo_clip if settings.loss == "ppo_clip" else load_function(settings.loss, "ppo.loss", root)
+    if settings.loss == "ppo_clip":
+        return ppo_clip
+    return partial(own_loss, load_function(settings.loss, "ppo.loss", root), f"ppo.loss: {settings.loss}")
 
 
 def estimator_of(settings: Ppo, root: Path) -> Estimator:
@@ -201,7 +204,8 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
     """
     own = settings.advantages
     if own.kind == "function":
-        return load_function(own.function, "ppo.advantages.function", root)
+        function = load_function(own.function, "ppo.advantages.function", root)
+        return partial(own_estimator, function, f"ppo.advantages: {own.function}")
     return ESTIMATORS[own.kind]
 
 

@@ -84,7 +84,8 @@ def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
         _print_summary(paths, stage, metrics, seconds)
     if stage == "verdict" and context.STAGE_RUN not in os.environ:  # a flow promotes, with the same record
         command.record_verdict(paths, settings)
-    if stage == STAGES[-1] and context.STAGE_RUN not in os.environ:  # a flow shows what it has done itself
+    # a flow, and `rlhf run`, show what they have done themselves: DVC may also have restored this stage
+    if stage == STAGES[-1] and not {context.STAGE_RUN, context.RUN_NAME} & {*os.environ}:
         card.show(paths, settings)
     return 0
 

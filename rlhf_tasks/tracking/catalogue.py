@@ -176,11 +176,14 @@ def select_headlines(stage: Stage, names: Iterable[str]) -> list[str]:
 
 
 def ordered(stage: Stage, names: Iterable[str]) -> list[str]:
-    """A stage's logged names: the headlines first, then the others in the catalogue's order."""
+    """A stage's logged names: the headlines first, then the others in the catalogue's order, train first."""
     known, own = sorted(names), metrics(stage)
     chosen = select_headlines(stage, known)
     places = {name: own.index(metric) for name in known if (metric := find(stage, name))}
-    others = sorted({*known} - {*chosen}, key=lambda name: (places.get(name, len(own)), name))
+    others = sorted(
+        {*known} - {*chosen},
+        key=lambda name: (places.get(name, len(own)), not name.endswith("/train"), name),
+    )
     return [*chosen, *others]
 
 

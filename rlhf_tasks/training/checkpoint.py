@@ -121,7 +121,7 @@ class Claim:
         with suppress(OSError):  # a snapshot was removed for a newer one meanwhile
             newest = None if self.folder is None else _newest(self.folder)
             if newest is None:
-                return "; the next run starts it from the beginning"
+                return "; without a snapshot the next run starts it from the beginning"
             return f"; the next run resumes from {newest[0]} (saved {console.duration(newest[1])} ago)"
         return ""
 

@@ -199,6 +199,18 @@ def test_a_file_of_another_format_is_one_message(
     assert len(str(error.value).splitlines()) <= 2
 
 
+def test_an_open_quote_sets_aside_all_lines_to_the_end_and_says_so(tmp_path: Path) -> None:
+    text = 'prompt,completion\np,"a\nb"\nq,"c\nr,d\ns,e\n'
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8", newline="")
+    problems = Problems()
+    [line] = files.read_file(tmp_path / "a.csv", "a.csv", problems).lines
+    assert line.values == {"prompt": "p", "completion": "a\nb"}
+    assert "a.csv:4" in problems.report()
+    assert "a quote is never closed: the 3 line(s) from here to the end of the file" in problems.report()
+    [kept] = [json.loads(one) for one in problems.lines()]
+    assert ['q,"c', "r,d", "s,e"] in list(kept["row"].values())
+
+
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 def test_the_header_of_a_csv_file_tells_its_separator(tmp_path: Path, separator: str) -> None:
     """Excel separates by semicolons where numbers have a decimal comma, and writes a byte order mark."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -206,6 +207,53 @@ ASKED, ANSWERED, WORSE = (
 )
 def test_further_public_shapes(record: Record, row: Record) -> None:
     assert rows(read(record)) == [row]
+
+
+def test_answers_and_their_scores_in_a_list_each_become_pairs() -> None:
+    reading = read({"question": "p", "responses": ["a", "b", "c"], "scores": [1, 3, 2]}, pairs="best_worst")
+    assert rows(reading) == [pair("p", "b", "a")]
+    ranked = read({"prompt": "p", "answers": ["a", "b"], "ranks": [1, 2], "source": "x"})
+    assert rows(ranked) == [pair("p", "a", "b")]
+    broken = converted(
+        read(
+            {"prompt": "p", "responses": ["a", "b"], "scores": [1, 2]},
+            {"prompt": "q", "responses": ["a", "b"], "scores": [1]},
+        )
+    )
+    assert [str(fault) for _, fault in broken.bad] == ["responses and scores are no texts with a number each"]
+
+
+def by_function(own: Any, *records: Record) -> Reading:
+    lines = [Line(f"f:{i}", record) for i, record in enumerate(records)]
+    settings = Data.model_validate({"source": "files", "format": "own:rows"})
+    ((_, reading),) = shapes.read([(None, "train", Table("f", ("q",), lines))], settings, chat=True, own=own)
+    return reading
+
+
+def test_a_function_of_ones_own_returns_a_row_several_or_none() -> None:
+    one = {"prompt": "p", "completion": "c"}
+
+    def generator(record: Record) -> Any:
+        yield from (one, one)
+
+    for own, count in ((lambda r: one, 1), (lambda r: (one, one), 2), (generator, 2), (lambda r: [], 0)):
+        assert rows(by_function(own, {"q": 1}, {"q": 2})) == [one] * 2 * count
+    assert "own:rows returns None" in dict(converted(by_function(lambda r: None, {"q": 1})).left_out).values()
+
+
+def test_what_a_function_of_ones_own_does_wrong_is_named() -> None:
+    def leaves(record: Record) -> Any:
+        sys.exit(3)
+
+    for own, message in (
+        (lambda r: "text", r"f:0: data\.format: own:rows must return a row, .* but gave 'text'"),
+        (lambda r: [{"prompt": "p"}, "x"], r"must return a row, .* but gave 'x'"),
+        (lambda r: r["no"], r"f:0: data\.format: own:rows raised KeyError: 'no'"),
+        (lambda r: (r["no"] for _ in range(1)), r"raised KeyError"),
+        (leaves, r"raised SystemExit: 3"),
+    ):
+        with pytest.raises(UserError, match=message):
+            rows(by_function(own, {"q": 1}))
 
 
 def test_a_message_of_weight_zero_is_not_trained_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from examples.estimator import batch_mean
 from examples.gspo import gspo
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.ppo.losses import MicroBatch, ppo_clip, token_weights
+from rlhf_tasks.ppo.advantages import own_estimator
+from rlhf_tasks.ppo.losses import MicroBatch, own_loss, ppo_clip, token_weights
 from rlhf_tasks.ppo.rollout import Rollout
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
@@ -75,14 +77,62 @@ def test_the_examples_estimator_equals_numbers_worked_out_by_hand() -> None:
 def test_a_name_with_a_colon_is_a_function_of_ones_own() -> None:
     root = Paths(small.ROOT).root
     assert policy_loss_of(small.ppo(), root) is ppo_clip
-    assert policy_loss_of(small.ppo(loss="examples.gspo:gspo"), root).__name__ == "gspo"
-    assert estimator_of(small.ppo(**WITHOUT_CRITIC), root).__name__ == "batch_mean"
+    assert callable(policy_loss_of(small.ppo(loss="examples.gspo:gspo"), root))
+    assert callable(estimator_of(small.ppo(**WITHOUT_CRITIC), root))
     with pytest.raises(UserError, match=r"^ppo\.loss: nowhere:f cannot be imported: ModuleNotFoundError"):
         policy_loss_of(small.ppo(loss="nowhere:f"), root)
     with pytest.raises(
         UserError, match=r"^ppo\.advantages\.function: examples\.gspo:no: .*gspo.py has no such function"
     ):
         estimator_of(small.ppo(**without_critic("examples.gspo:no")), root)
+
+
+def fails(*args: Any) -> Any:
+    raise KeyError("boom")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (fails, r"^own raised KeyError: 'boom' \(.*test_own\.py:\d+\)"),
+        (lambda *_: sys.exit(0), r"^own raised SystemExit: 0"),
+        (lambda logprobs, *_: logprobs, r"^own must return \(losses, metrics\)"),
+        (lambda logprobs, *_: (logprobs.mean(), {}), r"the losses must be .* \[2, 3\], and not \[\]"),
+        (lambda logprobs, *_: (logprobs.detach(), {}), r"do not depend on the log-probs"),
+        (lambda logprobs, *_: (logprobs, {"x": 3}), r"metric 'x' must be .* and not 3"),
+        (
+            lambda logprobs, *_: (logprobs, {"objective/kl": logprobs}),
+            r"objective/kl is a metric of PPO's own",
+        ),
+    ],
+)
+def test_what_a_loss_of_ones_own_does_wrong_is_named(loss: Any, message: str) -> None:
+    logprobs = torch.zeros(2, 3, requires_grad=True)
+    batch = MicroBatch(*[torch.ones(2, 3)] * 7)
+    with pytest.raises(UserError, match=message):
+        own_loss(loss, "own", logprobs, batch, small.ppo())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (fails, r"^own raised KeyError"),
+        (lambda rewards, *_: rewards, r"must return .* of \[2, 4\], but gave \[\[2, 4\]\]"),
+        (lambda rewards, *_: (rewards, rewards.sum(1)), r"but gave \[\[2, 4\], \[2\]\]"),
+        (lambda rewards, *_: (rewards, None), r"but gave \[\[2, 4\], 'None'\]"),
+    ],
+)
+def test_what_an_estimator_of_ones_own_does_wrong_is_named(estimator: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        own_estimator(estimator, "own", torch.zeros(2, 4), hand_made_rollout(), small.ppo())
+
+
+def test_out_of_memory_in_a_loss_is_left_to_the_loop() -> None:
+    def large(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        own_loss(large, "own", torch.zeros(2, 3), MicroBatch(*[torch.ones(2, 3)] * 7), small.ppo())
 
 
 def test_a_loss_may_have_other_metrics_and_anything_on_padding() -> None:

@@ -95,7 +95,7 @@ def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(
         "questions.txt",
     ):
         Path(path).parent.mkdir(exist_ok=True)
-        Path(path).write_text("", encoding="utf-8")
+        Path(path).write_text("f = 1" if path == "words.py" else "", encoding="utf-8")
     # Of this size `micro_batch_tokens: auto` is what it was.
     Path("ready/config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 1}', encoding="utf-8")
     Path("mine/reward.py").write_text("from .deep import x\ndef score(p, r):\n    import words\n", "utf-8")
@@ -121,7 +121,7 @@ def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(
         "questions.txt": {"judge"},
         "unread.py": set[str](),
     }.items():
-        assert rerun(**{file: "x = 1"}) == stages, file
+        assert rerun(**{file: "x = f = 2"}) == stages, file
     assert rerun({"judge.labels": "given/rows.txt"}, **{"given/rows.txt": "labels"}) == {"judge"}
     assert rerun(**{"given/rows.txt": "other labels"}) == {"judge"}
     files = {"data.source": "files", "judge.judges": judges[1:], "promotion.judge": "own"}
@@ -201,7 +201,7 @@ def test_the_code_of_a_function_is_its_file_and_all_project_files_that_it_import
     files = {
         "pack/__init__.py": "import outer",
         "pack/sub/__init__.py": "",
-        "pack/sub/reward.py": "from . import near\nfrom ..up import f\nimport json, rlhf_tasks.ppo.x",
+        "pack/sub/reward.py": "from . import near\nfrom ..up import score\nimport json, rlhf_tasks.ppo.x",
         "pack/sub/near.py": "",
         "pack/up.py": "def g():\n    from late import h",
         "late.py": "import pack.sub.reward  # a circle",
@@ -216,6 +216,8 @@ def test_the_code_of_a_function_is_its_file_and_all_project_files_that_it_import
     found = inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score")).files
     assert {*found} == {*files} - {"unused.py", "rlhf_tasks/ppo/x.py"}
     assert found["outer.py"] == hashing.dvc_md5(tmp_path / "outer.py")
+    with pytest.raises(UserError, match=r"pack/sub/reward\.py has no scor; define it there, or correct"):
+        inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:scor"))
     (tmp_path / "late.py").write_text("def f(:", encoding="utf-8")
     with pytest.raises(UserError, match=r"ppo\.scorers\.0\.function: late\.py is not readable as Python"):
         inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score"))
@@ -224,9 +226,9 @@ def test_the_code_of_a_function_is_its_file_and_all_project_files_that_it_import
 def test_the_packages_that_the_files_of_a_function_import_are_known_by_version(tmp_path: Path) -> None:
     """A shipped function's too, though its file is a dep of the stage; but not what other deps import."""
     files = {
-        "reward.py": "import json, near\nfrom scipy.stats import norm",
+        "reward.py": "import json, near\nfrom scipy.stats import norm\nscore = norm.pdf",
         "near.py": "import sklearn",
-        "rlhf_tasks/scoring/own.py": "import pandas\nfrom rlhf_tasks.scoring import other",
+        "rlhf_tasks/scoring/own.py": "import pandas\nfrom rlhf_tasks.scoring import other as score",
         "rlhf_tasks/scoring/other.py": "import mlflow",
     }
     for path, text in files.items():

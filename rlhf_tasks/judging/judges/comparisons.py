@@ -77,7 +77,8 @@ def too_many_failures(judge: str, reasons: Collection[str], what: str, max_share
     reason, times = Counter(reasons).most_common(1)[0]
     return UserError(
         f"judge {judge}: {what} failed, more than max_failure_share={max_share:g} allows; "
-        f"{times} with: {reason.rstrip('.')}. The replies of a server are kept: run the same command again"
+        f"{times} with: {reason.rstrip('.')}. Correct the judge, or raise max_failure_share; what a server "
+        "has replied is kept, and the same command continues"
     )
 
 
