@@ -264,7 +264,7 @@ class _Bar(_Work):
 
     def skip(self, n: float) -> None:
         super().skip(n)
-        self._bar.update(self._task, completed=self.done)
+        self._bar.update(self._task, completed=self.done, done=self.share)
 
     def advance(self, n: float = 1, **metrics: float) -> None:
         super().advance(n)
@@ -291,7 +291,7 @@ class _Lines(_Work):
 
     def skip(self, n: float) -> None:
         super().skip(n)
-        self._shown_done = self.done
+        self._shown_done = self.done if n > 0 else min(self._shown_done, self.done)
 
     def advance(self, n: float = 1, **metrics: float) -> None:
         super().advance(n)

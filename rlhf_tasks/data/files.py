@@ -274,12 +274,13 @@ def _num_columns(header: str, separator: str) -> int:
 
 
 csv.field_size_limit(2**31 - 1)
+MOST_LINES = 20  # of a broken record that are set aside
 
 
 def _csv_records(lines: Iterable[str], separator: str) -> Iterator[tuple[int, list[str], str | None]]:
     """(first line, fields, error or None) of each record; blank lines are skipped.
 
-    The fields of a broken record are its lines.
+    The fields of a broken record are its first lines.
     """
     read = list[str]()
 
@@ -301,7 +302,7 @@ def _csv_records(lines: Iterable[str], separator: str) -> Iterator[tuple[int, li
             if fault == "unexpected end of data":
                 what = f"the {len(read)} line(s) from here to the end of the file are one record"
                 fault = f"a quote is never closed: {what}"
-            yield start, [line.rstrip("\r\n") for line in read], fault
+            yield start, [line.rstrip("\r\n") for line in read[:MOST_LINES]], fault
             continue
         if fields:
             yield start, fields, None

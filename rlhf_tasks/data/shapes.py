@@ -59,6 +59,7 @@ VOTES = ("better_response_id", "winner", "choice", "preference", "chosen_id")
 SIGNED = ("overall_preference", "preference_strength")
 """HelpSteer: −3, the first answer is much better, to 3, the second is."""
 SCORES = ("overall_score", "fine-grained_score", "score", "rating", "helpfulness", "pm_score")
+LISTED_ANSWERS = ("response", "answer", "completion", "output")
 TEXTS_OF_ANSWERS = ("response", "answer", "text", "completion", "output", "content")
 LABELS = ("label", "labels", "feedback", "correct", "is_correct", "is_good", "thumbs_up", "desirable")
 GOOD = ("true", "1", "good", "chosen", "positive", "thumbs_up", "thumbs up", "up", "desirable")
@@ -495,14 +496,18 @@ class _Shape:
                 name = f"{line.where}: data.format: {path}"
                 returned = call(name, own, dict(line.values))
                 # a generator runs, and may fail, when it is read
-                several = isinstance(returned, Iterable) and not isinstance(returned, Mapping | str | bytes)
-                for row in call(name, list, returned) if several else [returned]:
-                    if row is not None and not isinstance(row, Mapping):
+                is_one = not isinstance(returned, list | tuple | Iterator)
+                several = [returned] if is_one else call(name, list, returned)
+                if not several:
+                    yield line, f"{path} returns no row"
+                for row in several:
+                    try:
+                        yield line, f"{path} returns None" if row is None else dict(row)
+                    except (TypeError, ValueError):
                         raise UserError(
                             f"{name} must return a row, such as {{'prompt': …, 'completion': …}}, several of "
                             f"them, or None, but gave {row!r:.80}"
-                        )
-                    yield line, f"{path} returns None" if row is None else dict(row)
+                        ) from None
 
         some = (row for _, row in made() if isinstance(row, dict))
         names = {name for row in itertools.islice(some, SAMPLE) for name in row}
@@ -870,9 +875,13 @@ def _rated_list(shape: _Shape) -> list[Reading]:
         rule = f"pairs of {name} by {rating}, prompt = {asked}"
         return shape.reading("preferences", rule, (name, asked), partial(_from_list, shape, rated))
     lists = [name for name, kind in shape.kinds.items() if kind == "list"]
-    answers = next((name for name in lists if name.rstrip("s") in TEXTS_OF_ANSWERS), None)
-    rating = next((name for name in lists if name.rstrip("s") in ("rank", *SCORES)), None)
-    if answers is None or rating is None or shape.prompt is None:
+    answers = next((name for name in lists if name.removesuffix("s") in LISTED_ANSWERS), None)
+    ratings = ("rank", "ranks", *SCORES, *(f"{name}s" for name in SCORES))
+    rating = next((name for name in lists if name in ratings), None)
+    has_another = shape.first((shape.columns.completion, *ANSWERS)) or "messages" in shape.kinds.values()
+    if answers is None or rating is None or shape.prompt is None or has_another:
+        return []
+    if not all(isinstance(text, str) for line in shape.sample for text in line.values.get(answers) or ()):
         return []
     rated = partial(_rated_lists, shape, answers, rating)
     rule = f"pairs of {answers} by {rating}, prompt = {shape.prompt}"

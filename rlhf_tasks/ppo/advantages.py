@@ -130,7 +130,7 @@ def own_estimator(
         UserError: if it raises, or does not return what an `Estimator` does.
     """
     returned = call(name, function, rewards, rollout, config)
-    several = returned if isinstance(returned, tuple) else (returned,)
+    several = returned if isinstance(returned, tuple | list) else (returned,)
     given = [list(x.shape) if isinstance(x, Tensor) else repr(x)[:80] for x in several]
     if given != 2 * [list(rewards.shape)]:
         raise UserError(

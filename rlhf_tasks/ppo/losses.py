@@ -65,18 +65,22 @@ def own_loss(
     """
     returned = call(name, function, logprobs, batch, config)
     shape, problem = list(logprobs.shape), ""
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+    if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise UserError(
             f"{name} must return (losses, metrics), a tensor and a dict, but gave {returned!r:.80}"
         )
     losses, metrics = returned
-    for what, value in {"the losses": losses, **{f"metric {key!r}": x for key, x in metrics.items()}}.items():
-        if not isinstance(value, Tensor) or list(value.shape) != shape:
-            given = list(value.shape) if isinstance(value, Tensor) else repr(value)[:80]
-            problem = f"{what} must be a tensor with a number for each token, {shape}, and not {given}"
+    if not isinstance(losses, Tensor) or list(losses.shape) != shape:
+        given = list(losses.shape) if isinstance(losses, Tensor) else f"{losses!r:.80}"
+        problem = f"the losses must be a tensor with a number for each token, {shape}, and not {given}"
+    for key, value in metrics.items():
+        try:
+            torch.broadcast_to(value, shape)
+        except (TypeError, RuntimeError) as error:
+            problem = f"metric {key!r} must be a tensor with a number for each token, {shape}: {error}"
     if not problem and logprobs.requires_grad and not losses.requires_grad:
         problem = "the losses do not depend on the log-probs: nothing would be learned"
-    if taken := [key for key in metrics if key != "policy/clipfrac_avg" and catalogue.find("ppo", key)]:
+    if taken := [key for key in metrics if key != "policy/clipfrac_avg" and catalogue.find("ppo", str(key))]:
         problem = f"{', '.join(taken)} is a metric of PPO's own; give another name"
     if problem:
         raise UserError(f"{name}: {problem}")

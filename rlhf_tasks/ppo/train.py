@@ -126,6 +126,7 @@ def train(
             tracker.load_state_dict(snapshot["tracker"])
             bar.skip(state.update * batch_size)
             del snapshot
+        num_shown = state.update
 
         while state.update < num_updates:
             try:
@@ -323,6 +324,7 @@ def train(
                     bar.advance(
                         batch_size, **{key: metrics[name] for key, name in SHOWN.items() if name in metrics}
                     )
+                    num_shown = state.update
                     if state.guards is not None:
                         trips = state.guards.check(state.metrics)
                     known = {trip["guard"] for trip in state.trips}
@@ -342,10 +344,11 @@ def train(
             state.num_rollouts += 1
 
             # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
-            num_done = state.update
             if not handle_trips(dist, config, state, trips, tracker):
                 keep_rollback_target(dist, config, state)
-            bar.skip((state.update - num_done) * batch_size)  # what was undone is to be done again
+            if state.update < num_shown:  # what was undone is to be done again
+                bar.skip((state.update - num_shown) * batch_size)
+                num_shown = state.update
 
             # 13. A snapshot, when one is due.
             if snapshots.due():

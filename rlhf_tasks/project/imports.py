@@ -44,11 +44,11 @@ def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     try:
         return function(*args, **kwargs)
     except (Exception, SystemExit) as error:
-        if type(error).__name__ == "OutOfMemoryError":  # of torch: the caller may try with less
-            raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        raise UserError(f"{name} raised {what}") from error
+        if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
+            raise  # the caller may try with less
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without this one
+        place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise UserError(f"{name} raised {type(error).__name__}: {error}{place}") from error
 
 
 def _import(name: str, root: Path) -> ModuleType:

@@ -16,6 +16,7 @@ import ast
 import importlib.metadata
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -241,7 +242,9 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
         files |= own
         installed = _distributions(foreign)
         packages |= {name: _version(name) for name in installed}
-        if module.split(".")[0] in foreign and not installed:
+        place = paths.root.joinpath(*module.split("."))
+        has_file = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+        if not has_file and not _distributions({module.split(".")[0]}):
             problems.append(
                 f"{key}: the module of {function} is neither a file below {paths.root.resolve()} nor in an "
                 f"installed package; write {re.split('[.:]', function)[0]}.py, or install its package"
@@ -299,7 +302,8 @@ def _version(package: str) -> str:
 def _code(root: Path, module: str, function: str, known: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     """md5 of a function's file and of the project files that it imports, directly or not; no `known` ones.
 
-    And the top-level modules outside of the project that these files import, or that of the function itself.
+    And the top-level modules outside of the project that these files, or a known one of the function, import;
+    that of the function itself if it has no file.
 
     Raises:
         UserError: if a file is not Python, or that of the function does not define it.
@@ -311,7 +315,7 @@ def _code(root: Path, module: str, function: str, known: Sequence[str]) -> tuple
         parts = name.split(".")
         places = [root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
         files = [f for at in places for f in (at.with_suffix(".py"), at / "__init__.py") if f.is_file()]
-        if not files and not places[0].is_dir():
+        if not files and parts[0] not in sys.stdlib_module_names:
             foreign.add(parts[0])
         for file in files:
             path = file.relative_to(root).as_posix()
@@ -332,14 +336,19 @@ def _code(root: Path, module: str, function: str, known: Sequence[str]) -> tuple
 
 
 def _defines(tree: ast.Module, name: str) -> bool:
-    """Whether a module binds a name, or may do so in a way that only running it would show."""
+    """Whether a module binds a name somewhere, or has code by which it could while it runs."""
+    dynamic = {"globals", "locals", "vars", "setattr", "exec", "eval"}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in (
             name,
             "__getattr__",
         ):
             return True
-        if isinstance(node, ast.Name) and node.id in (name, "globals", "setattr"):
+        if isinstance(node, ast.Name) and (
+            node.id in dynamic or (node.id == name and isinstance(node.ctx, ast.Store))
+        ):
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in ("modules", "__dict__"):
             return True
         if isinstance(node, ast.alias) and (node.asname or node.name.split(".")[0]) in (name, "*"):
             return True

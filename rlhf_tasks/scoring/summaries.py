@@ -39,7 +39,8 @@ def retrieval(prompts: Sequence[str], responses: Sequence[str], package: Sequenc
     """1 / the rank of the right function among up to 50 of its `package`, searched for by the response.
 
     The functions are those of `prompts`; so scores for different sets of prompts do not compare, and this is
-    no reward for PPO, which sees few prompts at a time. NaN for a function that is alone in its package.
+    no reward for PPO, which sees few prompts at a time. NaN for a function that is alone in its package, and
+    where no body there has a word.
 
     Bodies are ranked by cosine of TF-IDF of character n-grams; functions that are equally near share the mean
     of their ranks. Only words of prose count, and none of the right function's signature or of Python's

@@ -223,6 +223,19 @@ def test_answers_and_their_scores_in_a_list_each_become_pairs() -> None:
     assert [str(fault) for _, fault in broken.bad] == ["responses and scores are no texts with a number each"]
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"question": "q", "answer": "a", "contents": ["x", "y"], "scores": [1, 2]},
+        {"question": "q", "answer": "a", "responses": ["x", "y"], "scores": [1, 2]},
+        {"prompt": "q", "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+         "answers": ["x", "y"], "scores": [1, 2]},
+    ],
+)  # fmt: skip
+def test_lists_beside_an_answer_are_no_rated_answers(record: Record) -> None:
+    assert read(record).role == "sft"
+
+
 def by_function(own: Any, *records: Record) -> Reading:
     lines = [Line(f"f:{i}", record) for i, record in enumerate(records)]
     settings = Data.model_validate({"source": "files", "format": "own:rows"})
@@ -238,6 +251,7 @@ def test_a_function_of_ones_own_returns_a_row_several_or_none() -> None:
 
     for own, count in ((lambda r: one, 1), (lambda r: (one, one), 2), (generator, 2), (lambda r: [], 0)):
         assert rows(by_function(own, {"q": 1}, {"q": 2})) == [one] * 2 * count
+    assert "own:rows returns no row" in dict(converted(by_function(lambda r: [], {"q": 1})).left_out).values()
     assert "own:rows returns None" in dict(converted(by_function(lambda r: None, {"q": 1})).left_out).values()
 
 

@@ -99,7 +99,8 @@ def fails(*args: Any) -> Any:
         (lambda logprobs, *_: logprobs, r"^own must return \(losses, metrics\)"),
         (lambda logprobs, *_: (logprobs.mean(), {}), r"the losses must be .* \[2, 3\], and not \[\]"),
         (lambda logprobs, *_: (logprobs.detach(), {}), r"do not depend on the log-probs"),
-        (lambda logprobs, *_: (logprobs, {"x": 3}), r"metric 'x' must be .* and not 3"),
+        (lambda logprobs, *_: (logprobs, {"x": 3}), r"metric 'x' must be .* \[2, 3\]: "),
+        (lambda logprobs, *_: (logprobs, {"x": torch.ones(4)}), r"metric 'x' must be .* \[2, 3\]: "),
         (
             lambda logprobs, *_: (logprobs, {"objective/kl": logprobs}),
             r"objective/kl is a metric of PPO's own",
@@ -125,6 +126,16 @@ def test_what_a_loss_of_ones_own_does_wrong_is_named(loss: Any, message: str) ->
 def test_what_an_estimator_of_ones_own_does_wrong_is_named(estimator: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         own_estimator(estimator, "own", torch.zeros(2, 4), hand_made_rollout(), small.ppo())
+
+
+def test_a_metric_may_be_one_number_for_all_tokens() -> None:
+    def own(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> Any:
+        return [logprobs, {"mean": logprobs.mean(), "of_response": logprobs.mean(1, keepdim=True)}]
+
+    batch = MicroBatch(*[torch.ones(2, 3)] * 7)
+    losses, metrics = own_loss(own, "own", torch.zeros(2, 3, requires_grad=True), batch, small.ppo())
+    assert list(losses.shape) == [2, 3]
+    assert list(metrics) == ["mean", "of_response"]
 
 
 def test_out_of_memory_in_a_loss_is_left_to_the_loop() -> None:

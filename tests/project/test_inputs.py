@@ -244,6 +244,30 @@ def test_the_packages_that_the_files_of_a_function_import_are_known_by_version(t
         assert {*inputs.collect(Paths(tmp_path), "ppo", ppo_values(function)).packages} - none == packages
 
 
+def test_the_file_and_the_name_of_a_function_are_checked_before_anything_runs(tmp_path: Path) -> None:
+    """A folder of the module's name is no such file, and does not hide an installed package."""
+    files = {
+        "mine/__init__.py": "",
+        "mine/reward.py": "def score(): ...",
+        "mine/lazy.py": "import sys\nsys.modules[__name__].score = print",
+        "mine/reads.py": "x = score",
+        "numpy/notes.txt": "",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    for function in ("mine.reward:score", "mine.lazy:score"):
+        inputs.collect(Paths(tmp_path), "ppo", ppo_values(function))
+    for function, message in {
+        "mine.rewrd:score": "neither a file below .* nor in an installed package",
+        "mine.reward:scor": r"mine/reward\.py has no scor",
+        "mine.reads:score": r"mine/reads\.py has no score",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            inputs.collect(Paths(tmp_path), "ppo", ppo_values(function))
+    assert "numpy" in inputs.collect(Paths(tmp_path), "ppo", ppo_values("numpy.linalg:norm")).packages
+
+
 def test_the_data_of_docstrings_depends_on_all_installed_packages(tmp_path: Path) -> None:
     found = inputs.collect(Paths(tmp_path), "prepare", {"data.source": "docstrings"}).packages
     assert {"pytest", "pip", "numpy"} <= {*found}
