@@ -11,8 +11,8 @@ b rows of a micro-batch · R response; every tensor is (b, R) unless its docstri
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import Constant
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.imports import call
-from rlhf_tasks.tracking import catalogue
+
+
+T = TypeVar("T")
 
 
 class MicroBatch(NamedTuple):
@@ -80,11 +82,20 @@ def own_loss(
             problem = f"metric {key!r} must be a tensor with a number for each token, {shape}: {error}"
     if not problem and logprobs.requires_grad and not losses.requires_grad:
         problem = "the losses do not depend on the log-probs: nothing would be learned"
-    if taken := [key for key in metrics if key != "policy/clipfrac_avg" and catalogue.find("ppo", str(key))]:
-        problem = f"{', '.join(taken)} is a metric of PPO's own; give another name"
     if problem:
         raise UserError(f"{name}: {problem}")
     return losses, metrics
+
+
+def merge_metrics(of_loss: Mapping[str, T], own: Mapping[str, T]) -> dict[str, T]:
+    """The metrics of a loss, and PPO's own.
+
+    Raises:
+        UserError: for a name that both have.
+    """
+    if twice := of_loss.keys() & own.keys():
+        raise UserError(f"ppo.loss: {', '.join(sorted(twice))} is a metric of PPO's own; give another name")
+    return {**of_loss, **own}
 
 
 def token_weights(mask: Tensor, reduction: Literal["token_mean", "response_mean"] | Constant) -> Tensor:

@@ -45,7 +45,7 @@ from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
-from rlhf_tasks.ppo.losses import MicroBatch, PolicyLoss, token_weights, value_loss
+from rlhf_tasks.ppo.losses import MicroBatch, PolicyLoss, merge_metrics, token_weights, value_loss
 from rlhf_tasks.ppo.metrics import (
     Metrics,
     TokenSums,
@@ -301,7 +301,7 @@ def train(
                     # counts undone episodes too, so that a roll back overwrites no point of a curve. Rollouts
                     # are kept beside samples, and where a guard trips for the first time.
                     end = clock()
-                    metrics |= training | measured
+                    metrics = merge_metrics(training, metrics) | measured
                     metrics |= {
                         "time/generate_seconds": generated - start,
                         "time/score_seconds": scored - generated,
@@ -439,8 +439,8 @@ def policy_losses(
     logprobs, entropy = stats.logprobs, stats.entropy
     losses, metrics = loss(logprobs, given, config)
     losses = losses * given.importance
-    metrics = metrics | ratio_sums(logprobs, given.logprobs)
-    metrics |= {"loss/policy_avg": losses, "policy/entropy_avg": entropy}
+    metrics = merge_metrics(metrics, ratio_sums(logprobs, given.logprobs))
+    metrics = merge_metrics(metrics, {"loss/policy_avg": losses, "policy/entropy_avg": entropy})
     if config.kl.kind == "in_loss":
         metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, given.ref_logprobs)
         losses = losses + state.kl_coef * metrics["loss/kl_avg"]

@@ -128,6 +128,15 @@ def test_what_an_estimator_of_ones_own_does_wrong_is_named(estimator: Any, messa
         own_estimator(estimator, "own", torch.zeros(2, 4), hand_made_rollout(), small.ppo())
 
 
+@pytest.mark.parametrize("name", ["objective/kl", "loss/policy_avg", "val/ratio"])
+def test_a_loss_may_not_name_a_metric_as_ppo_does(name: str) -> None:
+    def own(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> tuple[Tensor, dict[str, Tensor]]:
+        return -batch.advantages * logprobs, {name: logprobs.detach()}
+
+    with pytest.raises(UserError, match=rf"^ppo\.loss: {name} is a metric of PPO's own"):
+        next(toy(loss=own).updates)
+
+
 def test_a_metric_may_be_one_number_for_all_tokens() -> None:
     def own(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> Any:
         return [logprobs, {"mean": logprobs.mean(), "of_response": logprobs.mean(1, keepdim=True)}]

@@ -163,7 +163,10 @@ def test_outside_a_loop_a_signal_ends_the_stage_at_once(begin: Callable[..., Sta
     stage = begin("load")
     stage.process.terminate()
     said = stage.wait_for("ending", HEARD_SECONDS)
-    assert said == "rlhf: SIGTERM: ending stage sft now; the next run starts it from the beginning"
+    assert (
+        said
+        == "rlhf: SIGTERM: ending stage sft now; without a snapshot the next run starts it from the beginning"
+    )
     assert stage.end(AT_ONCE_SECONDS) == 143
 
 
