@@ -22,7 +22,6 @@ from rlhf_tasks.config.ppo import Constant
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.imports import call
 
-
 T = TypeVar("T")
 
 
