@@ -101,10 +101,6 @@ def fails(*args: Any) -> Any:
         (lambda logprobs, *_: (logprobs.detach(), {}), r"do not depend on the log-probs"),
         (lambda logprobs, *_: (logprobs, {"x": 3}), r"metric 'x' must be .* \[2, 3\]: "),
         (lambda logprobs, *_: (logprobs, {"x": torch.ones(4)}), r"metric 'x' must be .* \[2, 3\]: "),
-        (
-            lambda logprobs, *_: (logprobs, {"objective/kl": logprobs}),
-            r"objective/kl is a metric of PPO's own",
-        ),
     ],
 )
 def test_what_a_loss_of_ones_own_does_wrong_is_named(loss: Any, message: str) -> None:
