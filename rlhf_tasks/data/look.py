@@ -41,7 +41,7 @@ def look(
         whole: Read all rows, and not a sample of each file.
 
     Raises:
-        UserError: as stage prepare would, if the data cannot be read as it is.
+        UserError: as stage prepare would, if the data cannot be read as it is, or if no row can be used.
     """
     problems, given, unused = Problems(), list[tuple[Role | None, Split, Table]](), list[str]()
     if is_hub_id(str(path)):
@@ -68,6 +68,8 @@ def look(
         _show(role, parts, data, split)
     if problems:
         console.say(problems.report())
+    if not any(len(part) for parts in rows.without(corpus, problems).values() for part in parts.values()):
+        raise UserError(f"no row of {path} can be used; the lines above say why")
     return corpus
 
 

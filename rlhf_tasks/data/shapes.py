@@ -65,7 +65,8 @@ LABELS = ("label", "labels", "feedback", "correct", "is_correct", "is_good", "th
 GOOD = ("true", "1", "good", "chosen", "positive", "thumbs_up", "thumbs up", "up", "desirable")
 BAD = ("false", "0", "-1", "bad", "rejected", "negative", "thumbs_down", "thumbs down", "down", "undesirable")
 LIKE_ANSWERS = re.compile(
-    r"(.*_)?(chosen|reject|response|answer|solution|generation|completion|label|output|preference|winner)"
+    r"(.*_)?(chosen|reject|response|answer|solution|generation|completion|label|output|preference|winner)",
+    re.IGNORECASE,
 )
 FORMATS = ("demonstrations", "good_answers", "label_pairs")
 """The words that `data.format` knows; else it names a column, or a function."""
@@ -352,7 +353,7 @@ class _Shape:
 
     def readings(self, role: Role | None) -> list[Reading]:
         """The readings by the first rule that fits; with a role, the first that gives it."""
-        found = [reading for kind in _KINDS for reading in kind(self)]
+        found = self.found() or self.in_lower_case().found()
         allowed = {role, "sft"} if role == "prompts" else {role}
         found = [one for one in found if one.role in allowed] or found[:1] if role else found
         if not found:
@@ -365,6 +366,25 @@ class _Shape:
             )
         has_two = role is None and found[0].rule.startswith("question and answer")
         return found[: 2 if has_two else 1]
+
+    def found(self) -> list[Reading]:
+        """The readings by all rules that fit, the first one first."""
+        return [reading for kind in _KINDS for reading in kind(self)]
+
+    def in_lower_case(self) -> _Shape:
+        """The same with headers in lower case, as of `Question,Answer`; records keep the given keys too."""
+        names = {name: name.strip().casefold() for name in self.table.columns}
+        if len({*names.values()}) < len(names):
+            return self
+
+        def lines() -> Iterator[Line]:
+            for line in self.table.lines:
+                lowered = {names.get(name, name): value for name, value in line.values.items()}
+                yield Line(line.where, {**line.values, **lowered})
+
+        table = Table(self.table.name, tuple(names.values()), Lines(lines, len(self.table.lines)))
+        kinds = {names[name]: kind for name, kind in self.kinds.items()}
+        return replace(self, table=table, kinds=kinds, alike=[table])
 
     @property
     def columns(self) -> Columns:
@@ -558,6 +578,19 @@ def _before(history: Any) -> list[Message]:
 
 def _pair(prompt: Any, chosen: Any, rejected: Any) -> Row:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+PAIRED = {
+    "best_worst": "the best and the worst",
+    "best_each": "the best and each other",
+    "adjacent": "neighbors in their order",
+    "all": "all two",
+}
+
+
+def _paired(data: Data, default: str = "best_worst") -> str:
+    """Which answers of a prompt make pairs, for people."""
+    return f"{PAIRED[data.pairs or default]} of a prompt (data.pairs)"
 
 
 def _ordered(
@@ -872,7 +905,7 @@ def _rated_list(shape: _Shape) -> list[Reading]:
         if asked is None:
             continue
         rated = partial(_rated_objects, shape, name, text, rating, asked)
-        rule = f"pairs of {name} by {rating}, prompt = {asked}"
+        rule = f"pairs of {name} by {rating}, {_paired(shape.data)}; prompt = {asked}"
         return shape.reading("preferences", rule, (name, asked), partial(_from_list, shape, rated))
     lists = [name for name, kind in shape.kinds.items() if kind == "list"]
     answers = next((name for name in lists if name.removesuffix("s") in LISTED_ANSWERS), None)
@@ -884,7 +917,7 @@ def _rated_list(shape: _Shape) -> list[Reading]:
     if not all(isinstance(text, str) for line in shape.sample for text in line.values.get(answers) or ()):
         return []
     rated = partial(_rated_lists, shape, answers, rating)
-    rule = f"pairs of {answers} by {rating}, prompt = {shape.prompt}"
+    rule = f"pairs of {answers} by {rating}, {_paired(shape.data)}; prompt = {shape.prompt}"
     return shape.reading(
         "preferences", rule, (answers, rating, shape.prompt), partial(_from_list, shape, rated)
     )
@@ -947,7 +980,7 @@ def _rated_rows(shape: _Shape) -> list[Reading]:
     def rated(values: Values) -> tuple[Any, float | None, Any]:
         return shape.asked(values), _number(values[score]), values[answer]
 
-    rule = f"pairs of the rows that have the same {prompt}, by {score}"
+    rule = f"pairs of the rows that have the same {prompt}, by {score}, {_paired(shape.data)}"
     return shape.reading("preferences", rule, (prompt, answer, score), lambda: _by_prompt(shape, rated))
 
 
@@ -996,7 +1029,8 @@ def _tree(shape: _Shape) -> list[Reading]:
             prompt = path[::-1] if shape.chat or len(path) > 1 else path[0]["content"]
             yield from ((lines[0], _pair(prompt, *pair)) for pair in pairs)
 
-    rule = "pairs of the ranked answers to the same message, prompt = the path from the root"
+    which = _paired(shape.data, "best_each")
+    rule = f"pairs of the ranked answers to a message, {which}; prompt = the path from the root"
     return shape.reading("preferences", rule, ("message_id", "parent_id", "text", "role", "rank"), made)
 
 

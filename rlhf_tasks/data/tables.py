@@ -120,6 +120,9 @@ def assemble(parts: Sequence[Part], rendering: Rendering, problems: Problems) ->
                 else:
                     place = split_of(line.values) or split
                     try:
+                        if "split" in reading.used and line.values.get("split") and not split_of(line.values):
+                            named = line.values["split"]
+                            raise Unusable("malformed", f"split is {named!r}; give train, validation or test")
                         kept = {KEY: _kept(row, keep)} if keep else {}
                         turns = _texts(
                             row, sources, rendering, reading.table.name, every_turn=reading.role == "sft"

@@ -81,7 +81,7 @@ def find(root: Path, name: str) -> Chain:
     if (revision := git.commit(root, name)) is not None:
         return _of_revision(root, revision, None)
     raise UserError(
-        f"{name!r} is not known: give an out of dvc.yaml ({', '.join(makers)}), an experiment (`dvc exp "
+        f"{name!r} is not known: give an out of dvc.yaml, such as models/policy, an experiment (`dvc exp "
         "list`), a git revision, or a run of this project (a key like ppo-20260101T000000-abc123, a flow "
         "run's id, an MLflow run's id)"
     )

@@ -61,6 +61,22 @@ def test_unpaired_labels_are_refused_with_the_ways_on(capsys: pytest.CaptureFixt
     assert "data.format to label_pairs" in capsys.readouterr().err
 
 
+def test_without_a_usable_row_it_ends_with_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "empty.csv").write_text("prompt,completion\nhow?,\n", "utf-8")
+    assert main.main(["data", "empty.csv"]) == 2
+    assert "completion is empty" in (said := capsys.readouterr()).out
+    assert "no row of empty.csv can be used" in said.err
+
+
+def test_a_row_of_an_unknown_split_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "prompt,completion,split\na,b,train\nc,d,holdout\ne,f,dev\n"
+    (folder / "rows.csv").write_text(lines, "utf-8")
+    assert main.main(["data", "rows.csv"]) == 0
+    out = capsys.readouterr().out
+    assert "rows.csv:3: malformed: split is 'holdout'; give train, validation or test" in out
+    assert "sft: 1 train, 1 validation" in out
+
+
 def test_a_set_of_the_hub_is_sampled(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,15 @@ def test_votes_that_name_no_answer_refuse_the_file(votes: list[Any]) -> None:
         read(*({**two, "preference": vote} for vote in votes))
 
 
+def test_headers_may_be_in_capitals() -> None:
+    asked = {"Question": "why?", " Answer": "so", "Source": "web"}
+    found = read(asked, columns={"keep": ["Source"]})
+    assert rows(found) == [{"prompt": "why?", "completion": "so", "Source": "web"}]
+    votes = [{"Prompt": "q", "Response_A": "a", "Response_B": "b", "Winner": vote} for vote in "AB"]
+    assert rows(read(*votes)) == [pair("q", "a", "b"), pair("q", "b", "a")]
+    assert rows(read({"prompt": "q", "Answer": "a"})) == [{"prompt": "q", "completion": "a"}]
+
+
 @pytest.mark.parametrize("tie", ["tie", "tie (bothbad)", "both_bad", "Both good", "draw"])
 def test_a_tie_is_left_out(tie: str) -> None:
     two = {"prompt": "q", "response_a": "a", "response_b": "b"}
