@@ -1,6 +1,7 @@
 """The presets on SmolLM2-135M over seeds: `python -m benchmarks.smollm2 --preset sentiment 1 2 3`.
 
-    constraints   RLOO as in the preset, PPO with a critic at equal episodes, and RLOO with LoRA adapters
+    constraints   RLOO as in the preset, in float32 and in bfloat16, PPO with a critic at equal episodes,
+                  and RLOO with LoRA adapters
     docstrings    SFT, reward model and PPO as in the preset
     sentiment     four KL coefficients: optimized and judged score over the KL, with the fit of Gao et al.
 
@@ -182,7 +183,12 @@ WITH_CRITIC = RLOO | {
 WITH_LORA = RLOO | {"ppo.lora": "{r: 16, alpha: 32.0}", "ppo.learning_rate": "3e-4"}
 TABLES = {
     "constraints": Table(
-        {"RLOO": RLOO, "PPO with a critic": WITH_CRITIC, "RLOO, LoRA r = 16": WITH_LORA},
+        {
+            "RLOO": RLOO,
+            "RLOO, bf16": RLOO | {"launch.precision": "bf16"},
+            "PPO with a critic": WITH_CRITIC,
+            "RLOO, LoRA r = 16": WITH_LORA,
+        },
         constraints_cell,
         constraints_table,
     ),

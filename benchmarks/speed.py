@@ -4,10 +4,10 @@ PYTHON is the interpreter of another environment with `trl==1.12.0`, the last re
 versions of torch and transformers should equal ours. Both train random models of one shape, on the same rows
 and with the same number of epochs and optimizer steps. They alternate, in a process each. Our micro-batches
 have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`); in shape S both have four
-rows in PPO. PPO counts
-episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
-CPU, without gradient checkpointing, in float32. A figure is the median over updates without the first, and
-over the turns; the ratio is of figures of one run. Without --peer only ours is measured.
+rows in PPO. PPO counts episodes per second; SFT and reward training count real tokens, without padding, per
+second. All is on a CPU, without gradient checkpointing, in the shape's precision or in `--precision`. A
+figure is the median over updates without the first, and over the turns; the ratio is of figures of one run.
+Without --peer only ours is measured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,11 +58,13 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(CPU_SHAPES))
     parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="not the shape's: bf16 is autocast")
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        train = SIDES[options.side, options.parts[0]]
-        marks = train(SHAPES[options.shapes[0]], options.updates + 1)
+        train, shape = SIDES[options.side, options.parts[0]], SHAPES[options.shapes[0]]
+        shape = replace(shape, precision=options.precision or shape.precision)
+        marks = train(shape, options.updates + 1)
         print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
         print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
         return
@@ -69,16 +72,16 @@ def main() -> None:
         print(f"\n| {part}, {UNITS[part]} | ours | peak GB | TRL 1.12.0 | peak GB | ratio |")
         print("|---|---|---|---|---|---|")
         for shape in options.shapes:
-            found = measure(part, shape, options.peer, options.updates, options.turns)
+            found = measure(part, shape, options)
             print(line(shape, found), flush=True)
 
 
-def measure(part: str, shape: str, peer: Path | None, updates: int, turns: int) -> dict[str, Figures]:
+def measure(part: str, shape: str, options: argparse.Namespace) -> dict[str, Figures]:
     """The figures of each side, `ours` and, with an interpreter, `peer`."""
-    pythons = {"ours": Path(sys.executable)} | ({"peer": peer} if peer else {})
+    pythons = {"ours": Path(sys.executable)} | ({"peer": options.peer} if options.peer else {})
     found = [
-        {side: _turn(python, side, part, shape, updates) for side, python in pythons.items()}
-        for _ in range(turns)
+        {side: _turn(python, side, part, shape, options) for side, python in pythons.items()}
+        for _ in range(options.turns)
     ]
     return {
         side: Figures([turn[side][0] for turn in found], max(turn[side][1] for turn in found))
@@ -95,10 +98,11 @@ def line(shape: str, found: Mapping[str, Figures]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _turn(python: Path, side: str, part: str, shape: str, updates: int) -> tuple[float, float]:
+def _turn(python: Path, side: str, part: str, shape: str, options: argparse.Namespace) -> tuple[float, float]:
     """Units per second, and peak memory in GB, of one process."""
     words = ["-m", "benchmarks.speed", "--side", side, "--parts", part, "--shapes", shape]
-    command = [str(python), *words, "--updates", str(updates)]
+    words += ["--precision", options.precision] if options.precision else []
+    command = [str(python), *words, "--updates", str(options.updates)]
     environment = os.environ | {
         "PYTHONPATH": str(Path.cwd()),
         "TRL_EXPERIMENTAL_SILENCE": "1",
@@ -109,7 +113,9 @@ def _turn(python: Path, side: str, part: str, shape: str, updates: int) -> tuple
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     *_, seconds, memory = done.stdout.splitlines()
     times = json.loads(seconds.removeprefix(SECONDS))
-    per_update = SHAPES[shape].batch if part == "ppo" else num_tokens(part, SHAPES[shape], updates + 1)
+    per_update = (
+        SHAPES[shape].batch if part == "ppo" else num_tokens(part, SHAPES[shape], options.updates + 1)
+    )
     return per_update / statistics.median(times[1:]), int(memory.rpartition(" ")[2]) * 1024 / 1e9
 
 
@@ -272,8 +278,9 @@ def _peer_marks(
     with tempfile.TemporaryDirectory() as out:
         made = trainer(
             args=config(
-                output_dir=out, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
-                disable_tqdm=True, logging_steps=1, gradient_checkpointing=False, learning_rate=3e-6,
+                output_dir=out, use_cpu=True, bf16=shape.precision == "bf16", report_to="none",
+                save_strategy="no", disable_tqdm=True, logging_steps=1, gradient_checkpointing=False,
+                learning_rate=3e-6,
                 per_device_train_batch_size=shape.micro,
                 gradient_accumulation_steps=shape.batch // shape.micro, **settings,
             ),
