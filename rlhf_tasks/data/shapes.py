@@ -409,7 +409,13 @@ class _Shape:
             for name, answers in ASKED_BY.items()
             if self.kinds.get(name) in ("text", "messages") and not {*answers}.isdisjoint(self.kinds)
         )
-        return known or next(beside, None)
+        unanswered = (name for name, kind in self.kinds.items() if kind == "messages" and self.asks(name))
+        return known or next(beside, None) or next(unanswered, None)
+
+    def asks(self, name: str) -> bool:
+        """Whether every conversation of a column ends with the user's message."""
+        talks = [talk for line in self.sample if (talk := line.values.get(name))]
+        return all(isinstance(talk, list) and _role(talk[-1]) == "user" for talk in talks)
 
     def given(self, text: Any) -> Any:
         """A prompt or answer as it is, or as messages where its text is a marked dialogue."""
@@ -745,9 +751,13 @@ def _pairs(shape: _Shape) -> list[Reading]:
 
 def _is_answer(value: Any) -> bool:
     """Whether messages begin with one that is not the user's or the system's."""
-    first = value[0] if isinstance(value, list) and value and isinstance(value[0], Mapping) else {}
-    role = str(first.get("role", first.get("from", ""))).casefold()
-    return bool(role) and OTHER_NAMES.get(role) not in ("user", "system")
+    return isinstance(value, list) and bool(value) and _role(value[0]) not in ("", "user", "system")
+
+
+def _role(turn: Any) -> str:
+    """Whose message it is, as chat templates call it; empty for what is none."""
+    role = str(turn.get("role", turn.get("from", ""))).casefold() if isinstance(turn, Mapping) else ""
+    return OTHER_NAMES.get(role, role)
 
 
 def _cut(chosen: str, rejected: str) -> Row:
@@ -1080,9 +1090,8 @@ def _instructions(shape: _Shape) -> list[Reading]:
 
 def _conversations(shape: _Shape) -> list[Reading]:
     """A conversation per row: its last message is the completion."""
-    names = [
-        name for name, kind in shape.kinds.items() if kind == "messages" and name != shape.columns.prompt
-    ]
+    own = (shape.columns.prompt, shape.prompt)
+    names = [name for name, kind in shape.kinds.items() if kind == "messages" and name not in own]
     name = "messages" if "messages" in names else names[0] if len(names) == 1 else None
     rejected = shape.first(("rejected_response",))
     if name is None or (rejected is None and shape.has_sides):

@@ -82,8 +82,7 @@ def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(
         ({"prompt": [user(" ")], "completion": "x"}, "empty"),
         ({"prompt": [user("hi")], "completion": [assistant("")]}, "empty"),
         ({"prompt": [user("hi")], "completion": [assistant("\udc80")]}, "not_utf8"),
-        ({"messages": [user("hi")]}, "malformed"),
-        ({"messages": [user("hi"), user("are you there?")]}, "malformed"),
+        ({"messages": [assistant("hi"), {"role": "system", "content": "x"}]}, "malformed"),
         ({"chosen": [user("a"), assistant("x")], "rejected": [user("b"), assistant("y")]}, "malformed"),
     ],
 )

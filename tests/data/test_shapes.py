@@ -48,6 +48,24 @@ def test_headers_may_be_in_capitals() -> None:
     assert rows(read({"prompt": "q", "Answer": "a"})) == [{"prompt": "q", "completion": "a"}]
 
 
+def test_conversations_that_all_end_with_the_user_are_prompts() -> None:
+    asked = [
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "yes?"},
+        {"from": "human", "value": "why?"},
+    ]
+    found = read({"conversations": asked, "source": "web"})
+    assert (found.role, rows(found)) == ("prompts", [{"prompt": asked}])
+    user = [{"role": "user", "content": "why?"}]
+    assert rows(read({"messages": user, "ground_truth": "4"}, columns={"keep": ["ground_truth"]})) == [
+        {"prompt": user, "ground_truth": "4"}
+    ]
+    assert rows(read({"messages": user, "response": "so"})) == [{"prompt": user, "completion": "so"}]
+    assert rows(read({"messages": user, "chosen": "a", "rejected": "b"})) == [pair(user, "a", "b")]
+    both = [{"messages": user}, {"messages": [*user, {"role": "assistant", "content": "so"}]}]
+    assert read(*both).role == "sft"  # the first row is refused by name
+
+
 @pytest.mark.parametrize("tie", ["tie", "tie (bothbad)", "both_bad", "Both good", "draw"])
 def test_a_tie_is_left_out(tie: str) -> None:
     two = {"prompt": "q", "response_a": "a", "response_b": "b"}
