@@ -10,6 +10,7 @@ B batch · R response. `mask` (B, R) is True on real response tokens, EOS includ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,20 +105,12 @@ def estimate_gae(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor
     return gae(rewards, rollout.values, rollout.mask, gamma, lam, rollout.bootstrap_values)
 
 
-def estimate_rloo(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor, Tensor]:
-    """`rloo`: every token of a response has its advantage, and the response's return."""
-    returns = response_returns(rewards, rollout.mask)
-    return _for_each_token(rloo(returns, config.samples_per_prompt), returns, rollout.mask)
-
-
-def estimate_group(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor, Tensor]:
-    """`group`, as in GRPO: every token of a response has its advantage, and the response's return."""
-    returns = response_returns(rewards, rollout.mask)
-    return _for_each_token(group(returns, config.samples_per_prompt), returns, rollout.mask)
-
-
-def _for_each_token(advantages: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) each → (B, R) each, zero on padding."""
+def estimate_by_group(
+    of_returns: Callable[[Tensor, int], Tensor], rewards: Tensor, rollout: Rollout, config: Ppo
+) -> tuple[Tensor, Tensor]:
+    """`rloo` or `group`: every token of a response has its advantage, and the response's return."""
+    returns, mask = response_returns(rewards, rollout.mask), rollout.mask
+    advantages = of_returns(returns, config.samples_per_prompt)
     return advantages.float()[:, None] * mask, returns.float()[:, None] * mask
 
 
@@ -147,7 +140,7 @@ responses to a prompt are rows i, i + B / k, …; `values` and `bootstrap_values
 
 ESTIMATORS: Mapping[str, Estimator] = {
     "gae": estimate_gae,
-    "rloo": estimate_rloo,
-    "group": estimate_group,
+    "rloo": partial(estimate_by_group, rloo),
+    "group": partial(estimate_by_group, group),
 }
 """By the `kind` of `ppo.advantages`."""
