@@ -31,6 +31,8 @@ from rlhf_tasks.models.tensors import NonFiniteError
 
 CPU_CHECK, GPU_CHECK = 1, 8
 """Tokens from one check of which rows have ended to the next: a check waits for the GPU."""
+BATCH_SIZE = 256
+"""Responses that are sampled together outside of PPO's rollouts."""
 
 
 @dataclass(frozen=True)
@@ -236,8 +238,7 @@ def sample_responses(
     temperature: float,
     seed: int,
     ends: StopTokens | None = None,
-    batch_size: int = 256,
-    share: Share | None = None,
+    batch_size: int = BATCH_SIZE,
     meter: Meter | None = None,
 ) -> list[Ids]:
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
@@ -254,7 +255,6 @@ def sample_responses(
         pad=tokenizer.pad_token_id,
         generator=torch.Generator(model.device).manual_seed(seed),
         batch_size=batch_size,
-        share=share,
         meter=meter,
     ).responses
 

@@ -19,7 +19,7 @@ from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.ends import StopTokens, ends_of
 from rlhf_tasks.models.load import merge_adapter
-from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses
+from rlhf_tasks.models.sampling import BATCH_SIZE, Samples, Share, sample
 from rlhf_tasks.ppo.losses import importance_weights
 from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics
 from rlhf_tasks.ppo.rollout import Rollout, interleave, pad_rows, raise_on_all_ranks
@@ -81,8 +81,24 @@ class PolicySampler:
         self._dist, self._config, self._policy, self._generator = dist, config, policy, generator
         self._tokenizer, self._ends = tokenizer, response_ends(config, policy, tokenizer)
 
-    @torch.no_grad()
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
+        batch_size = self._config.sampler.batch_size if self._config.sampler.kind == "policy" else None
+        return self._sample(queries, self._config.samples_per_prompt, self._generator, batch_size)
+
+    def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+        return rollout, {}
+
+    def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
+        generator = torch.Generator(self._dist.device).manual_seed(seed)
+        own = self._sample(encode(self._tokenizer, prompts), 1, generator, BATCH_SIZE).responses
+        responses: list[Ids] = interleave(self._dist.all_gather_object(own))
+        return responses
+
+    @torch.no_grad()
+    def _sample(
+        self, queries: Sequence[Ids], n: int, generator: torch.Generator, batch_size: int | None
+    ) -> Samples:
+        """This rank's share of `n` responses to each query."""
         dist, config, own = self._dist, self._config, self._dist.shard_rows(queries)
 
         def sample_own() -> Samples:
@@ -94,38 +110,13 @@ class PolicySampler:
                     temperature=config.temperature,
                     ends=self._ends,
                     pad=self._tokenizer.pad_token_id,
-                    generator=self._generator,
-                    batch_size=config.sampler.batch_size if config.sampler.kind == "policy" else None,
-                    num_samples=config.samples_per_prompt,
-                    share=Share(dist.rank, dist.world_size, config.rollout_batch_size),
+                    generator=generator,
+                    batch_size=batch_size,
+                    num_samples=n,
+                    share=Share(dist.rank, dist.world_size, n * len(queries)),
                 )
 
         return raise_on_all_ranks(dist, sample_own, {"queries": own})
-
-    def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
-        return rollout, {}
-
-    @torch.no_grad()
-    def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
-        dist, config, own = self._dist, self._config, self._dist.shard_rows(prompts)
-
-        def sample_own() -> list[Ids]:
-            with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
-                return sample_responses(
-                    policy,
-                    self._tokenizer,
-                    own,
-                    max_new_tokens=config.response_length,
-                    temperature=config.temperature,
-                    seed=seed,
-                    ends=self._ends,
-                    share=Share(dist.rank, dist.world_size, len(prompts)),
-                )
-
-        responses: list[Ids] = interleave(
-            dist.all_gather_object(raise_on_all_ranks(dist, sample_own, {"prompts": own}))
-        )
-        return responses
 
 
 class VllmSampler:
