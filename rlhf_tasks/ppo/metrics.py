@@ -35,58 +35,41 @@ def objective_metrics(
     `scores` (B,) are under the EOS rule; `kl` (B, R) is by the chosen estimator. `kl_coef` is the current
     coefficient, `reward_kl_coef` the one in the reward: 0 where the KL is in the loss.
     """
-    mask = rollout.mask
+    mask, count, num_tokens = rollout.mask, len(scores), int(rollout.mask.sum())
     kl_k1 = torch.where(mask, k1(rollout.logprobs, rollout.ref_logprobs), 0).sum(1)
-    sums = {
-        "count": torch.tensor(float(len(scores))),
-        "tokens": mask.sum(),
-        "kl": masked_sum(kl, mask),
-        "k1": kl_k1.sum(),
-        "k1_squared": (kl_k1**2).sum(),
-        "nll": -masked_sum(rollout.logprobs, mask),
-        "ref_nll": -masked_sum(rollout.ref_logprobs, mask),
-        "scores": scores.sum(),
-        "raw": rollout.scores.sum(),
-        **{f"part/{name}": part.sum() for name, part in rollout.parts.items()},
-    }
-    total = _floats(sums)
-    count, tokens, mean_kl = total["count"], total["tokens"], total["kl"] / total["count"]
-    mean_k1 = total["k1"] / count
+    mean_kl, mean_k1 = float(masked_sum(kl, mask)) / count, float(kl_k1.sum()) / count
+    nll, ref_nll = (-float(masked_sum(x, mask)) for x in (rollout.logprobs, rollout.ref_logprobs))
     metrics = {
         "objective/kl": mean_kl,
         "objective/kl_k1": mean_k1,
-        "objective/kl_k1_standard_error": standard_error(mean_k1, total["k1_squared"], count),
+        "objective/kl_k1_standard_error": standard_error(mean_k1, float((kl_k1**2).sum()), count),
         "objective/kl_coef": kl_coef,
-        "objective/entropy": total["nll"] / count,
-        "objective/perplexity": perplexity(total["nll"] / tokens),
-        "objective/ref_perplexity": perplexity(total["ref_nll"] / tokens),
+        "objective/entropy": nll / count,
+        "objective/perplexity": perplexity(nll / num_tokens),
+        "objective/ref_perplexity": perplexity(ref_nll / num_tokens),
         "objective/non_score_reward": -reward_kl_coef * mean_kl,
-        "objective/scores": total["scores"] / count,
-        "objective/raw_scores": total["raw"] / count,
+        "objective/scores": float(scores.sum()) / count,
+        "objective/raw_scores": float(rollout.scores.sum()) / count,
     }
     metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics["objective/non_score_reward"]
     if len(rollout.parts) > 1:
-        metrics |= {f"objective/scores/{name}": total[f"part/{name}"] / count for name in rollout.parts}
+        metrics |= {f"objective/scores/{name}": float(x.sum()) / count for name, x in rollout.parts.items()}
     return metrics
 
 
 def response_metrics(rollout: Rollout) -> Metrics:
     """Metrics `val/…` of the responses: how many end, how long they are, how much they repeat."""
-    sums = {
-        "count": torch.tensor(float(len(rollout.responses))),
-        "tokens": rollout.mask.sum(),
-        "ended": rollout.ended.sum(),
-        **{f"distinct_{n}": distinct(rollout.responses, n).sum() for n in (1, 2, 3)},
-    }
-    total = _floats(sums)
-    count = total["count"]
+    count, ended = len(rollout.responses), float(rollout.ended.sum())
+    distinct_1, distinct_2, distinct_3 = (
+        float(distinct(rollout.responses, n).sum()) / count for n in (1, 2, 3)
+    )
     return {
-        "val/num_eos_tokens": total["ended"],
-        "val/truncated_share": 1 - total["ended"] / count,
-        "val/response_length": total["tokens"] / count,
-        "val/distinct_1": total["distinct_1"] / count,
-        "val/distinct_2": total["distinct_2"] / count,
-        "val/repetition": 1 - total["distinct_3"] / count,
+        "val/num_eos_tokens": ended,
+        "val/truncated_share": 1 - ended / count,
+        "val/response_length": int(rollout.mask.sum()) / count,
+        "val/distinct_1": distinct_1,
+        "val/distinct_2": distinct_2,
+        "val/repetition": 1 - distinct_3,
     }
 
 
@@ -134,11 +117,6 @@ def standard_error(mean: float, squares: float, count: float) -> float:
     return abs(mean) if count == 1 else (max(0.0, squares / count - mean**2) / count) ** 0.5
 
 
-def _floats(sums: dict[str, Tensor]) -> Metrics:
-    values = torch.stack([value.float() for value in sums.values()]).tolist()
-    return dict(zip(sums, values, strict=True))
-
-
 def sampler_metrics(rollout: Rollout, sampler_logprobs: Tensor, cap: float | None) -> Metrics:
     """Metrics `sampler/…` of (B, R) log-probs by a sampler beside the policy's own.
 
@@ -147,15 +125,12 @@ def sampler_metrics(rollout: Rollout, sampler_logprobs: Tensor, cap: float | Non
     mask = rollout.mask
     log_ratio = (rollout.logprobs - sampler_logprobs)[mask]
     sums = {
-        "tokens": mask.sum(),
         "sampler/logprob_diff": log_ratio.abs().sum(),
         "sampler/kl": k3(sampler_logprobs[mask], rollout.logprobs[mask]).sum(),
     }
     if cap is not None:
         sums["sampler/capped_share"] = (log_ratio > math.log(cap)).sum()
-    total = _floats(sums)
-    count = total.pop("tokens")
-    means = {name: value / count for name, value in total.items()}
+    means = {name: float(value) / len(log_ratio) for name, value in sums.items()}
     return means | {"sampler/logprob_diff_max": float(log_ratio.abs().max())}
 
 
