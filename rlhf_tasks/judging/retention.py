@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -234,10 +235,5 @@ def _paragraphs(name: str, kind: str, root: Path) -> list[list[str]]:
         raise UserError(
             f"judge.retention: {name!r} cannot be read ({error}); give {ENGLISH}, or a file"
         ) from None
-    paragraphs: list[list[str]] = [[]]
-    for line in text.splitlines():
-        if line.strip():
-            paragraphs[-1].append(line.strip())
-        elif paragraphs[-1]:
-            paragraphs.append([])
-    return [lines for lines in paragraphs if lines]
+    lines = (line.strip() for line in text.splitlines())
+    return [list(paragraph) for has_text, paragraph in groupby(lines, bool) if has_text]
