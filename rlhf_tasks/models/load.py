@@ -164,15 +164,6 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
     return cast(PreTrainedModel, model.eval())
 
 
-def load_classifier(source: str | Path, revision: str | None = None) -> PreTrainedModel:
-    """A sequence classifier with its trained head, in float32 and eval mode.
-
-    Raises:
-        ContractError: if it cannot be read, or weights are missing from it.
-    """
-    return _load(classifier_class(load_config(source, revision), source), source, revision)
-
-
 def is_reward(source: str | Path, revision: str | None = None) -> bool:
     """Whether a checkpoint scores or classifies texts.
 
@@ -192,7 +183,7 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     config = load_config(source, revision)
     head = _head(source, revision, config)
     if head is None:
-        model = load_classifier(source, revision)
+        model = _load(classifier_class(config, source), source, revision)
     else:
         config.num_labels = 1
         trunk = _load(AutoModel, source, revision, without_head=True)

@@ -31,7 +31,6 @@ from rlhf_tasks.models.load import (
     TokenScores,
     add_lora,
     load_causal,
-    load_classifier,
     load_reward,
     merge_adapter,
 )
@@ -86,7 +85,7 @@ def test_a_trained_reward_model_of_any_family_is_loaded_with_the_same_bytes_of_s
     texts = [torch.tensor(q + r) for q, r in zip(QUERIES, RESPONSES, strict=True)]
     ids = pad_sequence(texts, batch_first=True, padding_value=PAD)
     with torch.no_grad():
-        logits = load_classifier(first)(input_ids=ids, attention_mask=(ids != PAD).long()).logits
+        logits = loaded.model(input_ids=ids, attention_mask=(ids != PAD).long()).logits
     torch.testing.assert_close(logits[:, 0], alone + 0.5, atol=1e-5, rtol=1e-5)
 
 
@@ -97,7 +96,7 @@ def test_the_folder_is_the_familys_config_and_plain_safetensors_and_no_language_
     folder = save(fresh(family, tmp_path).model, tmp_path / "reward")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == family
-    assert config["architectures"] == [type(load_classifier(folder)).__name__]
+    assert config["architectures"] == [type(load_reward(folder).model).__name__]
     assert config["architectures"][0].endswith("ForTokenScores")
     tensors = load_file(folder / "model.safetensors")
     assert {key.split(".")[0] for key in tensors} == {"model", "score"}
@@ -154,7 +153,7 @@ VIT = ViTConfig(**SHAPE, intermediate_size=16, image_size=16)
             r"BartDecoderWrapper \(family bart\).*use a decoder of another family",
         ),
         (BertForSequenceClassification(BERT), load_reward, r"\(family bert\) has no linear head `score`"),
-        (ViTModel(VIT), load_classifier, "is a vit model, which has no classifier"),
+        (ViTModel(VIT), load_reward, "is a vit model, which has no classifier"),
     ],
 )
 def test_a_family_that_fits_no_head_is_refused_by_its_name(

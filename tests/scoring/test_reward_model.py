@@ -17,7 +17,7 @@ from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.chat import DATE, Chat, Message
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows, ready_rendering
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import TokenScores, load_classifier, load_reward, save_checkpoint, score_head
+from rlhf_tasks.models.load import TokenScores, load_reward, save_checkpoint, score_head
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer, messages_of
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
@@ -243,7 +243,7 @@ def given(queries: Sequence[Ids], responses: Sequence[Ids]) -> Responses:
 @torch.no_grad()
 def score_alone(folder: Path, ids: Ids) -> float:
     """The score of these ids in the model's own tokenizer, without a batch; its mean is 0.125."""
-    model = load_classifier(folder)
+    model = load_reward(folder).model
     return float(score_head(model)(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1])) - 0.125
 
 
