@@ -216,9 +216,7 @@ class Client:
 
 # -------------------------------------------------------------------------------------------- the server
 
-GRACE_SECONDS = (
-    2 * processes.ATTACHED_GRACE_SECONDS
-)  # for the server's own end, and for what is killed after it
+GRACE_SECONDS = 2 * processes.ATTACHED_GRACE_SECONDS  # for the server's end, and for what is killed after it
 HEALTH_SECONDS = 5.0  # for one answer to whether it is healthy
 VARIABLES = dict.fromkeys(
     ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1"
