@@ -21,7 +21,7 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import TokenBudget, collate_rows, sizes
-from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
@@ -310,11 +310,11 @@ class Evaluator:
         Raises:
             NonFiniteError: on all ranks, if a number is NaN or infinite; the responses are its `batch`.
         """
-        dist, (own, batch) = self._dist, self._own(queries, responses)
+        dist, prompts = self._dist, self._prompts[: len(queries)]
+        kept = columns.take(self._columns, range(len(queries)))
+        own, batch = self._own(prompts, queries, responses, kept)
         if any(scorer.kind == "http" for scorer in self._config.scorers) and not dist.shards:
             # the first rank alone sends requests, but passes of a sharded reward model need all ranks
-            kept = columns.take(self._columns, range(len(queries)))
-            prompts = self._prompts[: len(queries)]
             rows = Responses.of_ids(prompts, queries, self._closed(responses), self._tokenizer, kept)
             parts = dist.broadcast_object(
                 raise_on_all_ranks(dist, lambda: self._scorers.parts(rows) if dist.is_main else {}, batch)
@@ -324,14 +324,14 @@ class Evaluator:
             parts = interleave(dist.all_gather_object(found))
         return self._under_eos_rule(self._scorers.total(parts), responses), parts
 
-    def _own(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Responses, dict[str, Any]]:
+    def _own(
+        self, prompts: Sequence[str], queries: Sequence[Ids], responses: Sequence[Ids], kept: Columns = NONE
+    ) -> tuple[Responses, dict[str, Any]]:
         """This rank's share of the rows, and what a failure writes down of them."""
-        dist = self._dist
-        kept = columns.take(self._columns, dist.shard_rows(range(len(queries))))
-        own_responses = self._closed(dist.shard_rows(responses))
-        prompts = dist.shard_rows(self._prompts[: len(queries)])
-        own = Responses.of_ids(prompts, dist.shard_rows(queries), own_responses, self._tokenizer, kept)
-        return own, {"prompts": prompts, "responses": dist.shard_rows(responses)}
+        kept = columns.take(kept, self._dist.shard_rows(range(len(queries))))
+        prompts, queries, responses = map(self._dist.shard_rows, (prompts, queries, responses))
+        own = Responses.of_ids(prompts, queries, self._closed(responses), self._tokenizer, kept)
+        return own, {"prompts": prompts, "responses": responses}
 
     def _closed(self, responses: Sequence[Ids]) -> list[Ids]:
         return closed(self._tokenizer, responses, self._ends)
@@ -382,9 +382,7 @@ class Evaluator:
         """
         if (heldout := self._heldout) is None:
             return None
-        dist = self._dist
-        prompts, own = dist.shard_rows(prompts), dist.shard_rows(responses)
-        rows = Responses.of_ids(prompts, dist.shard_rows(queries), self._closed(own), self._tokenizer)
+        rows, batch = self._own(prompts, queries, responses)
 
         def score() -> Tensor:
             scores = heldout(rows)
@@ -392,5 +390,5 @@ class Evaluator:
                 raise NonFiniteError("models/reward_heldout gave NaN or infinity")
             return scores
 
-        found = raise_on_all_ranks(dist, score, {"prompts": prompts, "responses": own})
-        return self._under_eos_rule(interleave(dist.all_gather_object(found)), responses)
+        found = raise_on_all_ranks(self._dist, score, batch)
+        return self._under_eos_rule(interleave(self._dist.all_gather_object(found)), responses)
