@@ -69,7 +69,8 @@ def rloo(returns: Tensor, num_samples: int) -> Tensor:
 
     Ahmadian et al. 2024, arXiv 2402.14740, eq. 6.
     """
-    return num_samples / (num_samples - 1) * _deviations(returns, num_samples)
+    rows = returns.view(num_samples, -1)
+    return num_samples / (num_samples - 1) * (rows - rows.mean(0)).flatten()
 
 
 def group(returns: Tensor, num_samples: int) -> Tensor:
@@ -79,20 +80,14 @@ def group(returns: Tensor, num_samples: int) -> Tensor:
     implementations. A small part of the largest |G| is added to it: where responses are equal, rounding
     would else have advantages of ±1.
     """
-    rows = _deviations(returns, num_samples).view(num_samples, -1)
-    largest = returns.view(num_samples, -1).abs().amax(0)
-    deviation = group_deviations(returns, num_samples) + ROUNDING * largest
-    return torch.where(deviation > 0, rows / deviation, 0).flatten()
+    rows = returns.view(num_samples, -1)
+    deviation = group_deviations(returns, num_samples) + ROUNDING * rows.abs().amax(0)
+    return torch.where(deviation > 0, (rows - rows.mean(0)) / deviation, 0).flatten()
 
 
 def group_deviations(returns: Tensor, num_samples: int) -> Tensor:
     """(B / k,): the standard deviation of the returns of each group, with the divisor k − 1."""
     return returns.view(num_samples, -1).std(0)
-
-
-def _deviations(returns: Tensor, num_samples: int) -> Tensor:
-    rows = returns.view(num_samples, -1)
-    return (rows - rows.mean(0)).flatten()
 
 
 # ------------------------------------------------------------------- estimators, as the loop calls them
