@@ -140,7 +140,7 @@ def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]
         state = model.state_dict()
         return {name: value.detach().cpu().clone() for name, value in state.items() if name not in but}
     found, is_first = dict[str, Tensor](), torch.distributed.get_rank() == 0
-    for names, weight in _by_name(model):
+    for weight, names in _names_of(model).items():
         if not set(but) & set(names):
             whole = gathered(weight)
             if is_first:
@@ -153,15 +153,12 @@ def kept(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights if not is_sharded(model) or torch.distributed.get_rank() == 0 else {}
 
 
-def _by_name(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Every weight once, with all of its names."""
-    names: dict[int, list[str]] = {}
-    weights = {}
+def _names_of(model: nn.Module) -> dict[Tensor, list[str]]:
+    """All names of every weight."""
+    names: dict[Tensor, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-        weights[id(weight)] = weight
-    for key, weight in weights.items():
-        yield names[key], weight
+        names.setdefault(weight, []).append(name)
+    return names
 
 
 @contextmanager
@@ -180,7 +177,7 @@ def full_params(model: PreTrainedModel, device: torch.device) -> Iterator[PreTra
             yield model
             return
         weights = dict[str, Tensor]()
-        for names, weight in _by_name(model):
+        for weight, names in _names_of(model).items():
             weights |= dict.fromkeys(names, gathered(weight, plain.computes_in).to(device))
         with _filled(plain.structure, weights, device):
             yield plain.structure
@@ -227,7 +224,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     names = [list(weights)]
     torch.distributed.broadcast_object_list(names, src=0)
     wanted = set(names[0])
-    for own_names, weight in _by_name(model):
+    for weight, own_names in _names_of(model).items():
         if wanted & set(own_names):
             _assign(weight, weights.get(own_names[0]))
 
