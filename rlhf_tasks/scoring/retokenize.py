@@ -59,7 +59,8 @@ class Retokenizer:
         """
         if self._has_own_template:
             pairs = zip(rows.prompts, rows.texts, strict=True)
-            queries, responses = conversation_ids(self._own, [self._conversation(*pair) for pair in pairs])
+            ids = encode(self._own, [self._conversation(*pair) for pair in pairs])
+            queries, responses = [row[:-1] for row in ids], [row[-1:] for row in ids]  # whose score is read
         else:
             prompts = [self._begin(prompt) for prompt in rows.prompts]
             queries, plain, _ = continue_prompts(
@@ -124,12 +125,6 @@ def remove_names(text: str, names: Collection[str]) -> str:
     while text != before:
         before, text = text, pattern.sub("", text)
     return text
-
-
-def conversation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
-    """Whole conversations as queries and responses: a reward model scores the last token alone."""
-    ids = encode(tokenizer, texts)
-    return [row[:-1] for row in ids], [row[-1:] for row in ids]
 
 
 def messages_of(prompt: str, chat: Chat) -> list[Message] | None:
