@@ -18,7 +18,6 @@ from rlhf_tasks.project import disk
 from rlhf_tasks.tracking import context
 
 FAILURE = "RLHF_FAILURE_FILE"
-UNWRITABLE = (errno.EACCES, errno.EPERM)
 
 
 def mistake(error: BaseException) -> str | None:
@@ -31,7 +30,7 @@ def mistake(error: BaseException) -> str | None:
         parents = Path(error.filename).absolute().parents if isinstance(error.filename, str) else ()
         folder = next((folder for folder in parents if folder.exists()), "a file system")
         return f"{folder} is read-only ({error}); mount it for writing, and run the same command again"
-    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+    if isinstance(error, PermissionError):
         return f"{error}; give this user the right to read and write there"
     if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
         return f"the GPU is out of memory ({str(error).splitlines()[0]}); {LESS_MEMORY}"
