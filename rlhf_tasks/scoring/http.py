@@ -22,6 +22,21 @@ BACK_OFF_SECONDS = 1.0  # doubles from try to try
 LONGEST_WAIT_SECONDS = 30.0
 
 
+def read_key(variable: str, subject: str) -> str:
+    """The key to a server, from the environment; `subject` begins the message.
+
+    Raises:
+        UserError: if the variable holds no key that a request can carry.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii():
+        raise UserError(
+            f"{subject}: the environment variable {variable} holds no key; export it, or set key_variable to "
+            "null for a server that needs none"
+        )
+    return key
+
+
 class HttpScorer:
     """A service that receives {"prompts": […], "responses": […]} and returns {"scores": […]}.
 
@@ -36,13 +51,7 @@ class HttpScorer:
         self._settings, self._headers = settings, dict[str, str]()
         self._name = f"http scorer {settings.url.partition('?')[0]}"  # what follows may be secret
         if settings.key_variable is not None:
-            key = os.environ.get(settings.key_variable, "").strip()
-            if not key:
-                raise UserError(
-                    f"ppo.scorers: the environment variable {settings.key_variable} holds no key; export it, "
-                    "or set key_variable to null for a server that needs none"
-                )
-            self._headers["Authorization"] = f"Bearer {key}"
+            self._headers["Authorization"] = f"Bearer {read_key(settings.key_variable, 'ppo.scorers')}"
 
     def __call__(self, rows: Responses) -> Tensor:
         scores, size = [torch.zeros(0)], self._settings.batch_size

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from rlhf_tasks.judging.judges.comparisons import (
 )
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.http import read_key
 
 FILE = "judgements.jsonl"
 NUM_ALTERNATIVES = 5  # log-probs per token: as many as every server gives
@@ -55,7 +55,9 @@ class LlmComparer:
     ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
         self._prompt = load_prompt(settings.prompt, key, paths.root)
-        self._key, self._cache = _key(settings), Cache(paths.home / FILE)
+        self._key, self._cache = "none", Cache(paths.home / FILE)  # the client library needs some text
+        if settings.key_variable is not None:
+            self._key = read_key(settings.key_variable, f"judge {settings.name}")
         self._requests = self._tokens = 0
         """Requests of this process, and the tokens of their replies."""
 
@@ -181,18 +183,6 @@ class LlmComparer:
                 "cannot be kept; set it to null, and limit the requests"
             )
         return reply_of(record).failure
-
-
-def _key(settings: LlmJudge) -> str:
-    if settings.key_variable is None:
-        return "none"  # the client library needs some text
-    key = os.environ.get(settings.key_variable, "").strip()
-    if not key or not key.isascii():
-        raise UserError(
-            f"judge {settings.name}: the environment variable {settings.key_variable} holds no key; export "
-            "it, or set key_variable to null for a server that needs none"
-        )
-    return key
 
 
 _PREFERENCE = re.compile(r"\W*(?:(?i:verdict|answer|better|preferred)\W+)?([AB])\W*")
