@@ -23,7 +23,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import summary
 from rlhf_tasks.judging.judges.build import build_judges
 from rlhf_tasks.judging.judges.comparisons import Comparisons, optimized_judges
-from rlhf_tasks.judging.responses import sample, shared_ends
+from rlhf_tasks.judging.responses import as_judged, shared_ends
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.judging.rows import MAX_SHOWN, Row, read_rows
 from rlhf_tasks.project import atomic
@@ -104,20 +104,11 @@ def compare_models(
     prompts = [row["prompt"] for row in rows]
     shared = shared_ends([(one.source, one.revision) for one in checkpoints])
     ends = dict(zip(checkpoints, shared, strict=True))
-    texts: dict[str, list[str]] = {}
+    sample, texts = as_judged(config, paths, device), dict[str, list[str]]()
     for name, contender in contenders.items():
         if isinstance(contender, Checkpoint):
-            texts[name] = sample(
-                contender.source,
-                prompts,
-                paths=paths,
-                max_new_tokens=config.max_completion_tokens,
-                temperature=config.judge.temperature,
-                seed=config.seed,
-                device=device,
-                revision=contender.revision,
-                ends=ends[contender],
-            ).texts
+            source, revision = contender.source, contender.revision
+            texts[name] = sample(source, prompts, revision=revision, ends=ends[contender]).texts
         elif isinstance(contender, Mapping):
             texts[name] = [contender[prompt_key(prompt)] for prompt in prompts]
         else:  # rows with the same prompt each have their own reference

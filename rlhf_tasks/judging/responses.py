@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,18 @@ def sample(
     return Responses(samples["sampled"], samples["ids"], texts, samples["ended"])
 
 
+def as_judged(config: JudgeView, paths: Paths, device: torch.device) -> Callable[..., Responses]:
+    """`sample` with the settings of stage judge, and so with one seed for all contenders."""
+    return partial(
+        sample,
+        paths=paths,
+        max_new_tokens=config.max_completion_tokens,
+        temperature=config.judge.temperature,
+        seed=config.seed,
+        device=device,
+    )
+
+
 def _key(
     folder: Path, revision: str | None, prompts: Sequence[str], settings: dict[str, Any], device: torch.device
 ) -> str | None:
@@ -193,16 +206,8 @@ def sample_policy(
     """Responses at the judge's temperature; contenders are sampled with the same seed."""
     of_run = (*SAMPLED, BASE)
     shared = shared_ends([(paths.models / name, None) for name in of_run])
-    return sample(
-        paths.models / who,
-        prompts,
-        paths=paths,
-        max_new_tokens=config.max_completion_tokens,
-        temperature=config.judge.temperature,
-        seed=seed,
-        device=device,
-        ends=shared[of_run.index(who)],
-    )
+    ends = shared[of_run.index(who)]
+    return as_judged(config, paths, device)(paths.models / who, prompts, seed=seed, ends=ends)
 
 
 def response_statistics(

@@ -226,7 +226,7 @@ def measure_responses(
 ) -> dict[str, ResponseStatistics]:
     """What stage judge measures of the responses of SFT and a policy with the same tokenizer."""
     from rlhf_tasks.data.batches import read_table
-    from rlhf_tasks.judging.responses import response_statistics, sample, shared_ends
+    from rlhf_tasks.judging.responses import as_judged, response_statistics, shared_ends
     from rlhf_tasks.judging.retention import perplexities_by_sft
 
     view, folders = JudgeView.of(settings), {"sft": paths.sft, "policy": policy}
@@ -234,17 +234,9 @@ def measure_responses(
     prompts, references = [row["prompt"] for row in rows], [row["reference"] for row in rows]
     base = [paths.base] if paths.base.exists() else []  # it shares its ends, and samples nothing
     ends = shared_ends([(folder, None) for folder in (*folders.values(), *base)])
+    sample = as_judged(view, paths, device)
     sampled = {
-        who: sample(
-            folder,
-            prompts,
-            paths=paths,
-            max_new_tokens=view.max_completion_tokens,
-            temperature=view.judge.temperature,
-            seed=view.seed,
-            device=device,
-            ends=own_ends,
-        )
+        who: sample(folder, prompts, ends=own_ends)
         for (who, folder), own_ends in zip(folders.items(), ends, strict=False)
     }
     ids = {who: responses.ids for who, responses in sampled.items()}
