@@ -11,7 +11,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from ruamel.yaml import YAML
 from tests import small
 from tests.flows import toy
 from tests.judging import endpoint
+from tests.loopback import serving
 from tests.scoring.server import Server as Scorer
 from tests.scoring.server import scores, status
 from tests.training import test_killed
@@ -42,19 +42,14 @@ HIDDEN = (SCORER, endpoint.KEY, MLFLOW, PREFECT)
 
 @pytest.fixture
 def judge_server() -> Iterator[endpoint.Server]:
-    with endpoint.serving() as started:
+    with serving(endpoint.Server()) as started:
         yield started
 
 
 @pytest.fixture
 def scorer_server() -> Iterator[Scorer]:
-    with Scorer() as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
+    with serving(Scorer()) as made:
         yield made
-        made.ended.set()
-        made.shutdown()
-        thread.join()
 
 
 def run(folder: Path, stage: str) -> subprocess.CompletedProcess[str]:

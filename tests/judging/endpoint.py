@@ -6,7 +6,6 @@ complete replies, as a provider would bill them.
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import socket
@@ -15,22 +14,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests import loopback
 
 Body = Mapping[str, Any]
 MODEL, KEY = "judge-1", f"key-{secrets.token_hex(8)}"
 PROMPT = "{prompt}\nA={first}\nB={second}\n"
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(loopback.Handler):
     server: Server
     number = 0
     """The number of different questions so far."""
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         text = body["messages"][0]["content"]
         with self.server.counting():
             with self.server.lock:
@@ -49,21 +48,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, self.server.reply(body))
         self.server.paid[body["messages"][0]["content"]] += 1
 
-    def send(self, status: int, tree: Any, **headers: str) -> None:
-        data = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
-        self.send_response(status)
-        for name, value in {"Content-Type": "application/json", **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
     def half(self) -> None:
         """Send half of the promised body, and close the connection."""
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", "1000")
-        self.end_headers()
+        self.begin(200, 1000)
         self.wfile.write(b'{"choices": [')
         self.close_connection = True
 
@@ -72,32 +59,17 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_WR)
         self.close_connection = True
 
-    def drip(self) -> None:
-        """Send a byte now and then, without end."""
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", "100000")
-        self.end_headers()
-        while not self.server.closing.wait(0.05):
-            self.wfile.write(b" ")
-
     def hang(self) -> None:
         self.server.closing.wait(600)
         self.close_connection = True
 
-    def log_message(self, *arguments: Any) -> None:
-        pass
 
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class Server(loopback.Server):
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.requests, self.paid = Counter[str](), Counter[str]()
         self.bodies: list[Body] = []
         self.retries: list[str] = []
-        self.closing = threading.Event()
         self.behaviour: Callable[[Handler, Body, int], None] = lambda handler, body, _: handler.reply(body)
         self.reply: Callable[[Body], Any] = preferring
         self.most_at_once = self._at_once = 0
@@ -105,7 +77,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
+        return f"{super().url}/v1"
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -119,23 +91,6 @@ class Server(ThreadingHTTPServer):
         finally:
             with self.lock:
                 self._at_once -= 1
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass
-
-
-@contextmanager
-def serving() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.closing.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def shown(body: Body) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from rlhf_tasks.judging.judges.llm import Cache, LlmComparer, Malformed, record_
 from rlhf_tasks.project.paths import Paths
 from tests.judging import endpoint
 from tests.judging.endpoint import KEY, MODEL, Body, Handler, Server, completion
+from tests.loopback import serving
 
 ROOT = Path(__file__).parents[2]
 ANY = 1e9  # allowed failures
@@ -32,7 +33,7 @@ ANY = 1e9  # allowed failures
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    with endpoint.serving() as started:
+    with serving(endpoint.Server()) as started:
         yield started
 
 
@@ -285,7 +286,7 @@ def test_kept_replies_are_those_of_one_model_and_endpoint(server: Server, tmp_pa
     comparer(server, tmp_path)(sent, ANY)
     with pytest.raises(UserError, match="status 404 for model 'another'"):
         comparer(server, tmp_path, model="another")(sent, ANY)
-    with endpoint.serving() as elsewhere:
+    with serving(endpoint.Server()) as elsewhere:
         elsewhere.reply = lambda body: completion("A")
         result = comparer(elsewhere, tmp_path)(sent, ANY)
     assert [reply.probability for reply in result] == [1.0, 1.0]

@@ -9,18 +9,18 @@ wrong, or fail, in the ways that the tests name.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests import loopback
 
 Answer = tuple[list[int], list[float]]
 VERSION = "0.32.0-standin"
@@ -73,25 +73,12 @@ class Model(Canned):
         return [[next(left) for _ in range(one["n"])] for one in requests]
 
 
-class Server(ThreadingHTTPServer):
-    """The server; every request has a thread."""
-
-    daemon_threads = True
-    request_queue_size = 512
-
+class Server(loopback.Server):
     def __init__(self, backend: Canned, port: int = 0, fault: str | None = None, marker: Path | None = None):
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__(Handler, port)
         self.backend, self.fault, self.marker = backend, fault, marker
         self.version, self.is_paused, self.calls = "default", False, list[str]()
-        self.closing = threading.Event()
         self._one_at_a_time = threading.Lock()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing is printed: a client that was killed is no fault of the server."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def complete(self, body: dict[str, Any]) -> list[Answer]:
         with self._one_at_a_time:
@@ -106,8 +93,7 @@ class Server(ThreadingHTTPServer):
         return True
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(loopback.Handler):
     server: Server
 
     def do_GET(self) -> None:
@@ -117,8 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200 if found else 404, known.get(self.path, {"detail": "Not Found"}))
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-        path, server = self.path.partition("?")[0], self.server
+        body, path, server = self.body(), self.path.partition("?")[0], self.server
         server.calls.append(self.path)
         if path == "/v1/completions":
             return self.completion(body)
@@ -174,31 +159,10 @@ class Handler(BaseHTTPRequestHandler):
             del first["token_ids"]
         return choices
 
-    def send(self, status: int, tree: Any) -> None:
-        data = b"" if tree is None else tree if isinstance(tree, bytes) else json.dumps(tree).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
-
-@contextmanager
-def serving(backend: Canned | None = None, fault: str | None = None) -> Iterator[Server]:
+def serving(backend: Canned | None = None, fault: str | None = None) -> AbstractContextManager[Server]:
     """The server in threads of this process."""
-    server = Server(backend or Model(), fault=fault)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.closing.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return loopback.serving(Server(backend or Model(), fault=fault))
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,8 @@ from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.http import LONGEST_WAIT_SECONDS, NUM_TRIES, HttpScorer
 from rlhf_tasks.scoring.protocol import Responses, ScorerError
-from tests.scoring.server import Handler, Server, dripping, hangs_up, hung, replies, slow, status
+from tests.loopback import serving
+from tests.scoring.server import Handler, Server, hangs_up, hung, replies, slow, status
 
 ROWS = Responses.of_texts(["w0 w1", "w2", "w3 w4 w5"], ["w6 w7", "w8", ""])
 
@@ -25,13 +25,8 @@ ROWS = Responses.of_texts(["w0 w1", "w2", "w3 w4 w5"], ["w6 w7", "w8", ""])
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("rlhf_tasks.scoring.http.BACK_OFF_SECONDS", 0.001)
-    with Server() as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
+    with serving(Server()) as made:
         yield made
-        made.ended.set()
-        made.shutdown()
-        thread.join()
 
 
 def http(url: str, timeout_seconds: float = 5.0, **settings: Any) -> HttpScorer:
@@ -63,7 +58,7 @@ def test_requests_are_repeated_after_temporary_faults(
     assert http(server.url)(ROWS).tolist() == [5.0, 2.0, 0.0]
 
 
-@pytest.mark.parametrize("fault", [hung, dripping])
+@pytest.mark.parametrize("fault", [hung, Handler.drip])
 def test_a_request_with_a_silent_or_endless_reply_is_repeated(
     server: Server, fault: Callable[[Handler], None]
 ) -> None:

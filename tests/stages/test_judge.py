@@ -25,6 +25,7 @@ from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.judging import endpoint
+from tests.loopback import serving
 
 SETTINGS = {"judge.num_examples": 10, "judge.judges": [small.GOLD, small.HELDOUT]}
 
@@ -137,7 +138,7 @@ def preferring_a(server: endpoint.Server, monkeypatch: pytest.MonkeyPatch) -> di
 def test_a_pairwise_judge_adds_position_bias_and_cost(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with endpoint.serving() as server:
+    with serving(endpoint.Server()) as server:
         llm = preferring_a(server, monkeypatch)
         both = {"kind": "all_of", "name": "both", "judges": ["gpt", "gold"]}
         result = run(judges=[small.GOLD, llm, both])
