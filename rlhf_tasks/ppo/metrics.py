@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.models.tensors import Reduce, distinct, masked_moments, masked_sum
-from rlhf_tasks.ppo.advantages import group_deviations
 from rlhf_tasks.ppo.kl import k1, k3
 
 if TYPE_CHECKING:
@@ -77,11 +76,6 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
     """1 − Var(returns − values) / Var(returns) over tokens, of (B, R); 0 where all returns are equal."""
     rest, whole = masked_moments(returns - values, mask)[1], masked_moments(returns, mask)[1]
     return 1 - float(rest / whole) if whole > 0 else 0.0
-
-
-def group_metrics(returns: Tensor, num_samples: int) -> Metrics:
-    """`val/group_deviation` of returns (B,): the mean over prompts of their responses' standard deviation."""
-    return {"val/group_deviation": float(group_deviations(returns, num_samples).mean())}
 
 
 def moments(values: Tensor) -> list[float]:

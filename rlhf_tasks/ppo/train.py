@@ -40,7 +40,7 @@ from rlhf_tasks.models.ends import StopTokens
 from rlhf_tasks.models.load import TokenScores, num_bytes
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
-from rlhf_tasks.ppo.advantages import Estimator, response_returns
+from rlhf_tasks.ppo.advantages import Estimator, group_deviations, response_returns
 from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
@@ -50,7 +50,6 @@ from rlhf_tasks.ppo.metrics import (
     Metrics,
     TokenSums,
     explained_variance,
-    group_metrics,
     objective_metrics,
     ratio_metrics,
     ratio_sums,
@@ -216,7 +215,8 @@ def train(
                 if has_critic:
                     metrics["val/explained_variance"] = explained_variance(returns, rollout.values, mask)
                 elif num_samples > 1:
-                    metrics |= group_metrics(response_returns(rewards, mask), num_samples)
+                    deviations = group_deviations(response_returns(rewards, mask), num_samples)
+                    metrics["val/group_deviation"] = float(deviations.mean())
                 rollout = replace(rollout, advantages=advantages, returns=returns)
                 require_finite(metrics, rollout)
 
