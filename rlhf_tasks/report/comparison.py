@@ -20,9 +20,10 @@ from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, git
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, figures, files, identity
+from rlhf_tasks.report import document, figures, identity
 from rlhf_tasks.report.figures import Curve, Figure
 from rlhf_tasks.tracking import catalogue
+from rlhf_tasks.tracking.curves import read_csv
 
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict, but no weight and no win rate
@@ -104,7 +105,7 @@ def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
             if path == "params.yaml":
                 parameters = config.values(config.parse(text, path), path)
             elif path.endswith(".csv"):
-                curves[stage] = files.points(text)
+                curves[stage] = read_csv(text)
             else:
                 flat = config.flatten(json.loads(text))
                 metrics |= {f"{stage}/{key}": float(value) for key, value in flat.items()}

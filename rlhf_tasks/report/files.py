@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from rlhf_tasks.config import STAGES
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report.figures import Points
+from rlhf_tasks.tracking import curves
 
 Rows = list[dict[str, Any]]
 
@@ -38,7 +37,7 @@ class Files:
         return self._read(path, "a Parquet table", lambda: pq.read_table(path).to_pylist()) or []
 
     def points(self, path: Path) -> Points:
-        return self._read(path, "a table of numbers", lambda: points(path.read_text("utf-8"))) or []
+        return self._read(path, "a table of numbers", lambda: curves.read_csv(path.read_text("utf-8"))) or []
 
     def _read(self, path: Path, kind: str, parse: Callable[[], Any]) -> Any:
         if not path.exists():
@@ -52,13 +51,3 @@ class Files:
             # The file, or its folder, is named after the stage that writes it.
             stage = path.stem if path.stem in STAGES else path.parent.name
             raise UserError(f"{path} is not {kind} ({error}); run `rlhf {stage}` again") from None
-
-
-def points(text: str) -> Points:
-    """The rows of a plots/STAGE.csv; a cell is empty where a step has no value.
-
-    Raises:
-        ValueError: if a cell is no number.
-    """
-    rows = csv.DictReader(io.StringIO(text), restval="no cell")
-    return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
