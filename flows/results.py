@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from rlhf_tasks import config
-from rlhf_tasks.config import STAGES
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.tracking import catalogue
@@ -98,13 +97,10 @@ def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
 
 def summary(outcome: Outcome, values: Mapping[str, float], pages: Mapping[str, str]) -> str:
     """The verdict, the policy's win rates and the links: what the list of artifacts shows of a run."""
-    names = [
-        (name, re.fullmatch(r"judge/([^/]+)/policy_vs_([^/]+)/win_rate", name)) for name in headlines(values)
-    ]
     rates = [
         f"{values[name]:.1%} over {gate.OPPONENTS.get(parts[2], parts[2])}, by {parts[1]}"
-        for name, parts in names
-        if parts
+        for name in catalogue.headlines(values)
+        if (parts := re.fullmatch(r"judge/([^/]+)/policy_vs_([^/]+)/win_rate", name))
     ]
     verdict = [f"**{outcome.verdict}**: {outcome.reason}"] if outcome.verdict else []
     return "  \n".join([*verdict, *rates, links(pages)])  # hard breaks: the list cuts long lines
@@ -125,16 +121,7 @@ def metric_rows(values: Mapping[str, float], last: Mapping[str, float]) -> list[
             "last run": last.get(name),
             "change": values[name] - last[name] if name in last else None,
         }
-        for name in dict.fromkeys([*headlines(values), *sorted(values)])
-    ]
-
-
-def headlines(names: Iterable[str]) -> list[str]:
-    """Those of the metrics `STAGE/NAME` that an overview shows, in the catalogue's order."""
-    logged = [name.partition("/") for name in names]
-    by_stage = {stage: [name for first, _, name in logged if first == stage] for stage in STAGES}
-    return [
-        f"{stage}/{name}" for stage in STAGES for name in catalogue.select_headlines(stage, by_stage[stage])
+        for name in dict.fromkeys([*catalogue.headlines(values), *sorted(values)])
     ]
 
 
@@ -150,7 +137,7 @@ def page(
     if outcome.experiment:
         where += f", experiment `{outcome.name}`: `dvc exp apply {outcome.name}` restores it"
     parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}. {links(pages)}"]
-    shown = {name: f"{last[name]:.4g}" if name in last else "–" for name in headlines(values)}
+    shown = {name: f"{last[name]:.4g}" if name in last else "–" for name in catalogue.headlines(values)}
     overview = [{"metric": n, "this run": f"{values[n]:.4g}", "last run": old} for n, old in shown.items()]
     others = len(values) - len(shown)
     locked = dvc_files.locked(folder)

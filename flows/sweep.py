@@ -25,7 +25,7 @@ from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import request, results, settings, watch
+from flows import request, settings, watch
 from flows.slots import Slots, find_limit
 from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
@@ -33,6 +33,7 @@ from rlhf_tasks.presets import Request
 from rlhf_tasks.project import git, hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison
+from rlhf_tasks.tracking import catalogue
 
 TABLE_KEY = "rlhf-sweep"
 
@@ -123,7 +124,7 @@ def sweep(
             for c in completed
         ]
         logged = list(dict.fromkeys(key for result in read for key in result.metrics))
-        rows = comparison.table(read, metrics or results.headlines(logged) or logged)
+        rows = comparison.table(read, metrics or catalogue.headlines(logged) or logged)
         if rows:
             compare = " ".join(["rlhf compare", *(cell.experiment for cell in completed)])
             caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"

@@ -220,13 +220,7 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
         )
     groups = dict(zip("ABCDEF", settings.values(), strict=False))
     names = sorted({name for result in results for name in result.metrics})
-    headlines = [
-        f"{stage}/{name}"
-        for stage in sorted(STAGES, key=lambda stage: stage != "judge")
-        for name in catalogue.select_headlines(
-            stage, [name.removeprefix(f"{stage}/") for name in names if name.startswith(f"{stage}/")]
-        )
-    ]
+    headlines = catalogue.headlines(names, sorted(STAGES, key=lambda stage: stage != "judge"))
     cells = {name: {letter: cell(own, name) for letter, own in groups.items()} for name in names}
     differing = _differing([own[0].parameters for own in groups.values()])
     first, more = figures.split(_figures(groups))

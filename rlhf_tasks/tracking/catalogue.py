@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from rlhf_tasks.config import Stage
+from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.config.judge import RESERVED
 
 FOLDER = Path(__file__).parent / "metrics"
@@ -173,6 +173,13 @@ def select_headlines(stage: Stage, names: Iterable[str]) -> list[str]:
     """Those of a stage's logged names that overview tables show, in the catalogue's order."""
     known = list(names)
     return [name for metric in metrics(stage) if metric.headline for name in metric.select(known)]
+
+
+def headlines(names: Iterable[str], stages: Iterable[Stage] = STAGES) -> list[str]:
+    """Those of the metrics `STAGE/NAME` that overview tables show, by stage and in the catalogue's order."""
+    split = [name.partition("/") for name in names]
+    own = {stage: [name for first, _, name in split if first == stage] for stage in stages}
+    return [f"{stage}/{name}" for stage in own for name in select_headlines(stage, own[stage])]
 
 
 def ordered(stage: Stage, names: Iterable[str]) -> list[str]:
