@@ -72,7 +72,6 @@ class Service:
         return f"http://{HOST}:{self.daemon(name).record()['port']}"
 
     def _lock(self) -> FileLock:
-        (self.home / "service").mkdir(parents=True, exist_ok=True)
         return FileLock(self.home / "service/lock")
 
     # -------------------------------------------------------------------------------------- up

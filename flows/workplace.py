@@ -48,17 +48,14 @@ def opened(root: Path, run: str, commit: str | None, text: str, values: Config) 
         finally:
             workspace.remove()
         return
-    lock = FileLock(Paths(root).home / "checkout.lock")
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(Paths(root).home / "checkout.lock").acquire(timeout=0)
     except Timeout:
         raise UserError(
             "another flow run works in the checkout; wait for it, or set `where` to workspace"
         ) from None
-    try:
+    with lock:
         yield None
-    finally:
-        lock.release()
 
 
 def stage_environment(workspace: Workspace | None, run: str, name: str) -> dict[str, str]:

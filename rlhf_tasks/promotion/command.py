@@ -7,11 +7,9 @@ tags of the version; move the alias `champion`. No torch here: what measures a p
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +55,7 @@ def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bo
     if revision is None:
         check(root / model, model)
     try:
-        with _locked(local):
+        with _lock(local):
             if revision is None:
                 label, folder = Path(model).as_posix(), _with_weights(local, model)
                 return _promote(Candidate(local, folder, label, settings, local), again, unless_judging)
@@ -139,7 +137,7 @@ def record_verdict(paths: Paths, settings: Config) -> None:
     candidate = Candidate(paths, POLICY, POLICY, settings, paths)
     verdict = gate.Verdict.of_tree(json.loads(paths.verdict.read_text(encoding="utf-8")))
     try:
-        with _locked(paths):
+        with _lock(paths):
             registry = Registry.open(settings.tracking, paths.home, settings.promotion.model)
             champion = registry.champion()
             if champion is not None and champion.md5 == candidate.md5:
@@ -159,7 +157,7 @@ def rollback(paths: Paths) -> int:
     settings = config.load(paths.params)
     criteria = criteria_of(settings)
     try:
-        with _locked(paths):
+        with _lock(paths):
             registry = Registry.open(settings.tracking, paths.home, criteria.model)
             left, now = registry.rollback(_now())
     except Unreachable as error:
@@ -258,9 +256,6 @@ def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
 
-@contextlib.contextmanager
-def _locked(paths: Paths) -> Iterator[None]:
-    """Keep other processes of the project from promoting and rolling back."""
-    paths.home.mkdir(parents=True, exist_ok=True)
-    with FileLock(paths.home / "promotion.lock"):
-        yield
+def _lock(paths: Paths) -> FileLock:
+    """Keeps other processes of the project from promoting and rolling back."""
+    return FileLock(paths.home / "promotion.lock")

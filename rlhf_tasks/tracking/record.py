@@ -30,8 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from rlhf_tasks.project import atomic, disk
 
 Event = Mapping[str, Any]
@@ -164,11 +162,6 @@ def pending(home: Path) -> list[Record]:
             times[file.stem] = file.stat().st_mtime
     records = [Record(home, key) for key in sorted(times, key=lambda key: times[key])]
     return [record for record in records if not record.state()["closed"]]
-
-
-def lock(home: Path, timeout: float = -1) -> FileLock:
-    """Held during every delivery, by whoever delivers."""
-    return FileLock(home / "outbox" / "sync.lock", timeout=timeout)
 
 
 def now() -> int:

@@ -10,17 +10,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock
+
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking import context
-from rlhf_tasks.tracking.record import DamagedRecordError, Event, Record, lock, pending
+from rlhf_tasks.tracking.record import DamagedRecordError, Event, Record, pending
 
 if TYPE_CHECKING:
     from rlhf_tasks.tracking.store import Delivery
 
 BATCH_SECONDS = 1.0  # between two deliveries of a live run
 RETRY_SECONDS = 20.0  # after a failure
-LOCK_SECONDS = 60.0
+LOCK_SECONDS = 60.0  # for the outbox, which one process at a time delivers
 WAIT_SECONDS = 60.0  # for the delivery, after a run's end: the first one also creates the database
 KILLED_WAIT_SECONDS = 3.0
 MAX_REASON = 500  # characters
@@ -102,7 +104,7 @@ def attempt(delivery: Delivery, *, only_over: bool = False) -> str | None:
 
     record, reason = delivery.record, None
     try:
-        with lock(record.home, LOCK_SECONDS):
+        with FileLock(record.home / "outbox/sync.lock", timeout=LOCK_SECONDS):
             delivery.step(only_over=only_over)
     except Exception as error:  # it must end neither training nor the delivery of other runs
         if not isinstance(
