@@ -203,9 +203,10 @@ def _challenger(candidate: Candidate, registry: Registry) -> Version:
 
 def _record(registry: Registry, version: Version, verdict: gate.Verdict, label: str, against: str) -> None:
     result, now = "passed" if verdict.passed else "refused", _now()
-    about = {"": result, "summary": verdict.summary, "against": against, "time": now}
+    tags = {"verdict": result, "verdict.summary": verdict.summary}
+    tags |= {"verdict.against": against, "verdict.time": now}
     page = f"{result}: {verdict.summary}\n\n`{label}` against {against}, {now}\n\n{verdict.table()}\n"
-    registry.record(version, about, page)
+    registry.record(version, tags, page)
 
 
 def _origin(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], str | None]:

@@ -180,15 +180,13 @@ class Registry:
         with translated_errors():
             self.client.set_registered_model_alias(self.name, CHALLENGER, version.number)
 
-    def record(self, version: Version, verdict: Mapping[str, str], page: str) -> None:
-        """Write the gate's verdict as the tags `verdict` and `verdict.…`, and `page` as the description.
+    def record(self, version: Version, tags: Mapping[str, str], page: str) -> None:
+        """Write the gate's verdict: its tags `verdict` and `verdict.…`, and `page` as the description.
 
-        The tags of an earlier verdict are removed. The key "" stands for the tag `verdict`.
+        The tags of an earlier verdict are removed.
         """
         with translated_errors():
-            tags = {f"verdict.{k}" if k else "verdict": v for k, v in verdict.items()}
-            old = [k for k in version.tags if k.split(".")[0] == "verdict" and k not in tags]
-            for key in old:
+            for key in [k for k in version.tags if k.split(".")[0] == "verdict" and k not in tags]:
                 self.client.delete_model_version_tag(self.name, version.number, key)
             self.client.update_model_version(self.name, version.number, page)
             self._tag(version.number, tags)

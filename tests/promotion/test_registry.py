@@ -105,9 +105,9 @@ def test_a_version_that_was_judged_against_another_champion_is_not_promoted(regi
 
 def test_a_verdict_replaces_the_earlier_one(registry: Registry) -> None:
     version = made(registry, "a.dir")
-    registry.record(version, {"": "refused", "kl": "11 <= 10: failed", "old": "x"}, "text")
+    registry.record(version, {"verdict": "refused", "verdict.old": "x"}, "text")
     again = made(registry, "a.dir")
-    registry.record(again, {"": "promoted", "criteria": "kl: 1.5"}, "other text")
+    registry.record(again, {"verdict": "promoted", "verdict.criteria": "kl: 1.5"}, "other text")
     stored = registry.client.get_model_version(NAME, "1")
     tags = {k: v for k, v in stored.tags.items() if k.startswith("verdict")}
     assert tags == {"verdict": "promoted", "verdict.criteria": "kl: 1.5"}
@@ -128,7 +128,7 @@ def test_a_server_accepts_what_the_embedded_store_accepts(home: Path) -> None:
             registry = Registry.open(tracking(url), home, NAME)
             promote(registry, "a.dir")
             promote(registry, "b.dir")
-            registry.record(made(registry, "b.dir"), {"": "promoted"}, "text")
+            registry.record(made(registry, "b.dir"), {"verdict": "promoted"}, "text")
             assert aliases(registry) == {CHAMPION: "2"}
             assert registry.rollback("now")[1].number == "1"
             with pytest.raises(UserError, match="MLflow refused"), translated_errors():
