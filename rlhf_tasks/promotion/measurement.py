@@ -61,10 +61,7 @@ class Candidate:
 
 def is_trained_here(paths: Paths, md5: str) -> bool:
     """Whether metrics/ppo.json describes the policy with these bytes, according to dvc.lock."""
-    locked = dvc_files.locked_by(paths.root, "ppo")
-    metrics = paths.metrics("ppo")
-    is_current = metrics.exists() and hashing.dvc_md5(metrics) == locked.get(paths.relative(metrics))
-    return is_current and locked.get(paths.relative(paths.policy)) == md5
+    return _describes(paths, "ppo", paths.metrics("ppo"), md5)
 
 
 def is_judged_here(paths: Paths, md5: str) -> bool:
@@ -73,20 +70,20 @@ def is_judged_here(paths: Paths, md5: str) -> bool:
     They do not if PPO has run since the judge did, if the files were replaced, or if `judge` in params.yaml
     has changed since.
     """
-    root, folder = paths.root, paths.judge_results
-    locked = dvc_files.locked_by(root, "judge")
-    is_current = folder.exists() and hashing.dvc_md5(folder) == locked.get(paths.relative(folder))
     now = VIEWS["judge"].of(config.load(paths.params)).declared
     decisive, used = (
         {k: v for k, v in values.items() if k.startswith("judge.") and k not in DISPLAY_ONLY}
-        for values in (now, inputs.used(root, "judge").values)
+        for values in (now, inputs.used(paths.root, "judge").values)
     )
-    return (
-        is_trained_here(paths, md5)
-        and is_current
-        and locked.get(paths.relative(paths.policy)) == md5
-        and decisive == used
-    )
+    is_of_policy = is_trained_here(paths, md5) and _describes(paths, "judge", paths.judge_results, md5)
+    return is_of_policy and decisive == used
+
+
+def _describes(paths: Paths, stage: str, written: Path, md5: str) -> bool:
+    """Whether what a stage wrote is what dvc.lock has, and the stage wrote or read the policy of this md5."""
+    locked = dvc_files.locked_by(paths.root, stage)
+    is_current = written.exists() and hashing.dvc_md5(written) == locked.get(paths.relative(written))
+    return is_current and locked.get(paths.relative(paths.policy)) == md5
 
 
 def reward_functions(paths: Paths) -> set[str]:
