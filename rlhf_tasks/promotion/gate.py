@@ -229,7 +229,9 @@ def _criteria(
         title = f"win rate over {OPPONENTS[b]} by {judge.replace('_', ' ')} (95% low)"
         low = _of_comparison(evidence.results, judge, b, lambda one: one.win_rate.low)
         yield from _bounded(f"over_{b}/{judge}", title, low, ">", bounds[b])
-    yield from _kl(evidence.kl, promotion.max_kl)
+    kl = "it was not measured of this policy" if evidence.kl is None else _finite(evidence.kl.mean)
+    error = None if evidence.kl is None else evidence.kl.standard_error
+    yield from _bounded("kl", "KL", kl, "<=", promotion.max_kl, standard_error=error)
     yield from _retention(promotion, evidence.results)
     shares = (
         _of_comparison(evidence.results, judge, b, lambda one: one.failures / (one.failures + one.examples))
@@ -248,12 +250,6 @@ def _criteria(
     optimized = [name for name in sorted(suspects) if name in evidence.results.optimised_judges]
     title = "judges that are the optimized reward" + (f" ({', '.join(optimized)})" if optimized else "")
     yield Criterion("optimised_judges", title, float(len(optimized)), "<=", 0.0)
-
-
-def _kl(kl: Kl | None, bound: float | None) -> Iterator[Criterion]:
-    value = "it was not measured of this policy" if kl is None else _finite(kl.mean)
-    error = None if kl is None else kl.standard_error
-    yield from _bounded("kl", "KL", value, "<=", bound, standard_error=error)
 
 
 def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
