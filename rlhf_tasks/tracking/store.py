@@ -235,7 +235,8 @@ class Delivery:
         if MLFLOW_RUN_NOTE in tags:
             tags[MLFLOW_RUN_NOTE] = self._described(tags[MLFLOW_RUN_NOTE])
         if tags:
-            self._set_tags(tags)
+            texts = [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]
+            self._client.log_batch(self._run, tags=texts)
         if events and events[-1]["kind"] == "end":
             end = events[-1]
             self._end(self._run, end, end["reason"])
@@ -302,9 +303,6 @@ class Delivery:
         figure = f"![Curves of PPO](get-artifact?path=curves.png&run_uuid={self._run})"
         parts = [" · ".join(links), note, figure if "plots/ppo.csv" in self._artifacts else ""]
         return "\n\n".join(part for part in parts if part)
-
-    def _set_tags(self, tags: Mapping[str, str]) -> None:
-        self._client.log_batch(self._run, tags=[RunTag(name, text[:MAX_TAG]) for name, text in tags.items()])
 
 
 def _dataset(path: str, md5: str) -> DatasetInput:
