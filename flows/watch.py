@@ -9,6 +9,7 @@ same request: runs with another preset, seed or overrides train other models.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,8 @@ def parameters_of(deployment: str) -> dict[str, Any]:
     problem = f"give FLOW/DEPLOYMENT, such as {settings.PIPELINE}/pipeline"
     if re.fullmatch(r"[^/]+/[^/]+", deployment):
         problem = "no deployment has this name"
-        with get_client(sync_client=True) as client:
-            try:
-                return dict(client.read_deployment_by_name(deployment).parameters)
-            except ObjectNotFound:
-                pass
+        with suppress(ObjectNotFound), get_client(sync_client=True) as client:
+            return dict(client.read_deployment_by_name(deployment).parameters)
     raise UserError(f"deployment={deployment!r}: {problem}; `prefect deployment ls` lists the deployments")
 
 
