@@ -218,10 +218,11 @@ class Service:
         if healthy["prefect"]:
             try:
                 page = f"{self.url('prefect')}{settings.UI}/runs/flow-run"
-                runs = [
-                    f"{r['name']}: {r['state_name']}, {page}/{r['id']}" for r in self._runs_in_progress({})
+                lines = [
+                    f"run {run['name']}: {run['state_name']}, {page}/{run['id']}"
+                    for run in self._runs_in_progress({})
                 ]
-                lines = [f"run {run}" for run in runs] or ["no flow run is in progress"]
+                lines = lines or ["no flow run is in progress"]
             except NO_ANSWER:
                 lines = ["the Prefect server does not list its flow runs"]
             for line in lines:
@@ -254,9 +255,8 @@ class Service:
             self.end_runs()
             ports = {name: self.daemon(name).record().get("port") for name in PORTS}
             ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
-            for name in filter(
-                ports.get, ports
-            ):  # the next start takes the same, so that bookmarks stay valid
+            # The next start takes the same, so that bookmarks stay valid.
+            for name in filter(ports.get, ports):
                 atomic.write_json(self.daemon(name).file, {"port": ports[name]})
         console.say(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
 
