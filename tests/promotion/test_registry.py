@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 from pathlib import Path
 
-import httpx
 import pytest
 
 from rlhf_tasks.config import Tracking
@@ -21,8 +17,7 @@ from rlhf_tasks.promotion.registry import (
     Version,
     translated_errors,
 )
-from rlhf_tasks.tracking.dashboard import server_command, server_environment
-from tests.flows import toy
+from tests.tracking.toy import served
 
 NAME = "rlhf-policy"
 
@@ -121,27 +116,15 @@ def test_a_server_accepts_what_the_embedded_store_accepts(home: Path) -> None:
     """The server checks the source of a version, the store does not."""
     port = free_port(28400)
     url = f"http://127.0.0.1:{port}"
-    environment = server_environment(home, os.environ)
-    with subprocess.Popen(server_command(home, port), env=environment, start_new_session=True) as server:
-        try:
-            toy.until(lambda: answers(url), "MLflow")
-            registry = Registry.open(tracking(url), home, NAME)
-            promote(registry, "a.dir")
-            promote(registry, "b.dir")
-            registry.record(made(registry, "b.dir"), {"verdict": "promoted"}, "text")
-            assert aliases(registry) == {CHAMPION: "2"}
-            assert registry.rollback("now")[1].number == "1"
-            with pytest.raises(UserError, match="MLflow refused"), translated_errors():
-                registry.client.set_registered_model_alias(NAME, "not an alias!", "1")
-        finally:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
+    with served(home, port):
+        registry = Registry.open(tracking(url), home, NAME)
+        promote(registry, "a.dir")
+        promote(registry, "b.dir")
+        registry.record(made(registry, "b.dir"), {"verdict": "promoted"}, "text")
+        assert aliases(registry) == {CHAMPION: "2"}
+        assert registry.rollback("now")[1].number == "1"
+        with pytest.raises(UserError, match="MLflow refused"), translated_errors():
+            registry.client.set_registered_model_alias(NAME, "not an alias!", "1")
 
 
 def test_an_unreachable_server_is_not_a_user_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
