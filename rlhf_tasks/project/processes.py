@@ -182,25 +182,30 @@ def is_alive(name: str) -> bool:
 
 def find(variable: str, value: str) -> list[psutil.Process]:
     """The living processes of this user that were started with this variable in their environment."""
-    matching = []
+    return _living(lambda process: process.environ().get(variable) == value)
+
+
+def others_in_session(leader: int) -> list[psutil.Process]:
+    """The living processes of the session that this process leads, or has led, but for itself."""
+    return _living(lambda process: process.pid != leader and os.getsid(process.pid) == leader)
+
+
+def _living(is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    found = []
     for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(variable) == value:
-                matching.append(process)
-        except (psutil.Error, OSError):
-            continue  # it has ended, or belongs to another user
-    return matching
+        with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
+            if process.status() != psutil.STATUS_ZOMBIE and is_wanted(process):
+                found.append(process)
+    return found
 
 
-def end(variable: str, value: str, number: signal.Signals, grace_seconds: float) -> bool:
-    """Send a signal to all of them, and kill those that outlive the grace; True if there were any."""
-    was_alive = bool(alive := find(variable, value))
+def end(variable: str, value: str, number: signal.Signals, grace_seconds: float) -> None:
+    """Send a signal to all of them, and kill those that outlive the grace."""
     for sign, seconds in ((number, grace_seconds), (signal.SIGKILL, KILL_SECONDS)):
-        send(alive, sign)
+        send(find(variable, value), sign)
         deadline = time.monotonic() + seconds
-        while (alive := find(variable, value)) and time.monotonic() < deadline:
+        while find(variable, value) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-    return was_alive
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
@@ -229,17 +234,6 @@ def run_attached(owner: int, words: Sequence[str], environment: Mapping[str, str
     finally:
         send(others_in_session(os.getpid()), signal.SIGKILL)
     return 128 + signal.SIGTERM
-
-
-def others_in_session(leader: int) -> list[psutil.Process]:
-    """The living processes of the session that this process leads, or has led, but for itself."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            is_zombie = process.status() == psutil.STATUS_ZOMBIE
-            if not is_zombie and process.pid != leader and os.getsid(process.pid) == leader:
-                found.append(process)
-    return found
 
 
 def is_free(port: int) -> bool:
