@@ -31,17 +31,15 @@ def whole(path: Path) -> Iterator[Path]:
         shutil.rmtree(stale)
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
     partial.chmod(0o755)
+    free = disk.free(partial)
     try:
-        free = disk.free(partial)
-        try:
-            yield partial
-            finish(partial, path)
-        except Exception as error:
-            if not disk.is_full(error):
-                raise
-            raise disk.DiskFullError(disk.message(path, disk.size(partial), free)) from error
-    except BaseException:
+        yield partial
+        finish(partial, path)
+    except BaseException as error:
+        full = disk.is_full(error) and disk.message(path, disk.size(partial), free)
         shutil.rmtree(partial, ignore_errors=True)
+        if full:
+            raise disk.DiskFullError(full) from error
         raise
 
 
@@ -57,13 +55,9 @@ def finish(partial: Path, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write_bytes` of text in UTF-8."""
-    write_bytes(path, text.encode("utf-8"))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write one file: a reader sees the old or the new content; of two writers the last one wins."""
+    """Write one file, in UTF-8: a reader sees the old or the new text; of two writers the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    content = text.encode("utf-8")
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with disk.room(path.parent, lambda: len(content)):
