@@ -114,7 +114,7 @@ def pipeline(
             "preset": asked.preset or "none",
             "seed": str(values.seed),
             "changes": ", ".join(f"`{change}`" for change in changes),
-            "commit": commit or git.revision(root) or "none",
+            "commit": commit or git.commit(root) or "none",
             "Prefect run": f"[{title}]({page})" if page else None,
         }
         tags = {"preset": asked.preset or "none", **({"changes": ", ".join(changes)} if changes else {})}

@@ -54,8 +54,8 @@ def resolve(root: Path, revision: str | None) -> str:
     return result
 
 
-def commit(root: Path, revision: str) -> str | None:
-    """The hash of a commit by its name; None for an unknown name, or without git."""
+def commit(root: Path, revision: str = "HEAD") -> str | None:
+    """The hash of a commit by its name; None for an unknown name, before the first commit, or without git."""
     words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     return quiet_output(root, *words) or None
 
@@ -130,11 +130,6 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
     return done.stdout.strip() if strip else done.stdout
 
 
-def revision(root: Path) -> str | None:
-    """The hash of HEAD; None without git or before the first commit."""
-    return commit(root, "HEAD")
-
-
 def is_dirty(root: Path) -> bool:
     """True if files differ from the commit, new ones too, except those that runs write."""
     return bool(quiet_output(root, "status", "--porcelain", "--", ".", *WRITTEN_BY_RUNS))
@@ -160,7 +155,7 @@ def experiments(root: Path, base: str = "") -> list[tuple[str, str]]:
 
 def find_experiment(root: Path, name: str) -> str | None:
     """The commit of the newest experiment with this name; None if there is none, or no git."""
-    known = experiments(root) if revision(root) is not None else []
+    known = experiments(root) if commit(root) is not None else []
     return next((commit for commit, own in known if own == name), None)
 
 

@@ -80,7 +80,7 @@ def write(paths: Paths, stage: Stage, key: str) -> Path:
         "rlhf.run": key,
         "inputs": dict(input_hashes(paths, stage)),
         **outside,
-        "git.rev": git.revision(paths.root),
+        "git.rev": git.commit(paths.root),
         "git.dirty": git.is_dirty(paths.root),
     }
     atomic.write_json(path, tree)

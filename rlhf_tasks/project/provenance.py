@@ -132,7 +132,7 @@ def revision_with(root: Path, path: str, md5: str) -> tuple[str | None, str | No
 
 def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
     """The commit checked out, the experiments with their names, newest first, and None: the working tree."""
-    if (head := git.commit(root, "HEAD")) is not None:
+    if (head := git.commit(root)) is not None:
         known = git.experiments(root)
         yield head, dict(known).get(head)
         yield from known

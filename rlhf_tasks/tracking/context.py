@@ -59,7 +59,7 @@ def header(paths: Paths, stage: Stage, view: StageView, key: str) -> dict[str, A
         "tags": {
             "dvc.stage": stage,
             "rlhf.run": key,
-            "git.rev": git.revision(paths.root) or "none",
+            "git.rev": git.commit(paths.root) or "none",
             "git.dirty": str(git.is_dirty(paths.root)).lower(),
             "versions": ", ".join([f"Python {platform.python_version()}", *map(_version, PACKAGES)]),
         },

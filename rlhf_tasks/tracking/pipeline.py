@@ -154,7 +154,7 @@ def open_run(paths: Paths, flow_run: str, settings: Tracking, tags: Mapping[str,
         "parent": {"key": key(flow_run), "owner": "flow", "prefect.flow_run_id": flow_run},
         "parameters": {},
         "inputs": {},
-        "tags": {"git.rev": git.revision(paths.root) or "none"},
+        "tags": {"git.rev": git.commit(paths.root) or "none"},
     }
     with delivered(record, header) as sender:
         pipeline = Pipeline(record, settings, key(flow_run), sender)

@@ -142,7 +142,7 @@ def test_a_run_that_is_not_committed_is_found_in_the_working_tree(
     keep = provenance.commands(provenance.find(root, name))[0]
     assert keep == "git add dvc.lock metrics/ plots/ && git commit --all"
     subprocess.run(f"{keep} -qm run", shell=True, cwd=root, check=True)
-    assert provenance.find(root, name).revision == git.commit(root, "HEAD")
+    assert provenance.find(root, name).revision == git.commit(root)
     assert toy.git(root, "status", "--porcelain", "--untracked-files=no") == ""
 
 

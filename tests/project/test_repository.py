@@ -48,7 +48,7 @@ def test_a_missing_git_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="install git"):
         git.files(tmp_path, "HEAD", "")
-    assert git.revision(tmp_path) is None
+    assert git.commit(tmp_path) is None
     assert git.address(tmp_path) == str(tmp_path)
 
 

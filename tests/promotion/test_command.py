@@ -108,7 +108,7 @@ def test_a_version_names_its_run_and_its_commit(project: Path) -> None:
     run = store.create_run(experiment.experiment_id, tags={"rlhf.run": "ppo-of-one"}).info.run_id
     assert promote(project, "one") == 0
     version = store.get_model_version(NAME, "1")
-    assert (version.run_id, version.tags["dvc.rev"]) == (run, git.revision(project))
+    assert (version.run_id, version.tags["dvc.rev"]) == (run, git.commit(project))
     assert "dvc.exp" not in version.tags
 
 
