@@ -18,6 +18,5 @@ def read(home: Path) -> dict[str, float]:
 
 def record(home: Path, stage: str, seconds: float) -> None:
     """Remember how long a stage took."""
-    home.mkdir(parents=True, exist_ok=True)
     with FileLock(home / "durations.lock"):
         atomic.write_json(home / "durations.json", {**read(home), stage: round(seconds, 1)})

@@ -204,14 +204,11 @@ def _configure(root: Path, folder: Path) -> None:
 
 def _worktrees(root: Path) -> FileLock:
     """The lock of git's worktrees: two runs must not list and create them at the same time."""
-    home = Paths(root).home
-    home.mkdir(parents=True, exist_ok=True)
-    return FileLock(home / "worktrees.lock")
+    return FileLock(Paths(root).home / "worktrees.lock")
 
 
 def _lock(root: Path, name: str) -> FileLock:
     """The lock of the process that uses a workspace; acquired only while `_worktrees` is locked."""
-    _all(root).mkdir(parents=True, exist_ok=True)
     return FileLock(_all(root) / f"{name}@{platform.node()}.lock", thread_local=False)
 
 
