@@ -36,7 +36,7 @@ def resolve(precision: Precision) -> Literal["fp32", "bf16"]:
     """`auto` is bf16 if all GPUs that this process may use compute in it, and fp32 elsewhere."""
     if precision != "auto":
         return precision
-    capabilities = gpu_capabilities() if _torch_has_cuda() else []
+    capabilities = gpu_capabilities()
     return "bf16" if capabilities and min(capabilities) >= AMPERE else "fp32"
 
 
@@ -48,7 +48,7 @@ def micro_batch_tokens(
     A hub id counts as a model of eight billion parameters: nothing is fetched here, and the value must not
     change once the model is in the cache.
     """
-    gpus = gpu_memories() if _torch_has_cuda() else []
+    gpus = gpu_memories()
     most = MOST_TOKENS["cuda" if gpus else "cpu"]
     hidden, layers, intermediate = _shape(config, root, section) or LARGE
     numbers = layers * (9 * hidden + 3 * intermediate)  # in and out of all linear layers, at most
@@ -109,11 +109,6 @@ def machine_memory() -> int:
     return min(found)
 
 
-def has_gpu() -> bool:
-    """Whether torch computes on a GPU here."""
-    return _torch_has_cuda() and bool(gpu_memories())
-
-
 def free_memory() -> int:
     """The bytes of memory that this process can still take, in its container too."""
     own = machine_memory() - int(psutil.Process().memory_info().rss)
@@ -121,16 +116,13 @@ def free_memory() -> int:
 
 
 def gpu_memories() -> list[int]:
-    """The bytes of memory of each NVIDIA GPU that this process may use; empty without one."""
-    size, found = ctypes.c_size_t(), []
-    for driver, device in _gpus():
-        if not driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
-            found.append(size.value)
-    return found
+    """The bytes of memory of each NVIDIA GPU that torch may use in this process; empty without one."""
+    size, gpus = ctypes.c_size_t(), _gpus()
+    return [size.value for driver, gpu in gpus if not driver.cuDeviceTotalMem_v2(ctypes.byref(size), gpu)]
 
 
 def gpu_capabilities() -> list[int]:
-    """The major compute capability of each NVIDIA GPU that this process may use; empty without one."""
+    """The major compute capability of each NVIDIA GPU that torch may use in this process."""
     found = []
     for driver, device in _gpus():
         major = ctypes.c_int()
@@ -140,7 +132,9 @@ def gpu_capabilities() -> list[int]:
 
 
 def _gpus() -> list[tuple[ctypes.CDLL, ctypes.c_int]]:
-    """NVIDIA's driver with each GPU that this process may use."""
+    """NVIDIA's driver with each GPU that torch may use in this process."""
+    if not _torch_has_cuda():
+        return []
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

@@ -57,7 +57,7 @@ def trains_side_by_side(stage: Stage, settings: Config) -> bool:
         and reward.source is None
         and (launch.num_processes, launch.num_machines, launch.parallelism) == (1, 1, "ddp")
         and num_threads(os.environ) > 1
-        and not precision.has_gpu()
+        and not precision.gpu_memories()
         and not context.is_worker()
     )
 

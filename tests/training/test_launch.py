@@ -71,7 +71,7 @@ def test_only_training_stages_are_launched_and_only_for_several_processes(
 def test_reward_models_are_trained_side_by_side_on_several_threads(
     threads: str, values: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "has_gpu", lambda: False)
+    monkeypatch.setattr(precision, "gpu_memories", list)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     settings = Config.model_validate(small.params({"reward.side_by_side": True, **values}))
     assert launch.trains_side_by_side("reward", settings) == expected
