@@ -63,7 +63,6 @@ def _known_digest(name: str, memory: Path | None, file: Path) -> str:
     with suppress(OSError, ValueError):  # a file that is damaged is as good as none: it only saves time
         known = dict(json.loads(memory.read_text(encoding="utf-8")))
     if known.get(path, [])[:-1] != state:
-        memory.parent.mkdir(parents=True, exist_ok=True)
         known[path] = [*state, _digest(file, name)]
         atomic.write_json(memory, known)
     return str(known[path][-1])
