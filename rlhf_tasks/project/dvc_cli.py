@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from rlhf_tasks.errors import UserError
 
@@ -53,9 +55,9 @@ def cached_file(cache: Path, md5: str) -> Path:
     return cache / "files" / "md5" / md5[:2] / md5[2:]
 
 
-def cached_text(root: Path, md5: str | None) -> str | None:
-    """The text of a file in the project's cache; None if the cache does not have it."""
+def cached_json(root: Path, md5: str | None) -> dict[str, Any]:
+    """The content of a JSON file in the project's cache; empty if the cache does not have it."""
     try:
-        return None if md5 is None else cached_file(cache(root), md5).read_text(encoding="utf-8")
+        return {} if md5 is None else dict(json.loads(cached_file(cache(root), md5).read_text("utf-8")))
     except OSError:
-        return None
+        return {}

@@ -128,8 +128,8 @@ def used(root: Path, stage: str) -> Inputs:
     file = Paths(root).inputs(stage)
     md5 = dvc_files.locked_by(root, stage).get(f"{INPUTS}/{stage}.json")
     is_here = md5 is not None and file.exists() and hashing.dvc_md5(file) == md5
-    text = file.read_text(encoding="utf-8") if is_here else dvc_cli.cached_text(root, md5)
-    return Inputs({}, {}, {}) if text is None else Inputs(**json.loads(text))
+    tree = json.loads(file.read_text(encoding="utf-8")) if is_here else dvc_cli.cached_json(root, md5)
+    return Inputs(**tree) if tree else Inputs({}, {}, {})
 
 
 def resolved(root: Path, settings: Config, recorded: Mapping[str, Any] | None = None) -> Config:

@@ -118,7 +118,7 @@ def _of_path(root: Path, path: str, stage: str) -> Chain:
 def _of_key(root: Path, key: str, stage: str) -> Chain:
     for revision, name in _revisions(root):
         md5 = _locked(root, revision).get(f"models/lineage/{stage}.json")
-        if _cached(root, md5).get("rlhf.run") == key:
+        if dvc_cli.cached_json(root, md5).get("rlhf.run") == key:
             return _of_revision(root, revision, name, stage)
     raise UserError(
         f"the run {key} is in no dvc.lock: not here, not in the commit checked out, not in an experiment"
@@ -150,13 +150,6 @@ def _locked(root: Path, revision: str | None) -> dict[str, str]:
     return dvc_files.locked_in(_text(root, revision, "dvc.lock") or "{}")
 
 
-def _cached(root: Path, md5: str | None) -> dict[str, Any]:
-    """A JSON file of the cache; empty if the cache lacks it."""
-    text = dvc_cli.cached_text(root, md5)
-    tree: dict[str, Any] = json.loads(text) if text else {}
-    return tree
-
-
 def _of_revision(
     root: Path, revision: str | None, name: str | None, last: str | None = None, path: str | None = None
 ) -> Chain:
@@ -165,7 +158,9 @@ def _of_revision(
     read = {stage: hashes for stage, (hashes, _) in dvc_files.read_and_written(lock).items()}
     locked = dvc_files.locked_in(lock)
     written = {out: locked[out] for node in graph.values() for out in node.outs if out in locked}
-    records = {stage: _cached(root, read.get(stage, {}).get(f"{INPUTS}/{stage}.json")) for stage in graph}
+    records = {
+        stage: dvc_cli.cached_json(root, read.get(stage, {}).get(f"{INPUTS}/{stage}.json")) for stage in graph
+    }
     links = []
     for stage, node in graph.items():
         if stage == INPUTS or not (
@@ -179,7 +174,7 @@ def _of_revision(
                 {dep: read.get(stage, locked).get(dep) for dep in node.inputs}
                 | records[stage].get("files", {}),
                 outs,
-                _cached(root, locked.get(f"models/lineage/{stage}.json")),
+                dvc_cli.cached_json(root, locked.get(f"models/lineage/{stage}.json")),
             )
         )
 
