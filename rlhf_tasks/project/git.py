@@ -102,16 +102,14 @@ def address(root: Path) -> str:
     It is the address of the git remote `origin`, without protocol and login, and the project's folder in the
     repository; without a remote it is the absolute path of the folder.
     """
-    url, inside = (
-        quiet_output(root, *words)
-        for words in (("remote", "get-url", "origin"), ("rev-parse", "--show-prefix"))
-    )
+    url = quiet_output(root, "remote", "get-url", "origin")
     if not url:
         return str(root.resolve())
     if ":" not in url:  # a folder
         url = str((root / url).resolve())
     place = re.sub(r"^(\w+://)?([^/@]+@)?", "", url)
     place = re.sub(r":(\d+/)?/*", "/", place, count=1)  # a port, or the form of ssh, HOST:PATH
+    inside = quiet_output(root, "rev-parse", "--show-prefix")
     return f"{place.rstrip('/').removesuffix('.git')}/{inside}".rstrip("/")
 
 
