@@ -213,26 +213,25 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
     mined = _installed_names() if values.get("data.source") == "docstrings" and stage == "prepare" else ()
     packages = {name: _version(name) for name in (*names, *harness, *mined)}
-    for key, path in files_named(values) if stage not in READS_NO_FILES else ():
-        maker = next((name for name, node in graph.items() if is_in(path, node.outs)), None)
+    named: Mapping[str, Any] = {} if stage in READS_NO_FILES else values
+    for key, path in files_named(named):
         if is_in(path, deps):
             continue  # DVC compares it
-        if path.startswith(packaged.PREFIX):
-            try:
-                files[path] = hashing.dvc_md5(Path(packaged.locate(path)), paths.home / "hashes.json")
-            except UserError as error:
-                problems.append(f"{key}: {error}")
+        try:
+            place = paths.root / packaged.locate(path)
+        except UserError as error:
+            problems.append(f"{key}: {error}")
             continue
-        if maker is not None:
+        if maker := next((name for name, node in graph.items() if is_in(path, node.outs)), None):
             problems.append(
                 f"{key}={path} is made by stage {maker}, and is not among the deps of stage {stage} in "
                 "dvc.yaml; add it there, or name another one"
             )
-        elif not (paths.root / path).exists():
+        elif not place.exists():
             problems.append(f"{key}={path} does not exist below {paths.root.resolve()}; give one that does")
         else:
-            files[path] = hashing.dvc_md5(paths.root / path, paths.home / "hashes.json")
-    for key, function in functions_named(values) if stage not in READS_NO_FILES else ():
+            files[path] = hashing.dvc_md5(place, paths.home / "hashes.json")
+    for key, function in functions_named(named):
         module, _, name = function.partition(":")
         try:
             own, foreign = _code(paths.root, module, name, (*deps, *NO_RESULT))
@@ -391,8 +390,7 @@ def check_committed(root: Path, settings: Config) -> None:
     required = [*project.get("dependencies", ()), *(one for extra in extras for one in extra)]
     names = [project.get("name", ""), *(Requirement(text).name for text in required)]
     allowed, problems = {canonicalize_name(name) for name in names}, []
-    values = config.flatten(settings.model_dump(mode="json", by_alias=True))
-    for key, function in functions_named(values):
+    for key, function in functions_named(config.in_force(settings)):
         path = module_path(function)
         is_committed = any(git.files(root, "HEAD", name) for name in (path, f"{path[:-3]}/__init__.py"))
         if not is_committed and not allowed.intersection(_distributions([re.split("[.:]", function)[0]])):

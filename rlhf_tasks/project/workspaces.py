@@ -24,7 +24,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks.config import Config, flatten
+from rlhf_tasks.config import Config, in_force
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing, inputs
 from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
@@ -43,10 +43,6 @@ class Workspace:
     lock: FileLock
     like: tuple[str, str] | None = None
     """Commit and name of the experiment that it started from."""
-
-    @property
-    def name(self) -> str:
-        return self.top.name
 
     def environment(self) -> dict[str, str]:
         """Variables that make the stages run the code of this commit instead of the main checkout's."""
@@ -73,7 +69,7 @@ class Workspace:
 
     def remove(self) -> None:
         """Remove the workspace and all in it; nothing happens if it does not exist."""
-        remove(self.root, self.name)
+        remove(self.root, self.top.name)
         self.lock.release()
 
 
@@ -272,7 +268,7 @@ def _check_seen(root: Path, folder: Path, settings: Config) -> None:
     """
     graph = dvc_files.graph(folder)
     made = [out for node in graph.values() for out in node.outs]
-    values = flatten(settings.model_dump(mode="json", by_alias=True))
+    values = in_force(settings)
     named = [path for _, path in inputs.files_named(values)]
     named += [inputs.module_path(function) for _, function in inputs.functions_named(values)]
     deps = dict.fromkeys([*(dep for node in graph.values() for dep in node.deps), *named])
