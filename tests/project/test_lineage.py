@@ -12,11 +12,7 @@ import pytest
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files, git, hashing, lineage
 from rlhf_tasks.project.paths import Paths
-
-
-def run_git(folder: Path, *words: str) -> None:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+from tests.flows import toy
 
 
 @pytest.mark.e2e
@@ -54,18 +50,17 @@ def test_the_lineage_file_holds_the_run_key_and_input_hashes(project: Path) -> N
 
 
 def test_a_worktree_uses_the_home_of_the_main_checkout(project: Path) -> None:
-    run_git(project, "init", "-q")
-    run_git(project, "add", "params.yaml", "dvc.yaml")
-    run_git(project, "commit", "-q", "-m", "first")
-    run_git(project, "worktree", "add", "-q", str(project / "tree"))
+    toy.git(project, "init", "-q")
+    toy.git(project, "add", "params.yaml", "dvc.yaml")
+    toy.git(project, "commit", "-q", "-m", "first")
+    toy.git(project, "worktree", "add", "-q", str(project / "tree"))
     assert Paths(project).home == project / ".rlhf"
     assert Paths(project / "tree").home == project / ".rlhf"
 
 
 def test_files_that_a_run_writes_do_not_make_a_tree_dirty(project: Path) -> None:
-    run_git(project, "init", "-q")
-    run_git(project, "add", ".")
-    run_git(project, "commit", "-q", "-m", "first")
+    toy.git(project, "init", "-q")
+    toy.commit(project)
     (project / "metrics").mkdir()
     (project / "metrics/sft.json").write_text("{}", encoding="utf-8")
     assert not git.is_dirty(project)
