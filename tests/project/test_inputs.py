@@ -40,6 +40,13 @@ def set_values(root: Path, changes: Mapping[str, Any]) -> None:
         yaml.dump(tree, opened)
 
 
+def write(root: Path, files: Mapping[str, str]) -> None:
+    """Write files with their folders."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+
+
 @pytest.mark.e2e
 def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: Path) -> None:
     """The programs write the same outs again, so that what follows needs no run. The report reads lineage."""
@@ -72,9 +79,7 @@ def rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[
     def apply(values: Mapping[str, Any] | None = None, **files: str) -> set[str]:
         before = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
         set_values(tmp_path, values or {})
-        for name, text in files.items():
-            Path(name).parent.mkdir(parents=True, exist_ok=True)
-            Path(name).write_text(text, encoding="utf-8")
+        write(tmp_path, files)
         inputs.write(Paths(tmp_path))
         after = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
         return {name for name, text in after.items() if text != before.get(name)} - {"report"}
@@ -86,16 +91,8 @@ def rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[
 def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(
     rerun: Callable[..., set[str]],
 ) -> None:
-    for path in (
-        "words.py",
-        "mine/__init__.py",
-        "mine/deep.py",
-        "ready/weights",
-        "text.txt",
-        "questions.txt",
-    ):
-        Path(path).parent.mkdir(exist_ok=True)
-        Path(path).write_text("f = 1" if path == "words.py" else "", encoding="utf-8")
+    empty = ("mine/__init__.py", "mine/deep.py", "ready/weights", "text.txt", "questions.txt")
+    write(Path(), {"words.py": "f = 1"} | dict.fromkeys(empty, ""))
     # Of this size `micro_batch_tokens: auto` is what it was.
     Path("ready/config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 1}', encoding="utf-8")
     Path("mine/reward.py").write_text("from .deep import x\ndef score(p, r):\n    import words\n", "utf-8")
@@ -209,10 +206,8 @@ def test_the_code_of_a_function_is_its_file_and_all_project_files_that_it_import
         "unused.py": "",
         "rlhf_tasks/ppo/x.py": "import unused  # a dep of the stage",
     }
-    for path, text in files.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text, encoding="utf-8")
-    (tmp_path / "dvc.yaml").write_text("stages: {ppo: {cmd: x, deps: [rlhf_tasks/ppo]}}\n", encoding="utf-8")
+    write(tmp_path, {"dvc.yaml": "stages: {ppo: {cmd: x, deps: [rlhf_tasks/ppo]}}\n"})
+    write(tmp_path, files)
     found = inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score")).files
     assert {*found} == {*files} - {"unused.py", "rlhf_tasks/ppo/x.py"}
     assert found["outer.py"] == hashing.dvc_md5(tmp_path / "outer.py")
@@ -230,12 +225,9 @@ def test_the_packages_that_the_files_of_a_function_import_are_known_by_version(t
         "near.py": "import sklearn",
         "rlhf_tasks/scoring/own.py": "import pandas\nfrom rlhf_tasks.scoring import other as score",
         "rlhf_tasks/scoring/other.py": "import mlflow",
+        "dvc.yaml": "stages: {ppo: {cmd: x, deps: [rlhf_tasks/scoring]}}\n",
     }
-    for path, text in files.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text, encoding="utf-8")
-    dvc_yaml = "stages: {ppo: {cmd: x, deps: [rlhf_tasks/scoring]}}\n"
-    (tmp_path / "dvc.yaml").write_text(dvc_yaml, encoding="utf-8")
+    write(tmp_path, files)
     none = {*inputs.collect(Paths(tmp_path), "ppo", {}).packages}
     for function, packages in {
         "reward:score": {"scipy", "scikit-learn"},
@@ -253,13 +245,13 @@ def test_the_file_and_the_name_of_a_function_are_checked_before_anything_runs(tm
         "mine/reads.py": "x = score",
         "numpy/notes.txt": "",
     }
-    for path, text in files.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text, encoding="utf-8")
+    write(tmp_path, files)
     for function in ("mine.reward:score", "mine.lazy:score"):
         inputs.collect(Paths(tmp_path), "ppo", ppo_values(function))
     for function, message in {
         "mine.rewrd:score": "neither a file below .* nor in an installed package",
+        "nowhere.at_all:f": "neither a file below .* nor in an installed package",
+        "os.path:join": "neither a file below .* nor in an installed package",
         "mine.reward:scor": r"mine/reward\.py has no scor",
         "mine.reads:score": r"mine/reads\.py has no score",
     }.items():
@@ -273,13 +265,6 @@ def test_the_data_of_docstrings_depends_on_all_installed_packages(tmp_path: Path
     assert {"pytest", "pip", "numpy"} <= {*found}
     assert "pytest" not in inputs.collect(Paths(tmp_path), "prepare", {"data.source": "files"}).packages
     assert "pytest" not in inputs.collect(Paths(tmp_path), "sft", {"data.source": "docstrings"}).packages
-
-
-def test_an_installed_function_is_known_by_the_version_of_its_package(tmp_path: Path) -> None:
-    assert "numpy" in inputs.collect(Paths(tmp_path), "verdict2", ppo_values("numpy.linalg:norm")).packages
-    for unknown in ("nowhere.at_all:f", "os.path:join"):
-        with pytest.raises(UserError, match=r"neither a file below .* nor in an installed package"):
-            inputs.collect(Paths(tmp_path), "ppo", ppo_values(unknown))
 
 
 def test_every_parameter_that_names_a_file_or_a_function_is_known() -> None:
