@@ -8,7 +8,7 @@ data/prompts (Parquet by split), data/tokenizer and data/quarantine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,14 +77,8 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         train: Corpus = {
             role: {"train": tables["train"]} for role, tables in good.items() if "train" in tables
         }
-        texts = (
-            text
-            for batch in rows.batches(train)
-            for name in TEXTS[batch.role]
-            for text in batch.column(name)
-            if text is not None
-        )
-        words = tokenizer.train(scratch, texts, data.max_prompt_tokens + data.max_completion_tokens)
+        longest = data.max_prompt_tokens + data.max_completion_tokens
+        words = tokenizer.train(scratch, _texts(train), longest)
     with console.progress("counting tokens", num_rows, unit="rows", least=rows.BATCH) as meter:
         lengths = rows.measure(corpus, tokenizer.Counts(words), meter.advance)
     if data.source == "docstrings":  # the source estimates lengths, so a long row is no bad row
@@ -108,10 +102,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     metrics["tokens/merged_rows"] = 0.0 if joins else float(merged)
     # Unknown tokens in demonstrations that did not train the tokenizer.
     held_out: Corpus = {"sft": {split: kept["sft"][split] for split in HELD_OUT}}
-    metrics["tokens/unknown"] = tokenizer.unknown_share(
-        words,
-        (text for batch in rows.batches(held_out) for name in TEXTS["sft"] for text in batch.column(name)),
-    )
+    metrics["tokens/unknown"] = tokenizer.unknown_share(words, _texts(held_out))
     _write(paths, kept, words, problems)
     _say(paths, data.source, kept, metrics, problems)
     if weights:
@@ -186,6 +177,13 @@ def _parts(paths: Paths, data: Data, problems: Problems) -> list[Part]:
             tables = [(None, split, table) for split, table in hub.tables_of_set(one.hub, None)]
         parts.append(Part(tables, own, function(own.format, f"data.mix.{one.name}.format"), one.name))
     return parts
+
+
+def _texts(corpus: Corpus) -> Iterator[str]:
+    """The texts of all rows; prompts alone have no reference."""
+    for batch in rows.batches(corpus):
+        for name in TEXTS[batch.role]:
+            yield from (text for text in batch.column(name) if text is not None)
 
 
 def _within_limits(corpus: Corpus, lengths: Mapping[Role, Lengths], data: Data) -> Corpus:
