@@ -74,20 +74,18 @@ def locate(source: str | Path) -> str | Path:
     if (made := converted(Path(source), known["fingerprint"])) is not None and made.is_dir():
         return made
     key, hub, root = known["params"], known["hub"], _project(Path(source))
-    given, place, problem = None, Path(), "no params.yaml lies above this folder"
+    given, problem = None, "no params.yaml lies above this folder"
     if root is not None:
         file = root / "params.yaml"
         given = config.flatten(config.parse(config.read_text(file), str(file))).get(key)
         problem = "params.yaml does not set it"
     if root is not None and given is not None:
-        if hub is not None and is_hub_id(given):
-            place, problem = _snapshot(known, root)
-        else:
-            place, problem = _local(known, root, given)
-    if not problem:
-        return place
-    wanted = [f"{name} (sha256 {digest})" for name, digest in known["files"].items()]
-    wanted = [*([f"{hub['id']} at revision {hub['revision']}"] if hub else []), *wanted]
+        is_of_hub = hub is not None and is_hub_id(given)
+        place, problem = _snapshot(known, root) if is_of_hub else _local(known, root, given)
+        if not problem:
+            return place
+    wanted = [f"{hub['id']} at revision {hub['revision']}"] if hub else []
+    wanted += [f"{name} (sha256 {digest})" for name, digest in known["files"].items()]
     raise UserError(
         f"{source} has no weights of its own; it refers to {key} of params.yaml (given: {given}): {problem}. "
         f"Expected: {', '.join(wanted)}. Put these files there, or name in {key} where this machine has "
