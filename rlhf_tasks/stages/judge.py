@@ -114,7 +114,12 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     people = _compare_with_people(labels, judges, rows)
     # 4. The reward models, on pairs and by the length of responses.
     rewards = diagnostics.load_rewards(paths, dist.device)
-    pairs = _sample_pairs(dist, config, paths, sampled) if rewards else {}
+    pairs: dict[str, diagnostics.Pairs] = {}
+    for who in SAMPLED if rewards and config.data_source == "synthetic" else ():
+        # two samples of each policy per prompt, ordered by the gold judge, which knows this data alone
+        second = sample_policy(config, paths, who, sampled.prompts, config.seed + 1, dist.device).texts
+        first = sampled.texts[who]
+        pairs[f"{who}_samples"] = diagnostics.order_by(gold_scores, sampled.prompts, first, second)
     given = diagnostics.labeled_pairs(paths) if rewards else {}
     diagnosed, bins = diagnostics.diagnose(rewards, given, pairs)
     scores, gaps = dict(judged.scores), None
@@ -126,7 +131,14 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             for who, texts in sampled.texts.items()
         }
         scores |= {(OPTIMISED, who): values for who, values in own.items()}
-        gaps = _reward_gaps(own, judged.comparisons)
+        # PPO's win rate over SFT by the reward that it optimized, minus each judge's
+        by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
+        by_judge = {
+            key.judge: by_reward - statistics.rate(comparisons.outcomes).value
+            for key, comparisons in judged.comparisons.items()
+            if (key.a, key.b) == ("policy", "sft")
+        }
+        gaps = typed.RewardGaps(win_rate_by_reward=by_reward, by_judge=by_judge)
     lengths = diagnostics.by_length(scores, sampled.texts)
     # 5. The results document and the tables.
     results = typed.EvaluationResults(
@@ -224,30 +236,6 @@ def _compare_with_people(
     }
     decided = {name: one for name, one in agreements.items() if one is not None}
     return typed.HumanLabels(labels=len(labels), judges=decided)
-
-
-def _sample_pairs(
-    dist: Distributed, config: JudgeView, paths: Paths, sampled: Contenders
-) -> dict[str, diagnostics.Pairs]:
-    """Two samples of each policy per prompt, ordered by gold; empty for data without a gold judge."""
-    if config.data_source != "synthetic":
-        return {}
-    pairs, prompts = {}, sampled.prompts
-    for who in SAMPLED:
-        second = sample_policy(config, paths, who, prompts, config.seed + 1, dist.device).texts
-        pairs[f"{who}_samples"] = diagnostics.order_by(gold_scores, prompts, sampled.texts[who], second)
-    return pairs
-
-
-def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> typed.RewardGaps:
-    """PPO's win rate over SFT by the scores `own` of the reward that it optimized, minus each judge's."""
-    by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
-    by_judge = {
-        key.judge: by_reward - statistics.rate(comparisons.outcomes).value
-        for key, comparisons in compared.items()
-        if (key.a, key.b) == ("policy", "sft")
-    }
-    return typed.RewardGaps(win_rate_by_reward=by_reward, by_judge=by_judge)
 
 
 def _response_table(sampled: Contenders, judged: Judged) -> pa.Table:
