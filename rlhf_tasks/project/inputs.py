@@ -211,8 +211,10 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
     problems, files = list[str](), dict[str, str]()
     names = MODEL_PACKAGES if stage in MODEL_STAGES else TOKENIZER_PACKAGES if stage == "prepare" else ()
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
-    mined = _installed_names() if values.get("data.source") == "docstrings" and stage == "prepare" else ()
-    packages = {name: _version(name) for name in (*names, *harness, *mined)}
+    packages = {name: _version(name) for name in (*names, *harness)}
+    if values.get("data.source") == "docstrings" and stage == "prepare":  # it reads the files of all packages
+        installed = {canonicalize_name(one.name) for one in importlib.metadata.distributions() if one.name}
+        packages |= {name: _version(name) for name in installed}
     named: Mapping[str, Any] = {} if stage in READS_NO_FILES else values
     for key, path in files_named(named):
         if is_in(path, deps):
@@ -239,14 +241,13 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
             problems.append(f"{key}: {error}")
             continue
         files |= own
-        installed = _distributions(foreign)
-        packages |= {name: _version(name) for name in installed}
+        packages |= {name: _version(name) for name in _distributions(foreign)}
         place = paths.root.joinpath(*module.split("."))
         has_file = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
         if not has_file and not _distributions({module.split(".")[0]}):
             problems.append(
                 f"{key}: the module of {function} is neither a file below {paths.root.resolve()} nor in an "
-                f"installed package; write {re.split('[.:]', function)[0]}.py, or install its package"
+                f"installed package; write {module.split('.')[0]}.py, or install its package"
             )
     return Inputs(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
 
@@ -280,11 +281,6 @@ def _flatten(value: Any, key: str = "") -> dict[str, Any]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     prefix = f"{key}." if key else ""
     return {k: v for name, inner in items for k, v in _flatten(inner, f"{prefix}{name}").items()}
-
-
-def _installed_names() -> list[str]:
-    """All installed packages: `data.source: docstrings` reads their files."""
-    return sorted({canonicalize_name(one.name) for one in importlib.metadata.distributions() if one.name})
 
 
 def _version(package: str) -> str:
