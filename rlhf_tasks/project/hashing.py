@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from contextlib import suppress
@@ -25,12 +24,11 @@ def dvc_md5(path: Path, known: Path | None = None) -> str:
     Like DVC, it follows links to files and skips links to folders, and it skips NOT_DATA. The JSON file
     `known` keeps the md5 of large files, so that they are read again only after a change.
     """
-    md5 = functools.partial(_known_digest, "md5", known)
     if path.is_file():
-        return md5(path)
+        return _known_digest(path, "md5", known)
     files = (file for file in path.rglob("*") if file.is_file())
     listing = [
-        {"md5": md5(file), "relpath": file.relative_to(path).as_posix()}
+        {"md5": _known_digest(file, "md5", known), "relpath": file.relative_to(path).as_posix()}
         for file in files
         if not any(part in NOT_DATA for part in file.relative_to(path).parts)
     ]
@@ -51,10 +49,10 @@ def _digest(file: Path, name: str) -> str:
 
 def sha256(file: Path, known: Path | None = None) -> str:
     """sha256 of a file, 64 hex digits; `known` keeps that of large ones, as for `dvc_md5`."""
-    return _known_digest("sha256", known, file)
+    return _known_digest(file, "sha256", known)
 
 
-def _known_digest(name: str, memory: Path | None, file: Path) -> str:
+def _known_digest(file: Path, name: str, memory: Path | None) -> str:
     """The hash of a file; that of a large one is kept by its path, size, time of change and inode."""
     status, path = file.stat(), str(file.resolve())
     if memory is None or status.st_size < LARGE:

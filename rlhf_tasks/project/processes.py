@@ -65,10 +65,9 @@ class Daemon:
     def record(self) -> dict[str, Any]:
         """What was written at its last start; empty if there is no record."""
         try:
-            record: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8"))
+            return dict(json.loads(self.file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return {}
-        return record
 
     def is_running(self) -> bool:
         name = self.record().get("process")

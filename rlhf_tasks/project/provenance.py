@@ -167,16 +167,10 @@ def _of_revision(
             last is None or stage in _before(graph, last) or last in _before(graph, stage)
         ):
             continue
+        deps = {dep: read.get(stage, locked).get(dep) for dep in node.inputs}
         outs = {out: written[out] for out in node.outs if out in written}
-        links.append(
-            Link(
-                stage,
-                {dep: read.get(stage, locked).get(dep) for dep in node.inputs}
-                | records[stage].get("files", {}),
-                outs,
-                dvc_cli.cached_json(root, locked.get(f"models/lineage/{stage}.json")),
-            )
-        )
+        lineage = dvc_cli.cached_json(root, locked.get(f"models/lineage/{stage}.json"))
+        links.append(Link(stage, deps | records[stage].get("files", {}), outs, lineage))
 
     # Inputs that other stages have written again since; one without a hash was not yet an input.
     changed = {
