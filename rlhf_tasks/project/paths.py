@@ -37,9 +37,9 @@ class Paths:
         Outside git it is `root/.rlhf`.
         """
         root = self.root.resolve()
-        common = git.quiet_output(root, "rev-parse", "--path-format=absolute", "--git-common-dir")
-        top = git.quiet_output(root, "rev-parse", "--show-toplevel")
-        if not common or not top or Path(common).name != ".git":
+        words = ("rev-parse", "--path-format=absolute", "--git-common-dir", "--show-toplevel")
+        common, _, top = git.quiet_output(root, *words).partition("\n")
+        if Path(common).name != ".git":
             return root / ".rlhf"
         return Path(common).parent / root.relative_to(Path(top).resolve()) / ".rlhf"
 
