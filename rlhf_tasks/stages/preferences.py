@@ -26,7 +26,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import PreferencesView, Split
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.rows import SET, Rows, write
+from rlhf_tasks.data.rows import SET, SPLITS, Rows, write
 from rlhf_tasks.data.tokenizer import encode, response_texts
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.models.ends import closed, ends_of
@@ -41,7 +41,6 @@ from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.distributed import Distributed
 
 COLUMNS = ("prompt", "chosen", "rejected", "source", "origin")
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Row = dict[str, Any]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks.config import Split
 from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
@@ -22,8 +22,8 @@ from rlhf_tasks.tracking import NullTracker
 from tests import small
 
 PROMPT = "TITLE: a\nPOST: my boss stole my lamp . it was at the park . i feel sad . i want a refund .\nTL;DR:"
+FILES: dict[str, Any] = {"data.source": "files", "judge.judges": [small.HELDOUT]}
 SETTINGS = {"preferences.num_prompts": 12, "preferences.pairs_per_prompt": 2, "preferences.label_noise": 0.0}
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
@@ -78,8 +78,7 @@ def test_samples_of_a_split_are_for_prompts_of_that_split(models_here: Path) -> 
 
 
 def test_without_labels_a_sample_is_rejected_against_the_reference(models_here: Path) -> None:
-    changes = {"data.source": "files", "judge.judges": [small.HELDOUT]}
-    metrics, found = run(**changes)
+    metrics, found = run(**FILES)
     references = {row["prompt"]: row["reference"] for row in read_table(Paths(), "prompts", "train")}
     sampled = [row for row in found["train"] if row["origin"] == "sft_samples"]
     assert len(sampled) == 24  # 12 prompts, two samples each
@@ -89,8 +88,7 @@ def test_without_labels_a_sample_is_rejected_against_the_reference(models_here: 
 
 def test_a_function_labels_samples_and_its_labels_alone_err(models_here: Path) -> None:
     Path("own.py").write_text("def longer(prompts, responses):\n    return map(len, responses)\n")
-    changes = {"data.source": "files", "judge.judges": [small.HELDOUT]}
-    changes |= {"preferences.function": "own:longer"}
+    changes = FILES | {"preferences.function": "own:longer"}
     for noise in (0.0, 0.5):
         metrics, found = run(**changes | {"preferences.label_noise": noise})
         given = [row for row in found["train"] if row["origin"] == "given"]
@@ -113,8 +111,7 @@ def test_scores_that_do_not_decide_make_no_pair_and_are_counted(
         "def nothing(prompts, responses):\n"
         "    return [float('nan') if len(text) % 2 else 1.0 for text in responses]\n"
     )
-    changes = {"data.source": "files", "judge.judges": [small.HELDOUT], "preferences.function": "own:nothing"}
-    metrics, _ = run(**changes)
+    metrics, _ = run(**FILES, **{"preferences.function": "own:nothing"})
     assert metrics["pairs/train/sft_samples"] == 0
     assert "train: 24 of 24 pairs are left out: equal texts, equal scores or NaN" in capsys.readouterr().out
 
@@ -152,15 +149,16 @@ def test_without_reward_training_nothing_is_sampled(models_here: Path) -> None:
 @pytest.mark.parametrize("where", ["generation config", "ppo.stop_token"])
 def test_what_ends_a_sample_is_no_text_of_it(models_here: Path, where: str) -> None:
     words = small.tokenizer()
-    changes: dict[str, Any] = {"data.source": "files", "judge.judges": [small.HELDOUT]}
+    changes: dict[str, Any] = {}
     if where == "ppo.stop_token":
-        changes["ppo.stop_token"] = words.pad_token_id
+        changes = {"ppo.stop_token": words.pad_token_id}
     else:
         file = Path("models/sft/generation_config.json")
         config = json.loads(file.read_text(encoding="utf-8"))
         ends = [words.eos_token_id, words.pad_token_id]
         file.write_text(json.dumps(config | {"eos_token_id": ends}), encoding="utf-8")
-    _, found = run(**changes | {"preferences.num_prompts": 40, "preferences.temperature": 1.0})
+    changes |= FILES | {"preferences.num_prompts": 40, "preferences.temperature": 1.0}
+    _, found = run(**changes)
     samples = [row["rejected"] for row in found["train"] if row["origin"] == "sft_samples"]
     assert samples
     assert not any(str(words.pad_token) in text for text in samples)
