@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import shutil
 from collections.abc import Mapping
@@ -67,9 +66,7 @@ def write_params(**changes: Mapping[str, Any]) -> config.Config:
     config.merge(tree, SMALL)
     for section, values in changes.items():
         config.merge(tree, small.together({f"{section}.{key}": value for key, value in values.items()}))
-    text = io.StringIO()
-    YAML().dump(tree, text)
-    Path("params.yaml").write_text(text.getvalue(), encoding="utf-8")
+    YAML().dump(tree, Path("params.yaml"))
     return config.load()
 
 

@@ -98,8 +98,7 @@ def write_params(folder: Path, **changes: Any) -> None:
     tree["service"] |= {"stages": {}, "retry_delay_seconds": 0.1, "grace_seconds": 5.0}
     for section, values in changes.items():
         tree[section] |= values
-    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
-        yaml.dump(tree, file)
+    yaml.dump(tree, folder / "params.yaml")
 
 
 def commit(folder: Path) -> None:

@@ -36,8 +36,7 @@ def set_values(root: Path, changes: Mapping[str, Any]) -> None:
     for key, value in changes.items():
         section, _, name = key.partition(".")
         tree[section][name] = value
-    with file.open("w", encoding="utf-8") as opened:
-        yaml.dump(tree, opened)
+    yaml.dump(tree, file)
 
 
 def write(root: Path, files: Mapping[str, str]) -> None:

@@ -29,8 +29,7 @@ def project(root: Path) -> None:
         stage["cmd"] = f"{sys.executable} -m rlhf_tasks.cli {name}"
         stage["deps"] = [dep for dep in stage.get("deps", ()) if not dvc_files.is_code(dep)]
     stages["inputs"]["outs"] = [f"inputs/{name}.json" for name in STAGES[1:]]
-    with (root / "dvc.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump({"stages": stages}, file)
+    YAML().dump({"stages": stages}, root / "dvc.yaml")
 
 
 @pytest.mark.slow

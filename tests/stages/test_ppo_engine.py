@@ -67,8 +67,7 @@ def test_a_cancelled_stage_leaves_no_server(models_here: Path) -> None:
     marker = models_here / "marker"
     engine = section("--canned", "--fault", "hang", "--marker", str(marker))
     changes = SETTINGS | engine | {"tracking.enabled": False}
-    with Path("params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(small.params(changes), file)
+    YAML().dump(small.params(changes), Path("params.yaml"))
     environment = os.environ | {"PYTHONPATH": str(small.ROOT)}
     words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
     stage = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

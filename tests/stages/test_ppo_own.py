@@ -41,8 +41,7 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
     without = {key: value for key, value in small.WITHOUT_REWARD.items() if "critic" not in key}
     changes = SETTINGS | without | {f"ppo.{key}": value for key, value in ppo.items()}
     changes |= {"launch.num_processes": processes, "tracking.enabled": False}
-    with Path("params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(small.params(changes), file)
+    YAML().dump(small.params(changes), Path("params.yaml"))
     if processes == 1:  # without a start of Python
         run(**changes)
         return stages.weights(str(POLICY))
