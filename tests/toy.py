@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -143,9 +144,10 @@ def foreign(
 
 
 def run(stage: Stage, settings: config.Config, tracker: NullTracker | None = None) -> dict[str, float]:
-    """One stage in this process."""
+    """The metrics of one stage, in this process; the runner refuses those that are not finite."""
     module = importlib.import_module(runner.module_of(stage))
     metrics: dict[str, float] = module.run(VIEWS[stage].of(settings), Paths(), tracker or NullTracker(stage))
+    assert all(map(math.isfinite, metrics.values())), stage
     return metrics
 
 

