@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, git, hashing, lineage
+from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing, lineage
 from rlhf_tasks.project.paths import Paths
 from tests.flows import toy
 
@@ -25,9 +23,8 @@ def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
     (tmp_path / "beside/c.txt").write_text("left out by DVC\n", encoding="utf-8")
     (folder / "beside").symlink_to("../beside")
     (tmp_path / "one.txt").write_text("one\n", encoding="utf-8")
-    dvc = [sys.executable, "-m", "dvc"]
-    subprocess.run([*dvc, "init", "-q", "--no-scm"], cwd=tmp_path, check=True)
-    subprocess.run([*dvc, "add", "-q", "data", "one.txt"], cwd=tmp_path, check=True)
+    dvc_cli.run(tmp_path, "init", "-q", "--no-scm")
+    dvc_cli.run(tmp_path, "add", "-q", "data", "one.txt")
     for path in (folder, tmp_path / "one.txt"):
         assert hashing.dvc_md5(path) in (tmp_path / f"{path.name}.dvc").read_text(encoding="utf-8")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +33,10 @@ def create(
     return workspaces.create(root, name, text, settings, revision)
 
 
-def repro(folder: Path) -> None:
-    words = [sys.executable, "-m", "dvc", "repro", "-q"]
-    subprocess.run(words, cwd=folder, check=True, start_new_session=True)
-
-
 def test_a_run_becomes_an_experiment_and_does_not_change_the_working_tree(root: Path) -> None:
     place = create(root, overrides={"ppo.kl_coef": 0.25})
     assert config.load(place.folder / "params.yaml").ppo.kl_coef == 0.25
-    repro(place.folder)
+    dvc_cli.run(place.folder, "repro")
     revision = place.save("mine")
     place.remove()
     assert not place.top.exists()
@@ -54,23 +47,12 @@ def test_a_run_becomes_an_experiment_and_does_not_change_the_working_tree(root: 
     assert (revision, "mine") in git.experiments(root)
     assert git.files(root, revision, "metrics/") == ["metrics/first.json"]
     dvc_cli.run(root, "exp", "apply", "mine")
-    assert (root / "second.txt").read_text(encoding="utf-8").split() == [
-        "rows",
-        "kl_coef:",
-        "0.25",
-        *second_comment(root),
-    ]
-
-
-def second_comment(root: Path) -> list[str]:
-    """What else the grepped line of params.yaml holds."""
-    line = next(x for x in (root / "params.yaml").read_text(encoding="utf-8").splitlines() if "kl_coef:" in x)
-    return line.split()[2:]
+    assert (root / "second.txt").read_text(encoding="utf-8").split()[:3] == ["rows", "kl_coef:", "0.25"]
 
 
 def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: Path) -> None:
     first, second = create(root, "one"), create(root, "two")
-    repro(first.folder)
+    dvc_cli.run(first.folder, "repro")
     output = dvc_cli.run(second.folder, "repro")
     assert output.count("is cached - skipping run") == 2
     assert (second.folder / "second.txt").read_bytes() == (first.folder / "second.txt").read_bytes()
@@ -100,9 +82,7 @@ def test_the_workspace_of_a_killed_run_is_replaced(root: Path) -> None:
 def test_only_workspaces_of_dead_processes_are_removed(root: Path) -> None:
     kept, left = create(root, "kept"), create(root, "left")
     left.lock.release()
-    elsewhere = (
-        root / ".rlhf/workspaces/elsewhere"
-    )  # worked in by another machine, for all that is known here
+    elsewhere = root / ".rlhf/workspaces/elsewhere"  # another machine may work in it
     elsewhere.mkdir()
     elsewhere.with_name("elsewhere@another-host.lock").touch()
     assert workspaces.remove_left(root) == ["left"]
@@ -129,7 +109,7 @@ def test_a_relative_remote_is_the_same_in_a_workspace(root: Path) -> None:
     dvc_cli.run(root, "remote", "add", "--local", "own", "own-store")
     toy.commit(root)
     place = create(root)
-    repro(place.folder)
+    dvc_cli.run(place.folder, "repro")
     dvc_cli.run(place.folder, "push")
     dvc_cli.run(place.folder, "push", "--remote", "own")
     assert (root.parent / "store/files").is_dir()
@@ -191,7 +171,7 @@ def test_a_project_may_be_below_the_top_of_the_repository(tmp_path: Path) -> Non
     toy.identify(tmp_path)
     inner = tmp_path / "inner"
     inner.mkdir()
-    subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--subdir"], cwd=inner, check=True)
+    dvc_cli.run(inner, "init", "-q", "--subdir")
     toy.write_params(inner)
     (inner / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     toy.commit(tmp_path)
@@ -222,7 +202,7 @@ def test_relative_data_outside_of_the_project_is_an_error(root: Path) -> None:
 def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Path) -> None:
     first = create(root, "one")
     assert first.like is None
-    repro(first.folder)
+    dvc_cli.run(first.folder, "repro")
     ran = sorted(git.changed(first.folder))
     commit = first.save("before")
     first.remove()
@@ -234,7 +214,7 @@ def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Pa
     assert sorted(git.changed(again.folder)) == ran, "as if it had run there"
     (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
     later = create(root, "four")
-    repro(later.folder)
+    dvc_cli.run(later.folder, "repro")
     assert not later.is_like(), "other data"
     text = (again.folder / "params.yaml").read_text(encoding="utf-8")
     assert git.experiment_with(root, "HEAD", text) == (commit, "before")

@@ -21,7 +21,6 @@ from rlhf_tasks.project import dvc_cli, git, hashing, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
-from tests.project.test_workspaces import repro
 from tests.promotion import planted
 from tests.promotion.conftest import Measured
 
@@ -129,7 +128,7 @@ def run(root: Path, name: str, **changes: Any) -> None:
     text, settings, _ = Request(overrides=changes).resolve(git.committed(root, "params.yaml"))
     place = workspaces.create(root, name, text, settings)
     try:
-        repro(place.folder)
+        dvc_cli.run(place.folder, "repro")
         place.save(name)
     finally:
         place.remove()
