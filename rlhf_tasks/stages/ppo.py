@@ -7,7 +7,7 @@ import itertools
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -60,14 +60,6 @@ PTX_TOKENS = 256
 """The length at which pretraining text is cut into rows."""
 
 
-class Models(NamedTuple):
-    """The models of PPO as they are before training."""
-
-    actor_critic: ActorCritic
-    reference: Reference
-    reward: TokenScores | None
-
-
 def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/policy and evaluation/ppo/{samples,answers,rollouts}.parquet, guards.json and audit.json.
 
@@ -100,9 +92,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         placement=dist,
         columns=kept,
     )
-    heldout = None
-    if config.has_reward_model:
-        heldout = load_reward(paths.reward_heldout).requires_grad_(False)
+    heldout = load_reward(paths.reward_heldout).requires_grad_(False) if config.has_reward_model else None
     rewards = {"models/reward": reward, "models/reward_heldout": heldout}
     preconditions.check_models(dist, settings, actor_critic, rewards, every_query, tokenizer)
     for model in filter(None, rewards.values()):
@@ -212,7 +202,9 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
 # ---------------------------------------------------------------------------------------------- models
 
 
-def load_models(dist: Distributed, config: PpoView, paths: Paths) -> Models:
+def load_models(
+    dist: Distributed, config: PpoView, paths: Paths
+) -> tuple[ActorCritic, Reference, TokenScores | None]:
     """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
     settings = config.ppo
     policy = load_causal(paths.sft)
@@ -226,11 +218,9 @@ def load_models(dist: Distributed, config: PpoView, paths: Paths) -> Models:
         frozen = load_causal(paths.sft)
         dist.freeze(frozen)
         reference = ReferenceCopy(frozen, moves=settings.reference_sync is not None)
-    reward = None
-    if config.has_reward_model:
-        reward = load_reward(paths.reward).requires_grad_(False)
+    reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None
     critic = _critic(dist, config, paths, policy, reward)
-    return Models(ActorCritic(policy, critic), reference, reward)
+    return ActorCritic(policy, critic), reference, reward
 
 
 def _critic(
@@ -328,7 +318,7 @@ def _save_policy(
         identity["chosen_by"] = contracts.fingerprint(paths.root / settings.select_by.judge.path)
     elif settings.select_by is not None:  # a judge without weights of its own is known by its settings
         identity["chosen_by"] = settings.select_by.judge.definition
-    elif settings.select_by is None and config.has_reward_model:
+    elif config.has_reward_model:
         identity["chosen_by"] = contracts.fingerprint(paths.reward_heldout)
     if state.sampler.name is not None:  # a program beside this one
         identity["sampler"] = state.sampler.name

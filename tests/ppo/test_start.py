@@ -36,7 +36,7 @@ def view(**changes: Any) -> PpoView:
 @pytest.fixture
 def start(models_here: Path) -> Start:
     """`start(**changes)`: the stage's policy and critic before training."""
-    return lambda **changes: ppo.load_models(small.distributed(), view(**changes), Paths()).actor_critic
+    return lambda **changes: ppo.load_models(small.distributed(), view(**changes), Paths())[0]
 
 
 def critic_of(one: ActorCritic) -> TokenScores:
