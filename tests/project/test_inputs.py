@@ -68,22 +68,29 @@ def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: P
 
 
 @pytest.fixture
-def rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
-    """Change values and files: which stages but report have other inputs then, so that DVC would run them."""
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with its inputs files; the machine has no GPU."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(precision, "gpu_capabilities", list)
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     toy.write_params(tmp_path)
     (tmp_path / "given").mkdir(exist_ok=True)
+    assert main.main(["inputs"]) == 0
+    return tmp_path
+
+
+@pytest.fixture
+def rerun(record: Path) -> Callable[..., set[str]]:
+    """Change values and files: which stages but report have other inputs then, so that DVC would run them."""
 
     def apply(values: Mapping[str, Any] | None = None, **files: str) -> set[str]:
         before = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
-        set_values(tmp_path, values or {})
-        write(tmp_path, files)
-        inputs.write(Paths(tmp_path))
+        set_values(record, values or {})
+        write(record, files)
+        inputs.write(Paths(record))
         after = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
         return {name for name, text in after.items() if text != before.get(name)} - {"report"}
 
-    apply()
     return apply
 
 
@@ -288,18 +295,6 @@ def _texts_of(section: type[Section], prefix: str = "") -> set[str]:
 
 
 # ------------------------------------------------------------------------------------- what a stage uses
-
-
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with its inputs files; the machine has no GPU."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(precision, "gpu_capabilities", list)
-    shutil.copy(ROOT / "dvc.yaml", tmp_path)
-    toy.write_params(tmp_path)
-    (tmp_path / "given").mkdir(exist_ok=True)
-    assert main.main(["inputs"]) == 0
-    return tmp_path
 
 
 def test_a_stage_uses_the_recorded_precision_or_says_why_it_cannot(
