@@ -123,9 +123,8 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     given = diagnostics.labeled_pairs(paths) if rewards else {}
     diagnosed, bins = diagnostics.diagnose(rewards, given, pairs)
     scores, gaps = dict(judged.scores), None
-    if "reward" in rewards and contracts.fingerprint(paths.reward) in contracts.optimized_rewards(
-        paths.policy
-    ):
+    of_policy = contracts.optimized_rewards(paths.policy)
+    if "reward" in rewards and contracts.fingerprint(paths.reward) in of_policy:
         own: dict[str, list[float]] = {
             who: rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
             for who, texts in sampled.texts.items()
