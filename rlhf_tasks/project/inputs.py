@@ -155,12 +155,10 @@ def in_force(paths: Paths, stage: Stage, settings: Config, *, check: bool = True
         UserError: if something has changed since the file was written, or this machine lacks the precision.
     """
     record = recorded(paths, stage)
-    if record is None:
-        return resolved(paths.root, settings)
-    is_auto = settings.launch.precision == "auto"
-    values = resolved(paths.root, settings, record.values)
-    if not check:
+    values = resolved(paths.root, settings, None if record is None else record.values)
+    if record is None or not check:
         return values
+    is_auto = settings.launch.precision == "auto"
     if is_auto and values.launch.precision == "bf16" and precision.resolve("auto") != "bf16":
         raise UserError(
             f"{paths.relative(paths.inputs(stage))} records {PRECISION}: bf16, which `auto` stood for where "

@@ -46,10 +46,9 @@ def identity(paths: Paths, stage: str, parameters: Mapping[str, Any]) -> dict[st
     node = _node(paths, stage)
     if node is None:
         return None
-    code = [path for path in node.deps if path not in node.inputs]
     places = {
         path: next(filter(Path.exists, (paths.root / path, dvc_files.INSTALLED / path)), None)
-        for path in code
+        for path in filter(dvc_files.is_code, node.deps)
     }
     hashes = {path: hashing.dvc_md5(place) for path, place in places.items() if place is not None}
     named = inputs.recorded(paths, stage) or inputs.collect(paths, stage, parameters)
