@@ -30,6 +30,7 @@ from rlhf_tasks.training import failures
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[[StageView, Paths, Tracker], dict[str, float]]
+Install = Callable[[Run], None]
 
 
 @pytest.fixture
@@ -41,8 +42,8 @@ def quiet_project(project: Path) -> Path:
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
-    """Replaces the stages prepare, sft and report by a function."""
+def stage(quiet_project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Replaces the stages prepare, sft and report of the project by a function."""
     before = signal.getsignal(signal.SIGTERM)
 
     def install(run: Run) -> None:
@@ -62,7 +63,7 @@ def trained(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]
 
 
 def test_a_stage_writes_metrics_plots_and_lineage(
-    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+    quiet_project: Path, stage: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage(trained)
     assert main.main(["sft"]) == 0
@@ -81,8 +82,7 @@ def test_a_stage_writes_metrics_plots_and_lineage(
 
 @pytest.mark.parametrize(("environment", "is_shown"), [({}, True), ({"RLHF_STAGE_RUN": "a flow"}, False)])
 def test_the_last_stage_shows_the_card_unless_a_flow_does(
-    quiet_project: Path,
-    stage: Callable[[Run], None],
+    stage: Install,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
@@ -99,16 +99,14 @@ def test_the_last_stage_shows_the_card_unless_a_flow_does(
     assert ("Trained" in capsys.readouterr().out) == is_shown
 
 
-def test_a_stage_without_curves_writes_no_plot(quiet_project: Path, stage: Callable[[Run], None]) -> None:
+def test_a_stage_without_curves_writes_no_plot(stage: Install) -> None:
     stage(lambda view, paths, tracker: {"rows": 3})
     assert main.main(["prepare"]) == 0
     assert not Path("plots").exists()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_metric_that_is_not_finite_fails_the_stage(
-    quiet_project: Path, stage: Callable[[Run], None], value: float
-) -> None:
+def test_a_metric_that_is_not_finite_fails_the_stage(stage: Install, value: float) -> None:
     stage(lambda view, paths, tracker: {"loss": value})
     with pytest.raises(ValueError, match="loss="):
         main.main(["sft"])
@@ -116,7 +114,7 @@ def test_a_metric_that_is_not_finite_fails_the_stage(
 
 
 def test_a_missing_input_is_named_with_the_stage_that_makes_it(
-    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+    quiet_project: Path, stage: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage(trained)
     (quiet_project / "data/sft").rename(quiet_project / "data/moved")
@@ -127,7 +125,7 @@ def test_a_missing_input_is_named_with_the_stage_that_makes_it(
 
 
 def test_all_problems_of_params_yaml_are_reported_before_anything_is_loaded(
-    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+    stage: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage(trained)
     text = Path("params.yaml").read_text(encoding="utf-8")
@@ -176,7 +174,7 @@ def test_a_folder_below_the_project_is_refused(
 
 
 def test_a_folder_without_write_permission_is_one_message(
-    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+    stage: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shut_out(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         raise PermissionError(errno.EACCES, "Permission denied", "models/sft")
@@ -188,7 +186,7 @@ def test_a_folder_without_write_permission_is_one_message(
     assert len(message.splitlines()) == 1
 
 
-def test_ctrl_c_ends_with_130(quiet_project: Path, stage: Callable[[Run], None]) -> None:
+def test_ctrl_c_ends_with_130(stage: Install) -> None:
     def interrupted(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         raise KeyboardInterrupt
 
@@ -196,9 +194,7 @@ def test_ctrl_c_ends_with_130(quiet_project: Path, stage: Callable[[Run], None])
     assert main.main(["sft"]) == 130
 
 
-def test_sigterm_unwinds_the_stage_and_ends_with_143(
-    quiet_project: Path, stage: Callable[[Run], None]
-) -> None:
+def test_sigterm_unwinds_the_stage_and_ends_with_143(stage: Install) -> None:
     closed = []
 
     def terminated(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -215,10 +211,7 @@ def test_sigterm_unwinds_the_stage_and_ends_with_143(
 
 
 def test_other_ranks_write_and_print_nothing(
-    quiet_project: Path,
-    stage: Callable[[Run], None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    stage: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -230,7 +223,7 @@ def test_other_ranks_write_and_print_nothing(
 
 def test_a_mistake_ends_with_2_a_fault_keeps_its_traceback_and_both_are_reported_to_the_starter(
     quiet_project: Path,
-    stage: Callable[[Run], None],
+    stage: Install,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
