@@ -65,12 +65,11 @@ def run_name(paths: Paths, settings: Config) -> str:
     """
     values = config.in_force(settings)
     chosen = presets.matching(values)
-    keys = {key for name in chosen for key in config.flatten(presets.read(name))}
-    for name in presets.matching(values, presets.MOSTLY):
-        own = {*config.flatten(presets.read(name))}
-        if not own & keys:
-            chosen, keys = [*chosen, name], keys | own
     by_preset = {k: v for name in chosen for k, v in config.flatten(presets.read(name)).items()}
+    for name in presets.matching(values, presets.MOSTLY):
+        own = config.flatten(presets.read(name))
+        if not own.keys() & by_preset.keys():
+            chosen, by_preset = [*chosen, name], by_preset | own
     now = config.flatten(config.parse(config.read_text(paths.params), str(paths.params)))
     try:
         before = config.flatten(config.parse(git.show(paths.root, "HEAD", "params.yaml"), "params.yaml"))
