@@ -36,8 +36,7 @@ def resolve(precision: Precision) -> Literal["fp32", "bf16"]:
     """`auto` is bf16 if all GPUs that this process may use compute in it, and fp32 elsewhere."""
     if precision != "auto":
         return precision
-    capabilities = gpu_capabilities()
-    return "bf16" if capabilities and min(capabilities) >= AMPERE else "fp32"
+    return "bf16" if min(gpu_capabilities(), default=0) >= AMPERE else "fp32"
 
 
 def micro_batch_tokens(
