@@ -539,7 +539,6 @@ def _keep_converted(model: PreTrainedModel, folder: Path, fingerprint: str) -> N
     kept = reference.converted(folder, fingerprint)
     if kept is None:
         return
-    kept.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(kept.with_suffix(".lock")):  # several ranks may have converted it
         if not kept.exists():
             with atomic.whole(kept) as made:

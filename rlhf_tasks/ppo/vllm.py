@@ -286,7 +286,6 @@ class VllmServer:
         before = self._weights
         self._version += 1
         self._vocab = int(weights.config.get_text_config().vocab_size)
-        self._folder.mkdir(parents=True, exist_ok=True)
         write_text(self._folder / OWNER, processes.name_of(psutil.Process()))
         with whole(self._weights) as folder:
             weights.save_pretrained(folder)

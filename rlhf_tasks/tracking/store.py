@@ -48,7 +48,6 @@ def open_store(uri: str | None, home: Path) -> MlflowClient:
     """
     database = home / "mlflow.db"
     if uri is None and not database.exists():
-        home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / "mlflow.lock"):
             for stale in home.glob(f"{PARTIAL}*"):  # which killed processes left
                 shutil.rmtree(stale)
