@@ -263,22 +263,19 @@ def _say(paths: Paths, source: str, corpus: Corpus, metrics: Mapping[str, float]
 
 def _say_mixture(full: Corpus, kept: Corpus, weights: Mapping[str, float]) -> None:
     """How often each set's rows are in the train rows, and its held-out rows."""
-    lines = []
+
+    def count(found: rows.Rows) -> Counter[str]:
+        return Counter(name for batch in found.batches() for name in batch.column(SET))
+
+    lines: list[list[Any]] = []
     for role in ROLES:
-        counts = {
-            split: Counter(name for batch in found.batches() for name in batch.column(SET))
-            for split, found in kept[role].items()
-        }
-        given = Counter(name for batch in full[role]["train"].batches() for name in batch.column(SET))
-        total = sum(counts["train"].values())
-        lines += [
-            [
-                role, name, f"{weights[name]:g}", given[name], counts["train"][name],
-                f"{counts['train'][name] / total:.1%}", f"{counts['train'][name] / given[name]:.2g}",
-                counts["validation"][name], counts["test"][name],
-            ]
-            for name in weights
-            if given[name] and total
-        ]  # fmt: skip
+        counts = {split: count(found) for split, found in kept[role].items()}
+        given, total = count(full[role]["train"]), counts["train"].total()
+        for name in weights:
+            own, mixed = given[name], counts["train"][name]
+            if own and total:
+                shares = f"{mixed / total:.1%}", f"{mixed / own:.2g}"
+                held_out = counts["validation"][name], counts["test"][name]
+                lines.append([role, name, f"{weights[name]:g}", own, mixed, *shares, *held_out])
     heads = ["role", "set", "weight", "train rows", "in the mixture", "share", "times each"]
     console.table("Mixture (a weight is a share of the train rows)", [*heads, "validation", "test"], lines)
