@@ -174,15 +174,11 @@ def _from_json(value: Any) -> Any:
 
 def _from_turns(value: Any) -> list[Message] | None:
     """The messages of a list with a question and an answer in each object; None for any other value."""
-    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value) or not value:
+    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         return None
-    keys = next((two for two in TURNS if all({*two} <= turn.keys() for turn in value)), None)
-    if keys is None or not all(isinstance(turn[key], str) for turn in value for key in keys):
-        return None
-    roles = ("user", "assistant")
-    return [
-        {"role": role, "content": turn[key]} for turn in value for role, key in zip(roles, keys, strict=True)
-    ]
+    keys = next((two for two in TURNS if all({*two} <= turn.keys() for turn in value)), ())
+    texts = [turn[key] for turn in value for key in keys]
+    return _by_turns(texts) if texts and all(isinstance(text, str) for text in texts) else None
 
 
 def _from_object(value: Any) -> list[Any] | None:
@@ -200,7 +196,12 @@ def _from_texts(value: Any) -> list[Message] | None:
     """The messages of texts by the user and the assistant in turn; None for any other value."""
     if not isinstance(value, list) or len(value) % 2 or not all(isinstance(text, str) for text in value):
         return None
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(value)]
+    return _by_turns(value)
+
+
+def _by_turns(texts: Iterable[str]) -> list[Message]:
+    """The messages of texts by the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 class LeftOut(Exception):
@@ -570,16 +571,11 @@ def split_of(values: Values) -> Split | None:
 
 def _before(history: Any) -> list[Message]:
     """The messages of a list of (question, answer); empty for any other value."""
-    if not isinstance(history, list):
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list) and [*map(type, turn)] == [str, str] for turn in history
+    ):
         return []
-    turns = [turn for turn in history if isinstance(turn, list) and [*map(type, turn)] == [str, str]]
-    if len(turns) != len(history):
-        return []
-    return [
-        {"role": role, "content": text}
-        for turn in turns
-        for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
+    return _by_turns(itertools.chain.from_iterable(history))
 
 
 def _pair(prompt: Any, chosen: Any, rejected: Any) -> Row:
