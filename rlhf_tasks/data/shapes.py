@@ -308,10 +308,6 @@ def read(
     return found
 
 
-def _chained(tables: Sequence[Table]) -> Iterator[Line]:
-    return itertools.chain.from_iterable(table.lines for table in tables)
-
-
 def _joined(
     tables: Sequence[tuple[Role | None, Split, Table]],
 ) -> list[tuple[Role | None, Split, Table]]:
@@ -319,15 +315,18 @@ def _joined(
     groups: dict[tuple[Any, ...], list[Table]] = {}
     for role, split, table in tables:
         groups.setdefault((role, split, frozenset(table.columns)), []).append(table)
-    joined: list[tuple[Role | None, Split, Table]] = []
-    for (role, split, _), some in groups.items():
-        name = some[0].name if len(some) == 1 else f"{some[0].name} and {len(some) - 1} more"
-        if len(some) == 1:
-            joined.append((role, split, some[0]))
-            continue
-        lines = Lines(partial(_chained, some), sum(len(table.lines) for table in some))
-        joined.append((role, split, Table(name, some[0].columns, lines)))
-    return joined
+    return [(role, split, _as_one(some)) for (role, split, _), some in groups.items()]
+
+
+def _as_one(tables: Sequence[Table]) -> Table:
+    first, *others = tables
+    if not others:
+        return first
+    lines = Lines(
+        lambda: itertools.chain.from_iterable(table.lines for table in tables),
+        sum(len(table.lines) for table in tables),
+    )
+    return Table(f"{first.name} and {len(others)} more", first.columns, lines)
 
 
 def _as_role(reading: Reading, role: Role | None) -> Reading:
