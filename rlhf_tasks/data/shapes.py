@@ -826,10 +826,8 @@ def _voted(shape: _Shape) -> list[Reading]:
             chosen, rejected = chosen[: 2 * turn], rejected[: 2 * turn]
             if chosen[:-1] != rejected[:-1]:
                 raise LeftOut(f"turn {turn}: the first answers differ, so the prompts differ")
-            row = {"chosen": chosen, "rejected": rejected}
-        else:
-            row = _pair(shape.asked(values, prompt), chosen, rejected)
-        return row
+            return {"chosen": chosen, "rejected": rejected}
+        return _pair(shape.asked(values, prompt), chosen, rejected)
 
     def made() -> Iterator[tuple[Line, Any]]:
         seen = set[bytes]()
