@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rlhf_tasks.config import Columns, Data, Split
@@ -893,37 +893,30 @@ def _summaries(shape: _Shape) -> list[Reading]:
     return shape.rows("preferences", rule, ("info", "summaries", "choice"), convert)
 
 
-def _rated_list(shape: _Shape) -> list[Reading]:
-    """A list of answers with a rank or a score each: objects, or texts beside a list of numbers."""
-    for name, kind in shape.kinds.items():
-        if kind != "objects":
-            continue
+Rated = tuple[Any, list[tuple[float, Any]]]
+"""The prompt of a record, and (score, answer) of each answer that has one; a rank is a score below zero."""
+
+
+def _rated_objects(shape: _Shape) -> list[Reading]:
+    """A list of objects, each an answer with a rank or a score."""
+    for name in (name for name, kind in shape.kinds.items() if kind == "objects"):
         items = next((v for line in shape.table.lines if (v := line.values.get(name))), list[Any]([{}]))
         keys: set[str] = set().union(*items)
         text = next((key for key in TEXTS_OF_ANSWERS if isinstance(items[0].get(key), str)), None)
         rating = next((key for key in ("rank", *SCORES) if key in keys), None)
-        if text is None or rating is None:
-            continue
         asked = shape.prompt or (name if _question(items[0]) else None)
-        if asked is None:
-            continue
-        rated = partial(_rated_objects, shape, name, text, rating, asked)
-        rule = f"pairs of {name} by {rating}, {_paired(shape.data)}; prompt = {asked}"
-        return shape.reading("preferences", rule, (name, asked), partial(_from_list, shape, rated))
-    lists = [name for name, kind in shape.kinds.items() if kind == "list"]
-    answers = next((name for name in lists if name.removesuffix("s") in LISTED_ANSWERS), None)
-    ratings = ("rank", "ranks", *SCORES, *(f"{name}s" for name in SCORES))
-    rating = next((name for name in lists if name in ratings), None)
-    has_another = shape.first((shape.columns.completion, *ANSWERS)) or "messages" in shape.kinds.values()
-    if answers is None or rating is None or shape.prompt is None or has_another:
+        if None not in (text, rating, asked):
+            break
+    else:
         return []
-    if not all(isinstance(text, str) for line in shape.sample for text in line.values.get(answers) or ()):
-        return []
-    rated = partial(_rated_lists, shape, answers, rating)
-    rule = f"pairs of {answers} by {rating}, {_paired(shape.data)}; prompt = {shape.prompt}"
-    return shape.reading(
-        "preferences", rule, (answers, rating, shape.prompt), partial(_from_list, shape, rated)
-    )
+
+    def rated(values: Values) -> Rated:
+        sign, items = -1 if rating == "rank" else 1, values.get(name) or []
+        prompt = shape.given(_question(items[0])) if asked == name and items else shape.asked(values)
+        return prompt, [(sign * n, one[text]) for one in items if (n := _number(one.get(rating))) is not None]
+
+    rule = f"pairs of {name} by {rating}, {_paired(shape.data)}; prompt = {asked}"
+    return shape.reading("preferences", rule, (name, asked), lambda: _from_list(shape, rated))
 
 
 def _question(item: Values) -> str | None:
@@ -934,29 +927,31 @@ def _question(item: Values) -> str | None:
     return asked if isinstance(asked, str) else None
 
 
-def _rated_objects(
-    shape: _Shape, name: str, text: str, rating: str, asked: str, values: Values
-) -> tuple[Any, list[tuple[float, Any]]]:
-    """The prompt, and (score, answer) of each object that has one; a rank is a score below zero."""
-    sign, items = -1 if rating == "rank" else 1, values.get(name) or []
-    prompt = shape.given(_question(items[0])) if asked == name and items else shape.asked(values)
-    return prompt, [(sign * n, one[text]) for one in items if (n := _number(one.get(rating))) is not None]
+def _rated_texts(shape: _Shape) -> list[Reading]:
+    """A list of answers beside a list of their ranks or scores."""
+    lists = [name for name, kind in shape.kinds.items() if kind == "list"]
+    answers = next((name for name in lists if name.removesuffix("s") in LISTED_ANSWERS), None)
+    ratings = ("rank", "ranks", *SCORES, *(f"{name}s" for name in SCORES))
+    rating = next((name for name in lists if name in ratings), None)
+    has_another = shape.first((shape.columns.completion, *ANSWERS)) or "messages" in shape.kinds.values()
+    if answers is None or rating is None or shape.prompt is None or has_another:
+        return []
+    if not all(isinstance(text, str) for line in shape.sample for text in line.values.get(answers) or ()):
+        return []
+
+    def rated(values: Values) -> Rated:
+        sign, texts, numbers = -1 if rating.startswith("rank") else 1, values[answers], values[rating]
+        if len(texts) != len(numbers) or not all(isinstance(text, str) for text in texts):
+            raise Unusable("malformed", f"{answers} and {rating} are no texts with a number each")
+        both = zip(texts, numbers, strict=True)
+        return shape.asked(values), [(sign * n, text) for text, x in both if (n := _number(x)) is not None]
+
+    rule = f"pairs of {answers} by {rating}, {_paired(shape.data)}; prompt = {shape.prompt}"
+    used = (answers, rating, shape.prompt)
+    return shape.reading("preferences", rule, used, lambda: _from_list(shape, rated))
 
 
-def _rated_lists(
-    shape: _Shape, answers: str, rating: str, values: Values
-) -> tuple[Any, list[tuple[float, Any]]]:
-    """As `_rated_objects`, of answers and of their numbers in a list each."""
-    sign, texts, numbers = -1 if rating.startswith("rank") else 1, values[answers], values[rating]
-    if len(texts) != len(numbers) or not all(isinstance(text, str) for text in texts):
-        raise Unusable("malformed", f"{answers} and {rating} are no texts with a number each")
-    both = zip(texts, numbers, strict=True)
-    return shape.asked(values), [(sign * n, text) for text, x in both if (n := _number(x)) is not None]
-
-
-def _from_list(
-    shape: _Shape, rated_of: Callable[[Values], tuple[Any, list[tuple[float, Any]]]]
-) -> Iterator[tuple[Line, Any]]:
+def _from_list(shape: _Shape, rated_of: Callable[[Values], Rated]) -> Iterator[tuple[Line, Any]]:
     """The pairs of each record, whose prompt and rated answers `rated_of` gives."""
 
     def pairs(values: Values) -> list[Row]:
@@ -1121,6 +1116,6 @@ def _prompts(shape: _Shape) -> list[Reading]:
 
 
 _KINDS: Sequence[Callable[[_Shape], list[Reading]]] = (
-    _pairs, _unpaired, _summaries, _voted, _rated_list, _tree, _rated_rows, _solutions,
+    _pairs, _unpaired, _summaries, _voted, _rated_objects, _rated_texts, _tree, _rated_rows, _solutions,
     _instructions, _conversations, _prompts,
 )  # fmt: skip
