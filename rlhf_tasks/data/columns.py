@@ -7,7 +7,7 @@ and nulls keep their types, whatever the types of other rows are.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +34,7 @@ def encoded(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **kept}
 
 
-def decoded(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def decoded(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The inverse of `encoded` for the rows of a table."""
     return [{**row, KEY: json.loads(row[KEY])} if KEY in row else dict(row) for row in rows]
 

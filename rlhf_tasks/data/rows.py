@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.columns import KEY
+from rlhf_tasks.data.columns import KEY, decoded, encoded
 
 Role = Literal["sft", "preferences", "prompts"]
 Row = dict[str, Any]
@@ -74,11 +74,10 @@ class Batch(NamedTuple):
     @property
     def rows(self) -> list[Row]:
         """The rows as dicts, without the keys that they do not have."""
-        found = []
-        for values in self.table.to_pylist():
-            row = {k: v for k, v in values.items() if v is not None or k == "reference"}
-            found.append(row | ({KEY: json.loads(row[KEY])} if KEY in row else {}))
-        return found
+        return decoded(
+            {k: v for k, v in values.items() if v is not None or k == "reference"}
+            for values in self.table.to_pylist()
+        )
 
     def where(self, i: int) -> str:
         """The place of a row, as a report names it."""
@@ -166,7 +165,7 @@ class Writer:
         self._splits: list[Split] = []
 
     def add(self, split: Split, row: Row) -> None:
-        self._waiting.append(row)
+        self._waiting.append(encoded(row))
         self._splits.append(split)
         for name in TEXTS[self._role]:
             self._characters += len(row[name] or "")
@@ -174,10 +173,8 @@ class Writer:
             self._flush()
 
     def _flush(self) -> None:
-        kept = [None if KEY not in row else json.dumps(row[KEY], ensure_ascii=False) for row in self._waiting]
         columns = [
-            pa.array(kept if name == KEY else [row.get(name) for row in self._waiting], pa.string())
-            for name in self._schema.names
+            pa.array([row.get(name) for row in self._waiting], pa.string()) for name in self._schema.names
         ]
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         splits = np.array(self._splits)
@@ -233,8 +230,7 @@ def write(rows: Rows, file: Path, names: Sequence[str] = ()) -> None:
     schema = pa.schema([(name, pa.string()) for name in names])
     with pq.ParquetWriter(file, schema) as out:
         for start in range(0, max(len(rows), 1), ROW_GROUP):
-            part = Rows(rows.role, rows.split, rows.table, rows.numbers[start : start + ROW_GROUP])
-            tables = [batch.table.select(names) for batch in part.batches()]
+            tables = [batch.table.select(names) for batch in rows[start : start + ROW_GROUP].batches()]
             group = pa.concat_tables(tables).combine_chunks() if tables else schema.empty_table()
             out.write_table(group.cast(schema))
 
