@@ -111,11 +111,6 @@ def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch
     return Batch(ids, attended.long(), answered.bool())
 
 
-def collate_rows(queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], pad: int) -> Batch:
-    """`collate` of some rows; for none a row of padding, for a pass whose result nobody reads."""
-    return collate_groups(queries, responses, [[i] for i in rows], pad)
-
-
 @dataclass(frozen=True)
 class SharedPrefixBatch(Batch):
     """B responses in fewer rows: those to one query follow it in one row, and none of them sees another.

@@ -20,7 +20,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import TokenBudget, collate_rows, sizes
+from rlhf_tasks.data.batches import TokenBudget, collate_groups, sizes
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.errors import UserError
@@ -356,7 +356,8 @@ class Evaluator:
         result = torch.zeros(len(own), dtype=torch.float64)
 
         def measure(rows: list[int]) -> None:
-            batch = collate_rows(own, own_responses, rows, self._tokenizer.pad_token_id).to(dist.device)
+            groups, pad = [[i] for i in rows], self._tokenizer.pad_token_id
+            batch = collate_groups(own, own_responses, groups, pad).to(dist.device)
             with dist.autocast():
                 logprobs = response_logprobs(self._policy, batch, self._config.temperature).float()
                 ref_logprobs = self._reference.logprobs(batch, self._config.temperature).float()

@@ -15,7 +15,6 @@ from rlhf_tasks.data.batches import (
     TokenBudget,
     collate,
     collate_groups,
-    collate_rows,
     epoch_batches,
     group_rows,
     group_sizes,
@@ -114,7 +113,7 @@ def test_rows_with_queries_of_their_own_are_padded_as_ever() -> None:
     plain, shared = collate(queries, responses, 0), collate_groups(queries, responses, [[0], [1]], 0)
     assert type(plain) is type(shared)
     assert all(torch.equal(vars(plain)[name], x) for name, x in vars(shared).items())
-    assert collate_rows(queries, responses, [], 9).query_response.tolist() == [[9, 9]]
+    assert collate_groups(queries, responses, [], 9).query_response.tolist() == [[9, 9]]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 30, 64, 200, 10_000])
