@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from rlhf_tasks.config.older import REMOVED, new_place
+from rlhf_tasks.config.older import MISSING, REMOVED, inside, new_place
 from rlhf_tasks.config.schema import Config
 from rlhf_tasks.config.types import Section, field_of, flatten, kinds, section_of, sections
 from rlhf_tasks.errors import ConfigError
@@ -140,13 +140,8 @@ def values(tree: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def is_given(tree: Mapping[str, Any], key: str) -> bool:
-    """Whether a parsed file has the value of a dotted key, or a list or null that holds it."""
-    value: Any = tree
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return False
-        value = value[part]
-    return True
+    """Whether a parsed file has the value of a dotted key."""
+    return inside(tree, key) is not MISSING
 
 
 def merge(

@@ -71,17 +71,17 @@ def upgrade(tree: CommentedMap) -> list[str]:
     """
     lines = []
     for gone, without_effect in REMOVED.items():
-        if _inside(tree, gone) == without_effect:
+        if inside(tree, gone) == without_effect:
             section, _, last = gone.rpartition(".")
-            del _inside(tree, section)[last]
+            del inside(tree, section)[last]
             lines.append(f"{gone} is left out: it has no effect")
-    given = {old: _inside(tree, old) for old in MOVED}
+    given = {old: inside(tree, old) for old in MOVED}
     found = [old for old, value in given.items() if value is not MISSING and new_place(old.split("."), value)]
     lines += [_move(tree, old) for old in found]
-    if str(_inside(tree, "judge.labels")) == NO_LABELS:
+    if str(inside(tree, "judge.labels")) == NO_LABELS:
         tree["judge"]["labels"] = None
         lines.append(f"judge.labels: {NO_LABELS} → null")
-    if _inside(tree, TRACES) is not MISSING:
+    if inside(tree, TRACES) is not MISSING:
         del tree["judge"]["num_traces"]
         lines.append(f"{TRACES} is left out: it has no effect")
     return lines
@@ -90,7 +90,7 @@ def upgrade(tree: CommentedMap) -> list[str]:
 def _move(tree: CommentedMap, old: str) -> str:
     """Move one key into the tree, where the kind of its section is by now; the line that says so."""
     path_of_owner, _, last = old.rpartition(".")
-    value, owner = _inside(tree, old), _inside(tree, path_of_owner)
+    value, owner = inside(tree, old), inside(tree, path_of_owner)
     if old in CONVERTED:
         value = CONVERTED[old](value, tree["ppo"])
     position, comment = list(owner).index(last), owner.ca.items.pop(last, None)
@@ -119,7 +119,7 @@ def _move(tree: CommentedMap, old: str) -> str:
     return f"{old} → {MOVED[old]}"
 
 
-def _inside(tree: Any, key: str) -> Any:
+def inside(tree: Any, key: str) -> Any:
     """The value of a dotted key, or MISSING."""
     for part in key.split("."):
         if not isinstance(tree, Mapping) or part not in tree:
