@@ -64,7 +64,8 @@ class StageView:
         declared = {key: flat[key] for key in flat if any(f"{key}.".startswith(f"{r}.") for r in sections)}
         own = {one.name: _value(config, one) for one in fields(cls) if one.name in cls._own()}
         # a value inside a section that is null is at its default
-        declared |= {one.metadata[KEY]: own[one.name] for one in fields(cls) if _is_lost(one, flat)}
+        inner = {key: own[name] for name, key in cls._own().items() if key.rpartition(".")[0] in flat}
+        declared |= inner
         # only a stage that fetches a ready model depends on how that is kept
         ready, keep = _ready(cls.stage, flat), declared.pop(KEEP, config.model.keep)
         declared |= {} if ready is None else {KEEP: keep}
@@ -78,11 +79,6 @@ def _ready(stage: Stage, flat: Mapping[str, Any]) -> Ready | None:
     key = {"base": "model.base", "sft": "sft.from", "reward": "reward.from"}.get(stage, "")
     name = flat.get(key)
     return None if name in (None, "scratch") else Ready(key, name, flat[f"{key.split('.')[0]}.revision"])
-
-
-def _is_lost(field_of_view: Field[Any], flat: Mapping[str, Any]) -> bool:
-    key = field_of_view.metadata.get(KEY, "")
-    return key.rpartition(".")[0] in flat
 
 
 def _value(config: s.Config, field_of_view: Field[Any]) -> Any:
