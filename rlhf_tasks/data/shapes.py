@@ -967,7 +967,7 @@ def _from_list(shape: _Shape, rated_of: Callable[[Values], Rated]) -> Iterator[t
 
 def _rated_rows(shape: _Shape) -> list[Reading]:
     """An answer and its score per row; those to one prompt become pairs."""
-    prompt, answer = shape.prompt, shape.first(("response", "answer", "completion", "output"))
+    prompt, answer = shape.prompt, shape.first(LISTED_ANSWERS)
     score = next((s for s in (shape.data.format or "", *SCORES) if shape.kinds.get(s) == "number"), None)
     if prompt is None or answer is None or score is None:
         return []
