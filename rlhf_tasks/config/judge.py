@@ -262,7 +262,5 @@ class Judging(Section):
     def scoring(self) -> set[str]:
         """Names of the judges that score each response; they make no requests."""
         kinds = (GoldJudge, RewardModelJudge, FunctionJudge, VerifierJudge)
-        pairwise = {
-            judge.name for judge in self.judges if isinstance(judge, FunctionJudge) and judge.pairwise
-        }
-        return {judge.name for judge in self.judges if isinstance(judge, kinds)} - pairwise
+        scoring = (judge for judge in self.judges if isinstance(judge, kinds))
+        return {judge.name for judge in scoring if not getattr(judge, "pairwise", False)}
