@@ -294,7 +294,7 @@ def common_start(first: list[Message], second: list[Message]) -> list[Message]:
 
 def rendered(
     prompt: list[Message],
-    answers: Mapping[str, str | list[Message]],
+    answers: Mapping[str, list[Message]],
     tools: list[Any] | None,
     rendering: Rendering,
     table: str,
@@ -312,17 +312,13 @@ def rendered(
         )
     if not any(turn["content"].strip() for turn in prompt):
         raise Unusable("empty", "prompt is empty")
-    turns = {
-        name: [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        for name, answer in answers.items()
-    }
     try:
         head = rendering.chat(prompt, True, tools)
         marked_prompt, marked_tools = _marked(prompt), _marked_tools(tools)
         marked = rendering.chat(marked_prompt, True, marked_tools)
         _check_all_is_written(marked, marked_prompt, marked_tools, rendering, table)
         row = {"prompt": head}
-        for name, following in turns.items():
+        for name, following in answers.items():
             before, row[name] = _answer(prompt, following, name, head, tools, rendering, table)
             row["prompt"] += before
         return row

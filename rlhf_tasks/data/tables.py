@@ -213,12 +213,12 @@ def _texts(
         raise Unusable("malformed", "has tools, but its prompt is text, which no chat template renders")
     if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
         prompt = rendering.bos + prompt
-    return [{"prompt": prompt} | {name: _without_end(str(a), rendering.eos) for name, a in answers.items()}]
+    return [{"prompt": prompt} | {name: _without_end(a, rendering.eos) for name, a in answers.items()}]
 
 
 def split_row(
     values: Mapping[str, Any], names: Mapping[str, str]
-) -> tuple[str | list[Message], dict[str, str | list[Message]]]:
+) -> tuple[str | list[Message], dict[str, Any]]:
     """Prompt and answers of a record: all texts, or all messages.
 
     Two whole conversations are cut where they part; what follows must be one answer each.
