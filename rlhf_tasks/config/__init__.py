@@ -32,10 +32,8 @@ from rlhf_tasks.config.schema import (
     Optimization,
     Precision,
     Promotion,
-    Resume,
     Reward,
     Scratch,
-    Sft,
     TaskPolicy,
     Tracking,
 )
