@@ -936,7 +936,8 @@ def _rated_texts(shape: _Shape) -> list[Reading]:
     has_another = shape.first((shape.columns.completion, *ANSWERS)) or "messages" in shape.kinds.values()
     if answers is None or rating is None or shape.prompt is None or has_another:
         return []
-    if not all(isinstance(text, str) for line in shape.sample for text in line.values.get(answers) or ()):
+    given = [some for line in shape.sample if isinstance(some := line.values.get(answers), list)]
+    if not all(isinstance(text, str) for some in given for text in some):
         return []
 
     def rated(values: Values) -> Rated:
