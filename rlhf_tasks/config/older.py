@@ -48,12 +48,11 @@ REMOVED: Mapping[str, Any] = {
     "ppo.combine_reward_models": "sum",
     "ppo.engine.ahead": 0,
     "ppo.sampler.ahead": 0,
+    "judge.num_traces": ...,
 }
-"""Keys that are gone, with the value that has no effect, which `upgrade` leaves out."""
+"""Keys that are gone, with the value that has no effect, or `...` for any, which `upgrade` leaves out."""
 NO_LABELS = "rlhf_tasks/evaluation/no_labels.jsonl"
 """An empty file that stood for no human labels."""
-TRACES = "judge.num_traces"
-"""The number of a judge's replies that MLflow showed as traces."""
 
 
 def new_place(location: Sequence[str | int], value: Any) -> str | None:
@@ -71,7 +70,8 @@ def upgrade(tree: CommentedMap) -> list[str]:
     """
     lines = []
     for gone, without_effect in REMOVED.items():
-        if inside(tree, gone) == without_effect:
+        value = inside(tree, gone)
+        if value is not MISSING and without_effect in (value, ...):
             section, _, last = gone.rpartition(".")
             del inside(tree, section)[last]
             lines.append(f"{gone} is left out: it has no effect")
@@ -81,9 +81,6 @@ def upgrade(tree: CommentedMap) -> list[str]:
     if str(inside(tree, "judge.labels")) == NO_LABELS:
         tree["judge"]["labels"] = None
         lines.append(f"judge.labels: {NO_LABELS} → null")
-    if inside(tree, TRACES) is not MISSING:
-        del tree["judge"]["num_traces"]
-        lines.append(f"{TRACES} is left out: it has no effect")
     return lines
 
 

@@ -471,7 +471,7 @@ class _Shape:
 
     @property
     def beside(self) -> tuple[str | None, ...]:
-        """The columns that `asked` reads beside the prompt."""
+        """The columns that `asked` reads beside the prompt: a rule that calls it uses them."""
         return self.context, self.system, "history" if self.has_history else None
 
     @property
@@ -508,7 +508,6 @@ class _Shape:
                 names = (*keep, "tools") if line.values.get("tools") else keep
                 yield line, {name: line.values[name] for name in names if name in line.values} | row
 
-        used = (*used, *self.beside) if role != "sft" or rule.startswith("demonstrations") else used
         extra = ("split",) if any(split_of(line.values) for line in self.sample) else ()
         taken = (*(name for name in used if name), *keep, *extra, "tools")
         return [Reading(role, rule, self.table, taken, rows)]
@@ -654,7 +653,7 @@ def _unpaired(shape: _Shape) -> list[Reading]:
         for good, line in zip(labels, shape.table.lines, strict=True)
     ):
         return []
-    used = (prompt, answer, talk, label)
+    used = (prompt, answer, talk, label, *(shape.beside if talk is None else ()))
 
     def parts(values: Values) -> tuple[Any, Any]:
         if talk is not None:
@@ -741,7 +740,8 @@ def _pairs(shape: _Shape) -> list[Reading]:
         return []
     start = "the start that both have" if prompt is None else prompt
     rule = f"pairs: prompt = {start}, chosen = {chosen}, rejected = {rejected}"
-    return shape.rows("preferences", rule, (prompt, chosen, rejected, "system"), convert)
+    beside = shape.beside if prompt is not None else ()
+    return shape.rows("preferences", rule, (prompt, chosen, rejected, *beside), convert)
 
 
 def _is_answer(value: Any) -> bool:
@@ -842,6 +842,7 @@ def _voted(shape: _Shape) -> list[Reading]:
     by = "labels (1: A is chosen)" if is_shp else vote or signed or f"{scores}{a} and {scores}{b}"
     used = (prompt, first, second, vote or signed, "labels" if is_shp else None, "turn")
     used = (*used, *((scores + a, scores + b) if scores and not vote else ()))
+    used = (*used, *(shape.beside if shape.kinds[first] == "text" else ()))
     rule = f"pairs of {first} and {second} by {by}, prompt = {prompt}"
     return shape.reading("preferences", rule, used, made)
 
@@ -900,7 +901,7 @@ Rated = tuple[Any, list[tuple[float, Any]]]
 def _rated_objects(shape: _Shape) -> list[Reading]:
     """A list of objects, each an answer with a rank or a score."""
     for name in (name for name, kind in shape.kinds.items() if kind == "objects"):
-        items = next((v for line in shape.table.lines if (v := line.values.get(name))), list[Any]([{}]))
+        items = next(value for line in shape.sample if _kind(value := line.values.get(name)) == "objects")
         keys: set[str] = set().union(*items)
         text = next((key for key in TEXTS_OF_ANSWERS if isinstance(items[0].get(key), str)), None)
         rating = next((key for key in ("rank", *SCORES) if key in keys), None)
@@ -916,7 +917,8 @@ def _rated_objects(shape: _Shape) -> list[Reading]:
         return prompt, [(sign * n, one[text]) for one in items if (n := _number(one.get(rating))) is not None]
 
     rule = f"pairs of {name} by {rating}, {_paired(shape.data)}; prompt = {asked}"
-    return shape.reading("preferences", rule, (name, asked), lambda: _from_list(shape, rated))
+    used = (name, asked, *(shape.beside if asked != name else ()))
+    return shape.reading("preferences", rule, used, lambda: _from_list(shape, rated))
 
 
 def _question(item: Values) -> str | None:
@@ -948,7 +950,7 @@ def _rated_texts(shape: _Shape) -> list[Reading]:
         return shape.asked(values), [(sign * n, text) for text, x in both if (n := _number(x)) is not None]
 
     rule = f"pairs of {answers} by {rating}, {_paired(shape.data)}; prompt = {shape.prompt}"
-    used = (answers, rating, shape.prompt)
+    used = (answers, rating, shape.prompt, *shape.beside)
     return shape.reading("preferences", rule, used, lambda: _from_list(shape, rated))
 
 
@@ -980,7 +982,8 @@ def _rated_rows(shape: _Shape) -> list[Reading]:
         return shape.asked(values), _number(values[score]), values[answer]
 
     rule = f"pairs of the rows that have the same {prompt}, by {score}, {_paired(shape.data)}"
-    return shape.reading("preferences", rule, (prompt, answer, score), lambda: _by_prompt(shape, rated))
+    used = (prompt, answer, score, *shape.beside)
+    return shape.reading("preferences", rule, used, lambda: _by_prompt(shape, rated))
 
 
 def _tree(shape: _Shape) -> list[Reading]:
@@ -1074,7 +1077,7 @@ def _instructions(shape: _Shape) -> list[Reading]:
     def convert(values: Values) -> Row:
         return {"prompt": shape.asked(values), "completion": values[answer]}
 
-    return shape.rows("sft", rule, (prompt, answer), convert)
+    return shape.rows("sft", rule, (prompt, answer, *shape.beside), convert)
 
 
 def _conversations(shape: _Shape) -> list[Reading]:
@@ -1101,10 +1104,10 @@ def _conversations(shape: _Shape) -> list[Reading]:
 
     if rejected is not None:  # ms-swift
         rule = f"pairs: chosen = the last message of {name}, rejected = {rejected}"
-        return shape.rows("preferences", rule, (name, rejected), convert)
+        return shape.rows("preferences", rule, (name, rejected, shape.system), convert)
 
     rule = f"demonstrations: prompt = all of {name} but its last message, completion = the last"
-    return shape.rows("sft", rule, (name, "system"), convert)
+    return shape.rows("sft", rule, (name, shape.system), convert)
 
 
 def _prompts(shape: _Shape) -> list[Reading]:
@@ -1113,7 +1116,9 @@ def _prompts(shape: _Shape) -> list[Reading]:
     if prompt is None or shape.answers_unread(prompt, *shape.columns.keep, "answer"):
         return []
     rule = f"prompts: prompt = {prompt}"
-    return shape.rows("prompts", rule, (prompt,), lambda values: {"prompt": shape.asked(values)})
+    return shape.rows(
+        "prompts", rule, (prompt, *shape.beside), lambda values: {"prompt": shape.asked(values)}
+    )
 
 
 _KINDS: Sequence[Callable[[_Shape], list[Reading]]] = (

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.cli import main
-from rlhf_tasks.config.older import MOVED, TRACES
+from rlhf_tasks.config.older import MOVED
 from rlhf_tasks.errors import ConfigError
 
 OLDER = (Path(__file__).parent / "older.yaml").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ TOKENS = {"micro_batch_tokens": 4096}
 def test_every_key_of_an_older_file_is_where_it_was_or_has_a_new_place() -> None:
     present = config.in_force(config.Config())
     moved = {key for key in config.flatten(config.parse(OLDER, "older")) if key not in present}
-    gone = {TRACES, "launch.compile", "ppo.combine_reward_models"}
+    gone = {"judge.num_traces", "launch.compile", "ppo.combine_reward_models"}
     assert moved == {*MOVED} - {"ppo.lora.value"} | gone, "its section is null there"
     sections = {"ppo.advantages.critic.warmup", "ppo.advantages.critic.lora", "ppo.sampler"}
     assert set(MOVED.values()) - sections <= present.keys()

@@ -66,6 +66,28 @@ def test_conversations_that_all_end_with_the_user_are_prompts() -> None:
     assert read(*both).role == "sft"  # the first row is refused by name
 
 
+def test_a_column_counts_as_used_only_where_it_is_read() -> None:
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert "context" not in read({"messages": talk, "context": "x"}).used
+    assert (
+        "system"
+        not in read({"chosen": talk, "rejected": [*talk[:1], talk[1] | {"content": "b"}], "system": "x"}).used
+    )
+    labelled = {"prompt": "q", "input": "below", "system": "s", "completion": "a", "label": True}
+    good = read(labelled, format="good_answers")
+    assert {"input", "system"} <= {*good.used}
+    assert rows(good)[0]["prompt"][-1]["content"] == "q\nbelow"
+
+
+def test_a_value_of_another_type_is_a_bad_row() -> None:
+    rated = {"prompt": "q", "answers": ["a", "b"], "scores": [1, 2]}
+    [_, (_, fault)] = read(rated, rated | {"answers": 7}).made()
+    assert "malformed" in repr(fault.reason)
+    objects = {"prompt": "q", "answers": [{"text": "a", "score": 1}, {"text": "b", "score": 2}]}
+    [(_, fault), *_] = read(objects | {"answers": "?"}, objects, objects).made()
+    assert "malformed" in repr(fault.reason)
+
+
 @pytest.mark.parametrize("tie", ["tie", "tie (bothbad)", "both_bad", "Both good", "draw"])
 def test_a_tie_is_left_out(tie: str) -> None:
     two = {"prompt": "q", "response_a": "a", "response_b": "b"}
