@@ -123,7 +123,7 @@ def test_older_stages_and_trips_of_guards_are_told(whole: Path) -> None:
     workspace.put_json(whole / "evaluation/ppo/guards.json", {"trips": [trip]})
     text = shown(whole)
     assert "Some stages are older runs" in text
-    assert "A guard tripped 1 time: kl_high: objective/kl_k1 = 11.4 exceeds 10 at episode 512" in text
+    assert "A guard tripped 1 time, first at episode 512: kl_high: objective/kl_k1 = 11.4 exceeds 10" in text
 
 
 def test_samples_show_the_greatest_leads_and_lags_side_by_side(whole: Path) -> None:
