@@ -840,9 +840,10 @@ def _voted(shape: _Shape) -> list[Reading]:
             yield line, row
 
     by = "labels (1: A is chosen)" if is_shp else vote or signed or f"{scores}{a} and {scores}{b}"
-    used = (prompt, first, second, vote or signed, "labels" if is_shp else None, "turn")
-    used = (*used, *((scores + a, scores + b) if scores and not vote else ()))
-    used = (*used, *(shape.beside if shape.kinds[first] == "text" else ()))
+    votes = ("labels",) if is_shp else (vote or signed,)
+    rated_by = votes if any(votes) else (f"{scores}{a}", f"{scores}{b}")
+    beside = shape.beside if shape.kinds[first] == "text" else ()
+    used = (prompt, first, second, *rated_by, "turn", *beside)
     rule = f"pairs of {first} and {second} by {by}, prompt = {prompt}"
     return shape.reading("preferences", rule, used, made)
 
@@ -900,16 +901,10 @@ Rated = tuple[Any, list[tuple[float, Any]]]
 
 def _rated_objects(shape: _Shape) -> list[Reading]:
     """A list of objects, each an answer with a rank or a score."""
-    for name in (name for name, kind in shape.kinds.items() if kind == "objects"):
-        items = next(value for line in shape.sample if _kind(value := line.values.get(name)) == "objects")
-        keys: set[str] = set().union(*items)
-        text = next((key for key in TEXTS_OF_ANSWERS if isinstance(items[0].get(key), str)), None)
-        rating = next((key for key in ("rank", *SCORES) if key in keys), None)
-        asked = shape.prompt or (name if _question(items[0]) else None)
-        if None not in (text, rating, asked):
-            break
-    else:
+    found = next(_objects(shape), None)
+    if found is None:
         return []
+    name, text, rating, asked = found
 
     def rated(values: Values) -> Rated:
         sign, items = -1 if rating == "rank" else 1, values.get(name) or []
@@ -919,6 +914,18 @@ def _rated_objects(shape: _Shape) -> list[Reading]:
     rule = f"pairs of {name} by {rating}, {_paired(shape.data)}; prompt = {asked}"
     used = (name, asked, *(shape.beside if asked != name else ()))
     return shape.reading("preferences", rule, used, lambda: _from_list(shape, rated))
+
+
+def _objects(shape: _Shape) -> Iterator[tuple[str, str, str, str]]:
+    """The columns of rated objects: name, the keys of text and rating, and the column of the prompt."""
+    for name in (name for name, kind in shape.kinds.items() if kind == "objects"):
+        given: Iterable[Any] = (line.values.get(name) for line in shape.sample)
+        items = next(value for value in given if _kind(value) == "objects")
+        text = next((key for key in TEXTS_OF_ANSWERS if isinstance(items[0].get(key), str)), None)
+        rating = next((key for key in ("rank", *SCORES) if any(key in item for item in items)), None)
+        asked = shape.prompt or (name if _question(items[0]) else None)
+        if text is not None and rating is not None and asked is not None:
+            yield name, text, rating, asked
 
 
 def _question(item: Values) -> str | None:
