@@ -581,16 +581,16 @@ def _pair(prompt: Any, chosen: Any, rejected: Any) -> Row:
 
 
 PAIRED = {
-    "best_worst": "the best and the worst",
-    "best_each": "the best and each other",
-    "adjacent": "neighbors in their order",
-    "all": "all two",
+    "best_worst": "the best and the worst answer",
+    "best_each": "the best and each other answer",
+    "adjacent": "answers that follow each other",
+    "all": "every two answers",
 }
 
 
 def _paired(data: Data, default: str = "best_worst") -> str:
-    """Which answers of a prompt make pairs, for people."""
-    return f"{PAIRED[data.pairs or default]} of a prompt (data.pairs)"
+    """Which answers to a prompt make pairs, for people."""
+    return f"{PAIRED[data.pairs or default]} to a prompt (data.pairs)"
 
 
 def _ordered(
