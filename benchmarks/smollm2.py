@@ -2,7 +2,7 @@
 
     constraints   RLOO as in the preset, in float32 and in bfloat16, PPO with a critic at equal episodes,
                   and RLOO with LoRA adapters
-    docstrings    SFT, reward model and PPO as in the preset
+    docstrings    SFT, reward model and PPO as in the preset, in float32 and in bfloat16
     sentiment     four KL coefficients: optimized and judged score over the KL, with the fit of Gao et al.
 
 Needs what the preset needs. See `benchmarks.cells`. Writes the table of docs/results/PRESET.md.
@@ -112,8 +112,15 @@ def docstrings_table(found: Sequence[cells.Cell]) -> str:
         ]
         means = {"chrf": "{:.1f} → {:.1f}", "rouge_l": "{:.3f} → {:.3f}", "length": "{:.1f} → {:.1f}"}
         scores = [form.format(*cell[name]) for name, form in means.items()]
-        lines.append([str(cell["seed"]), f"{cell['accuracy']:.1%}", *rates, *scores, *in_words(cell)])
-    header = ["Seed", "Reward model's accuracy", "Win rate over SFT by retrieval", "… by the held-out model"]
+        first = [cell["variant"], str(cell["seed"]), f"{cell['accuracy']:.1%}"]
+        lines.append([*first, *rates, *scores, *in_words(cell)])
+    header = [
+        "",
+        "Seed",
+        "Reward model's accuracy",
+        "Win rate over SFT by retrieval",
+        "… by the held-out model",
+    ]
     return rows([*header, "chrF", "ROUGE-L", "Tokens", *SHARED], lines)
 
 
@@ -175,6 +182,7 @@ def sentiment_table(found: Sequence[cells.Cell]) -> str:
 
 # ------------------------------------------------------------------------------------------- command
 
+BF16 = {"launch.precision": "bf16"}
 RLOO = {"ppo.guards.action": "warn"}
 WITH_CRITIC = RLOO | {
     "ppo.advantages": "{kind: gae, samples_per_prompt: 8, critic: {init: sft}}",
@@ -185,14 +193,14 @@ TABLES = {
     "constraints": Table(
         {
             "RLOO": RLOO,
-            "RLOO, bf16": RLOO | {"launch.precision": "bf16"},
+            "RLOO, bf16": RLOO | BF16,
             "PPO with a critic": WITH_CRITIC,
             "RLOO, LoRA r = 16": WITH_LORA,
         },
         constraints_cell,
         constraints_table,
     ),
-    "docstrings": Table({"PPO": {}}, docstrings_cell, docstrings_table),
+    "docstrings": Table({"float32": {}, "bf16": BF16}, docstrings_cell, docstrings_table),
     "sentiment": Table(
         {coef: {"ppo.kl_coef": coef} for coef in ("0.0", "0.02", "0.05", "0.2")},
         sentiment_cell,
