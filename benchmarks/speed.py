@@ -92,7 +92,7 @@ def measure(part: str, shape: str, options: argparse.Namespace) -> dict[str, Fig
 def line(shape: str, found: Mapping[str, Figures]) -> str:
     cells = [shape]
     for one in found.values():
-        cells += [f"{one.speed:,.1f} ({min(one.speeds):,.1f}–{max(one.speeds):,.1f})", f"{one.memory_gb:.2f}"]
+        cells += [f"{one.speed:,.2f} ({min(one.speeds):,.2f}–{max(one.speeds):,.2f})", f"{one.memory_gb:.2f}"]
     if "peer" in found:
         cells.append(f"{found['ours'].speed / found['peer'].speed:.2f}")
     return f"| {' | '.join(cells)} |"

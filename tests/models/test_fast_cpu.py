@@ -1,14 +1,15 @@
-"""oneDNN's matmuls of float32 are those of torch, with their gradients, to rounding."""
+"""oneDNN's matmuls of float32, and attention in float32 under autocast, are right to rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models import fast_cpu
@@ -102,3 +103,36 @@ def test_elsewhere_no_layer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_cpu, "_onednn_is_faster", lambda: False)
     model = accelerate(small.causal())
     assert not any(isinstance(module, OneDnnLinear | OneDnnConv1D) for module in model.modules())
+
+
+def _attend(given: Sequence[Tensor], mask: Tensor | None, **kwargs: Any) -> list[Tensor]:
+    """Output and gradients of transformers' `sdpa` under autocast, as an accelerated model calls it."""
+    accelerate(torch.nn.Linear(1, 1))
+    own = [x.detach().clone().requires_grad_() for x in given]
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](torch.nn.Module(), *own, mask, **kwargs)
+    found.float().square().sum().backward()
+    return [found, *(x.grad for x in own if x.grad is not None)]
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_attention_under_autocast_is_that_of_float32(has_mask: bool) -> None:
+    """(B, heads, T, width) in bfloat16, as the layers before give them; softmax(q kᵀ) v by its definition."""
+    query, key, value = (numbers(2, 3, 5, 8, seed=seed).bfloat16() for seed in range(3))
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    found, *gradients = _attend([query, key, value], causal.expand(2, 1, 5, 5) if has_mask else None)
+    q, k, v = (x.double().requires_grad_() for x in (query, key, value))
+    scores = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(~causal, -torch.inf)
+    expected = (scores.softmax(-1) @ v).transpose(1, 2)  # (B, T, heads, width)
+    expected.square().sum().backward()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for gradient, one in zip(gradients, (q, k, v), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(gradient.double(), one.grad, rtol=1e-2, atol=1e-2)  # bfloat16 again
+
+
+def test_single_steps_and_added_masks_have_torchs_own_attention() -> None:
+    query, key, value = (numbers(2, 3, 5, 8, seed=seed).bfloat16() for seed in range(3))
+    assert _attend([query[:, :, -1:], key, value], None)[0].dtype == torch.bfloat16
+    assert _attend([query, key, value], torch.zeros(2, 1, 5, 5).bfloat16())[0].dtype == torch.bfloat16
