@@ -70,8 +70,8 @@ def sample(
     """Sample responses to each query from softmax(logits / temperature), by default all at once.
 
     The responses to the n queries are followed by the next response to each, until there are `num_samples`. A
-    query whose responses share a batch is computed once for them. `meter` counts the responses, by default
-    one of its own.
+    query whose responses share a batch is computed once for them, also where it is given several times.
+    `meter` counts the responses, by default one of its own.
 
     A row ends when it draws one of `ends`, which is kept as its last token, or reaches `max_new_tokens`. Each
     token takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
@@ -94,9 +94,10 @@ def sample(
     with nullcontext(meter) if meter else console.part("sampling", len(order), "responses") as counted:
         while start < len(order):
             rows = order[start : start + size]
-            number_of = {query: i for i, query in enumerate(dict.fromkeys(row % num_queries for row in rows))}
-            batch = collate([queries[i] for i in number_of], [[] for _ in number_of], pad).to(model.device)
-            query_of = torch.tensor([number_of[row % num_queries] for row in rows], device=model.device)
+            texts = [tuple(queries[row % num_queries]) for row in rows]
+            number_of = {ids: i for i, ids in enumerate(dict.fromkeys(texts))}
+            batch = collate([*map(list, number_of)], [[] for _ in number_of], pad).to(model.device)
+            query_of = torch.tensor([number_of[ids] for ids in texts], device=model.device)
             found = None
             try:
                 found = _decode(model, batch, query_of, uniform[rows], temperature, ends, counted)

@@ -161,10 +161,26 @@ def test_samples_of_a_query_that_is_computed_once_are_those_of_repeated_queries(
     family: Family, batch_size: int | None
 ) -> None:
     """The same numbers draw the same tokens; log-probs differ by rounding."""
-    found, again = draw(family, num_samples=3, batch_size=batch_size), draw(family, QUERIES * 3)
-    assert found.responses == again.responses
-    assert len({tuple(response) for response in found.responses[:: len(QUERIES)]}) > 1
-    assert_close(found.logprobs, again.logprobs)
+    alone = draw(family, QUERIES * 3, batch_size=1)
+    assert len({tuple(response) for response in alone.responses[:: len(QUERIES)]}) > 1
+    for found in (
+        draw(family, num_samples=3, batch_size=batch_size),
+        draw(family, QUERIES * 3, batch_size=batch_size),
+    ):
+        assert found.responses == alone.responses
+        assert_close(found.logprobs, alone.logprobs)
+
+
+def test_a_query_that_is_given_several_times_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, read = sampling._decode, list[int]()
+
+    def counted(model: Any, batch: Any, *rest: Any) -> Any:
+        read.append(len(batch.query_response))
+        return decode(model, batch, *rest)
+
+    monkeypatch.setattr(sampling, "_decode", counted)
+    draw(queries=[*QUERIES, *QUERIES])
+    assert read == [len(QUERIES)]
 
 
 # ------------------------------------------------------------------------------------------ texts
