@@ -40,7 +40,7 @@ CONTEXTS = ("input", "context")
 ANSWERS = (
     "completion", "output", "response", "solution", "answer", "target", "reference", "targets", "assistant",
 )  # fmt: skip
-ASKED_BY = {"input": ("output", "preferred_output"), "user": ("assistant",)}
+ASKED_BY = {"input": (*ANSWERS, "preferred_output", "chosen"), "user": ("assistant",)}
 """Columns that are the prompt if a table has no other, and has the answer beside them."""
 SIDES = (
     ("chosen_response", "rejected_response"),

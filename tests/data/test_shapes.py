@@ -247,6 +247,11 @@ ASKED, ANSWERED, WORSE = (
             pair("q", "A", "B"),
         ),
         ({"input": ASKED, "output": "A"}, {"prompt": ASKED, "completion": "A"}),
+        ({"kind": "x", "input": "q", "target": "A"}, {"prompt": "q", "completion": "A"}),
+        (
+            {"input": "q", "chosen": "A", "rejected": "B", "labelling_prompt": [*TALK, *ASKED]},
+            pair("q", "A", "B"),
+        ),
         ({"problem": "q", "solution": "so 7", "answer": "7"}, {"prompt": "q", "completion": "so 7"}),
         (
             {"conversations": ["q", "A"]},
