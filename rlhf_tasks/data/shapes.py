@@ -5,7 +5,7 @@
     chosen, rejected            pairs: texts, messages, or dialogues as marked text
     two answers and a vote      response_0, response_1, better_response_id; scores of both; a winner
     a list of rated answers     ranks or scores in one row: of objects, or beside a list of texts
-    a rated answer per row      the answers of a prompt are in several rows
+    a rated answer per row      ranks or scores; the answers of a prompt are in several rows
     a message per row           a tree by parent_id, with ranks
     prompt, completion, label   single answers marked good or bad: refused, unless `data.format` says how
     question, answer with ####  demonstrations, and prompts with the right answer
@@ -58,7 +58,7 @@ SYSTEMS = ("system", "system_prompt")
 VOTES = ("better_response_id", "winner", "choice", "preference", "chosen_id")
 SIGNED = ("overall_preference", "preference_strength")
 """HelpSteer: −3, the first answer is much better, to 3, the second is."""
-SCORES = ("overall_score", "fine-grained_score", "score", "rating", "helpfulness", "pm_score")
+SCORES = ("overall_score", "fine-grained_score", "score", "rating", "helpfulness", "pm_score", "reward")
 LISTED_ANSWERS = ("response", "answer", "completion", "output")
 TEXTS_OF_ANSWERS = ("response", "answer", "text", "completion", "output", "content")
 LABELS = ("label", "labels", "feedback", "correct", "is_correct", "is_good", "thumbs_up", "desirable")
@@ -399,6 +399,11 @@ class _Shape:
         """The first of these columns that has the type."""
         return next((name for name in names if self.kinds.get(name) == kind), None)
 
+    def is_number(self, name: str) -> bool:
+        """Whether most values of a column are numbers, which are texts in a CSV file."""
+        values = [value for line in self.sample if (value := line.values.get(name)) not in (None, "")]
+        return 2 * sum(_number(value) is not None for value in values) > len(values)
+
     @cached_property
     def prompt(self) -> str | None:
         """The column of the prompt: texts or messages."""
@@ -647,6 +652,8 @@ def _unpaired(shape: _Shape) -> list[Reading]:
     label = next(iter((*named, *(flags if talk is None else ()))), None)
     if label is None or (talk is None and None in (prompt, answer)) or shape.data.format == "demonstrations":
         return []
+    if shape.data.format in shape.kinds and _rated_rows(shape):
+        return []
     labels = [_is_good(line.values.get(label)) for line in shape.table.lines]
     if any(
         good is None and line.values.get(label) is not None
@@ -781,9 +788,9 @@ def _voted(shape: _Shape) -> list[Reading]:
         return []  # of three answers a pair would be a guess
     asked = shape.data.format if shape.data.format in shape.kinds else None
     vote = asked or next((name for name in VOTES if name in shape.kinds), None)
-    signed = shape.first(SIGNED, "number")
+    signed = next(filter(shape.is_number, SIGNED), None)
     is_shp = first == "human_ref_A" and "labels" in shape.kinds
-    scores = next((s for s in SCORES if shape.kinds.get(s + a) == shape.kinds.get(s + b) == "number"), None)
+    scores = next((s for s in SCORES if shape.is_number(s + a) and shape.is_number(s + b)), None)
     prompt = shape.prompt or next(
         (name for name in PROMPTS if shape.kinds.get(name) == "object" and _text_of(shape, name)), None
     )
@@ -798,9 +805,8 @@ def _voted(shape: _Shape) -> list[Reading]:
         if vote is not None:
             return _is_first(values[vote], vote, _names(first, a), _names(second, b))
         if signed is not None:
-            return _is_first(
-                -math.copysign(1, values[signed]) if values[signed] else "tie", signed, ("1",), ("-1",)
-            )
+            strength = float(values[signed] or 0)
+            return _is_first((strength < 0) - (strength > 0) or "tie", signed, ("1",), ("-1",))
         one, two = (_number(values[f"{scores}{suffix}"]) for suffix in (a, b))
         if one is None or two is None:
             raise Unusable("malformed", f"{scores}{a} or {scores}{b} is no finite number")
@@ -976,20 +982,21 @@ def _from_list(shape: _Shape, rated_of: Callable[[Values], Rated]) -> Iterator[t
 
 
 def _rated_rows(shape: _Shape) -> list[Reading]:
-    """An answer and its score per row; those to one prompt become pairs."""
-    prompt, answer = shape.prompt, shape.first(LISTED_ANSWERS)
-    score = next((s for s in (shape.data.format or "", *SCORES) if shape.kinds.get(s) == "number"), None)
-    if prompt is None or answer is None or score is None:
+    """An answer and its rank or score per row; those to one prompt become pairs."""
+    prompt, answer = shape.prompt, shape.first((shape.columns.completion, *LISTED_ANSWERS))
+    rating = next(filter(shape.is_number, (shape.data.format or "", "rank", *SCORES)), None)
+    if prompt is None or answer is None or rating is None:
         return []
     asked = [repr(_converted(shape.asked, line)) for line in shape.table.lines]
     if len(set(asked)) == len(asked):
         return []  # one answer to each prompt: the score is a property of a demonstration
 
     def rated(values: Values) -> tuple[Any, float | None, Any]:
-        return shape.asked(values), _number(values[score]), values[answer]
+        number = _number(values[rating])
+        return shape.asked(values), -number if number and rating == "rank" else number, values[answer]
 
-    rule = f"pairs of the rows that have the same {prompt}, by {score}, {_paired(shape.data)}"
-    used = (prompt, answer, score, *shape.beside)
+    rule = f"pairs of the rows that have the same {prompt}, by {rating}, {_paired(shape.data)}"
+    used = (prompt, answer, rating, *shape.beside)
     return shape.reading("preferences", rule, used, lambda: _by_prompt(shape, rated))
 
 

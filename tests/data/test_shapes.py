@@ -132,6 +132,32 @@ def test_a_bad_answer_is_no_demonstration_however_it_is_marked(marked: Record) -
 
 
 @pytest.mark.parametrize(
+    ("rating", "values"),
+    [("score", (1, 3)), ("score", ("1", "3")), ("rank", ("2", 1)), ("reward", (-0.5, 2.0))],
+)
+def test_rated_answers_in_rows_are_pairs(rating: str, values: tuple[Any, Any]) -> None:
+    """A CSV file holds numbers as text; of ranks the lower one is better."""
+    rated = [{"prompt": "q", "said": text, rating: n} for text, n in zip("ba", values, strict=True)]
+    assert rows(read(*rated, columns={"completion": "said"})) == [pair("q", "a", "b")]
+    marked = [row | {"if_chosen": row["said"] == "b"} for row in rated]
+    assert rows(read(*marked, columns={"completion": "said"}, format=rating)) == [pair("q", "a", "b")]
+
+
+def test_numbers_of_two_answers_may_be_text() -> None:
+    two = {"prompt": "q", "response_1": "a", "response_2": "b"}
+    assert rows(read(two | {"score_1": "9", "score_2": "10"})) == [pair("q", "b", "a")]
+    signed = read(*(two | {"preference_strength": vote} for vote in ("-2", "0", "1")))
+    assert rows(signed) == [pair("q", "a", "b"), pair("q", "b", "a")]
+    assert converted(signed).left_out == [("f:2", "a tie")]
+    scored = [
+        {"prompt": "q", "response": text, "score": n} for text, n in (("a", "2"), ("b", "1"), ("c", "?"))
+    ]
+    assert rows(read(*scored)) == [pair("q", "a", "b")]
+    without = [{"prompt": "q", "response": text, "score": ""} for text in "ab"]
+    assert read(*without).role == "sft"
+
+
+@pytest.mark.parametrize(
     "records",
     [
         [
