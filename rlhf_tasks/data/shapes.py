@@ -717,6 +717,7 @@ def _by_prompt(
             continue
         first, (asked, *_) = group[0]
         yield from ((first, _pair(asked, chosen, rejected)) for chosen, rejected in pairs)
+        yield from ((line, "it has no rating") for line, (_, score, _) in group if score is None)
 
 
 def _pairs(shape: _Shape) -> list[Reading]:
@@ -1047,7 +1048,9 @@ def _tree(shape: _Shape) -> list[Reading]:
 
     which = _paired(shape.data, "best_each")
     rule = f"pairs of the ranked answers to a message, {which}; prompt = the path from the root"
-    return shape.reading("preferences", rule, ("message_id", "parent_id", "text", "role", "rank"), made)
+    return shape.reading(
+        "preferences", rule, ("message_id", "parent_id", "text", "role", "rank", "deleted"), made
+    )
 
 
 def _solutions(shape: _Shape) -> list[Reading]:

@@ -153,6 +153,7 @@ def test_numbers_of_two_answers_may_be_text() -> None:
         {"prompt": "q", "response": text, "score": n} for text, n in (("a", "2"), ("b", "1"), ("c", "?"))
     ]
     assert rows(read(*scored)) == [pair("q", "a", "b")]
+    assert converted(read(*scored)).left_out == [("f:3", "it has no rating")]
     without = [{"prompt": "q", "response": text, "score": ""} for text in "ab"]
     assert read(*without).role == "sft"
 
