@@ -80,6 +80,7 @@ EXTRA_ID = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 TIE = re.compile(r"(tie|both|draw)\b.*|both_(good|bad)")
 FINAL = re.compile(r"^####\s*(\S.*?)\s*$", re.MULTILINE)
 SAMPLE = 1000  # rows by which the type of a column is known
+MOST_NAMED = 40  # columns in a message
 
 
 class Line(NamedTuple):
@@ -357,7 +358,9 @@ class _Shape:
         allowed = {role, "sft"} if role == "prompts" else {role}
         found = [one for one in found if one.role in allowed] or found[:1] if role else found
         if not found:
-            has = ", ".join(f"{name} ({kind})" for name, kind in self.kinds.items()) or "none"
+            named = [f"{name} ({kind})" for name, kind in self.kinds.items()]
+            more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+            has = f"{', '.join(named[:MOST_NAMED])}{more}" if named else "none"
             raise UserError(
                 f"{self.table.name} has no known shape; its columns are {has}. Name them in data.columns "
                 "(prompt, completion, chosen, rejected; keep: columns beside prompts alone), or give "

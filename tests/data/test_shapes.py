@@ -192,6 +192,11 @@ def test_answers_that_no_rule_reads_are_refused_by_name(record: Record) -> None:
         read(record)
 
 
+def test_of_very_many_columns_some_are_named() -> None:
+    with pytest.raises(UserError, match=r"id39 \(object\) and 960 more\. Name them"):
+        read({f"id{i}": {"text": "q"} for i in range(1000)})
+
+
 def test_a_format_that_names_nothing_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"data\.format=label_pair is no column of the data; give .* label_pairs"
