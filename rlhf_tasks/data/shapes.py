@@ -65,7 +65,8 @@ LABELS = ("label", "labels", "feedback", "correct", "is_correct", "is_good", "th
 GOOD = ("true", "1", "good", "chosen", "positive", "thumbs_up", "thumbs up", "up", "desirable")
 BAD = ("false", "0", "-1", "bad", "rejected", "negative", "thumbs_down", "thumbs down", "down", "undesirable")
 LIKE_ANSWERS = re.compile(
-    r"(.*_)?(chosen|reject|response|answer|solution|generation|completion|label|output|preference|winner)",
+    r"(.*_)?(chosen|reject|response|answer|solution|generation|completion|label|output|preference|winner"
+    r"|summary|choices|options)",
     re.IGNORECASE,
 )
 FORMATS = ("demonstrations", "good_answers", "label_pairs")
