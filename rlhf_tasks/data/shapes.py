@@ -196,7 +196,7 @@ def _from_object(value: Any) -> list[Any] | None:
 
 def _from_texts(value: Any) -> list[Message] | None:
     """The messages of texts by the user and the assistant in turn; None for any other value."""
-    if not isinstance(value, list) or len(value) % 2 or not all(isinstance(text, str) for text in value):
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         return None
     return _by_turns(value)
 
@@ -1136,10 +1136,14 @@ def _prompts(shape: _Shape) -> list[Reading]:
     prompt = shape.prompt
     if prompt is None or shape.answers_unread(prompt, *shape.columns.keep, "answer"):
         return []
-    rule = f"prompts: prompt = {prompt}"
-    return shape.rows(
-        "prompts", rule, (prompt, *shape.beside), lambda values: {"prompt": shape.asked(values)}
-    )
+
+    def convert(values: Values) -> Row:
+        asked = shape.asked(values)
+        if isinstance(asked, list) and asked and _role(asked[-1]) == "assistant":
+            raise Unusable("malformed", f"{prompt} ends with the assistant's message, so it is no prompt")
+        return {"prompt": asked}
+
+    return shape.rows("prompts", f"prompts: prompt = {prompt}", (prompt, *shape.beside), convert)
 
 
 _KINDS: Sequence[Callable[[_Shape], list[Reading]]] = (

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_tasks.config import Data
 from rlhf_tasks.data import shapes
-from rlhf_tasks.data.shapes import Line, Reading, Table
+from rlhf_tasks.data.shapes import Line, Reading, Table, dialogue
 from rlhf_tasks.errors import UserError
 from tests.data.conftest import converted
 
@@ -62,8 +62,15 @@ def test_conversations_that_all_end_with_the_user_are_prompts() -> None:
     ]
     assert rows(read({"messages": user, "response": "so"})) == [{"prompt": user, "completion": "so"}]
     assert rows(read({"messages": user, "chosen": "a", "rejected": "b"})) == [pair(user, "a", "b")]
+    assert rows(read({"conversations": ["why?"]}, {"conversations": ["a", "b", "why?"]}))[0] == {
+        "prompt": user
+    }
     both = [{"messages": user}, {"messages": [*user, {"role": "assistant", "content": "so"}]}]
     assert read(*both).role == "sft"  # the first row is refused by name
+    answered = "\n\nHuman: why?\n\nAssistant: so"
+    for talk in answered, dialogue(answered):
+        [(_, fault)] = converted(read({"transcript": talk}, columns={"prompt": "transcript"})).bad
+        assert str(fault) == "transcript ends with the assistant's message, so it is no prompt"
 
 
 def test_a_column_counts_as_used_only_where_it_is_read() -> None:
