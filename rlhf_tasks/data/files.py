@@ -176,7 +176,7 @@ def _is_json(text: str) -> bool:
 
 
 def _array(content: str) -> list[Any] | None:
-    """The records of a JSON array of objects, also as `{"data": [...]}`; None for any other content."""
+    """The records of a JSON array, or of an object that holds one; None for any other content."""
     if not content.lstrip().startswith(("[", "{")):
         return None
     try:
@@ -184,8 +184,32 @@ def _array(content: str) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     if isinstance(found, dict):
-        found = next((found[key] for key in WRAPPERS if isinstance(found.get(key), list)), None)
-    return found if isinstance(found, list) and all(isinstance(value, dict) for value in found) else None
+        return _unwrapped(found)
+    are_records = isinstance(found, list) and all(isinstance(one, dict) or _are_objects(one) for one in found)
+    return found if are_records else None
+
+
+def _unwrapped(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The records of `{"data": [...]}`, with its other keys, or of `{"train": [...], "test": [...]}`.
+
+    None for any other object, also one whose other keys the records have: it is a record itself.
+    """
+    wrapper = next((key for key in WRAPPERS if isinstance(whole.get(key), list)), None)
+    parts: dict[str, dict[str, Any]] = {}
+    if wrapper is not None:
+        parts = {wrapper: {key: value for key, value in whole.items() if key != wrapper}}
+    if whole.keys() <= SPLIT_NAMES.keys():
+        parts = {split: {"split": split} for split in whole}
+    if not parts or not all(_are_objects(whole[key]) for key in parts):
+        return None
+    if any(others.keys() & row.keys() for key, others in parts.items() for row in whole[key]):
+        return None
+    return [{**others, **row} for key, others in parts.items() for row in whole[key]]
+
+
+def _are_objects(value: Any) -> bool:
+    """Whether it is a list of objects alone."""
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -202,7 +226,7 @@ JSON = json.JSONDecoder(object_pairs_hook=_once)
 
 def _record(where: str, values: Any, problems: Problems) -> Iterator[Line]:
     """A JSON value as a record: an object, or a list of objects as the column `records`."""
-    if isinstance(values, list) and values and all(isinstance(value, dict) for value in values):
+    if values and _are_objects(values):
         values = {"records": values}
     if not isinstance(values, dict):
         line = {"line": json.dumps(values)}

@@ -6,6 +6,7 @@ import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -252,3 +253,32 @@ def test_a_sample_is_the_beginning_of_what_the_whole_file_gives(name: str, tmp_p
     some = files.read_file(file, name, problems, 20)
     assert not problems, problems.report()
     assert list(some.lines) == list(whole.lines)[:20]
+
+
+ROW = {"prompt": "p", "completion": "c"}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    ("content", "records"),
+    [
+        ({"data": [ROW, ROW]}, [ROW, ROW]),
+        ({"version": "1", "rows": [ROW]}, [{"version": "1", **ROW}]),
+        ({"train": [ROW], "dev": [], "test": [ROW]}, [{"split": "train", **ROW}, {"split": "test", **ROW}]),
+        ([[ROW, ROW], [ROW]], [{"records": [ROW, ROW]}, {"records": [ROW]}]),
+    ],
+)
+def test_a_file_of_one_json_value_keeps_what_it_holds(
+    tmp_path: Path, content: Any, records: list[Any], indent: int | None
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content, indent=indent), encoding="utf-8")
+    assert [
+        line.values for line in files.read_file(tmp_path / "a.json", "a.json", Problems()).lines
+    ] == records
+
+
+def test_a_record_with_examples_in_it_is_one_record(tmp_path: Path) -> None:
+    few_shot = ROW | {"examples": [ROW]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(few_shot) + "\n", encoding="utf-8")
+    [line] = files.read_file(tmp_path / "a.jsonl", "a.jsonl", Problems()).lines
+    assert line.values == few_shot
