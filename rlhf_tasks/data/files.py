@@ -192,8 +192,13 @@ def _array(content: str) -> list[Any] | None:
 def _unwrapped(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The records of `{"data": [...]}`, with its other keys, or of `{"train": [...], "test": [...]}`.
 
+    Or of columns by row number, as pandas writes them: `{"prompt": {"0": …}, "completion": {"0": …}}`.
     None for any other object, also one whose other keys the records have: it is a record itself.
     """
+    columns = [value for value in whole.values() if isinstance(value, dict)]
+    numbers = dict.fromkeys(key for column in columns for key in column)
+    if numbers and len(columns) == len(whole) and all(map(str.isdecimal, numbers)):
+        return [{name: column.get(key) for name, column in whole.items()} for key in numbers]
     wrapper = next((key for key in WRAPPERS if isinstance(whole.get(key), list)), None)
     parts: dict[str, dict[str, Any]] = {}
     if wrapper is not None:

@@ -265,6 +265,10 @@ ROW = {"prompt": "p", "completion": "c"}
         ({"data": [ROW, ROW]}, [ROW, ROW]),
         ({"version": "1", "rows": [ROW]}, [{"version": "1", **ROW}]),
         ({"train": [ROW], "dev": [], "test": [ROW]}, [{"split": "train", **ROW}, {"split": "test", **ROW}]),
+        (
+            {"prompt": {"0": "p", "7": "q"}, "completion": {"0": "c"}},
+            [ROW, {"prompt": "q", "completion": None}],
+        ),
         ([[ROW, ROW], [ROW]], [{"records": [ROW, ROW]}, {"records": [ROW]}]),
     ],
 )
@@ -277,8 +281,9 @@ def test_a_file_of_one_json_value_keeps_what_it_holds(
     ] == records
 
 
-def test_a_record_with_examples_in_it_is_one_record(tmp_path: Path) -> None:
-    few_shot = ROW | {"examples": [ROW]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(few_shot) + "\n", encoding="utf-8")
-    [line] = files.read_file(tmp_path / "a.jsonl", "a.jsonl", Problems()).lines
-    assert line.values == few_shot
+@pytest.mark.parametrize("record", [ROW | {"examples": [ROW]}, {"prompt": {}}])
+def test_a_record_that_holds_others_is_one_record(tmp_path: Path, record: Any) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    assert [line.values for line in files.read_file(tmp_path / "a.jsonl", "a.jsonl", Problems()).lines] == [
+        record
+    ]
