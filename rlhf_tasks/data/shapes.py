@@ -1117,6 +1117,11 @@ def _conversations(shape: _Shape) -> list[Reading]:
         if rejected is None:
             if isinstance(turns[-1], Mapping) and turns[-1].get("weight") == 0:
                 raise LeftOut("its last message has weight 0")
+            rated = [any(turn.get(key) is not None for key in ("rank", *SCORES)) for turn in turns[-2:]]
+            if rated == [True, True] and _role(turns[-1]) == _role(turns[-2]):
+                raise Unusable(
+                    "malformed", "its last messages are rated answers to one prompt, no conversation"
+                )
             return {"messages": turns}
         return {
             "chosen": turns,

@@ -370,3 +370,15 @@ def test_a_message_of_weight_zero_is_not_trained_on() -> None:
     last = {"messages": [*ASKED, ANSWERED[0] | {"weight": 0}]}
     found = read(last, {"messages": [*ASKED, ANSWERED[0] | {"weight": 1}]})
     assert converted(found).left_out == [("f:1", "its last message has weight 0")]
+
+
+def test_rated_answers_in_a_conversation_are_no_demonstration() -> None:
+    """PRISM lists all answers to a message, with a score each."""
+    answers = [turn | {"score": score} for turn, score in ((ANSWERED[0], 80), (WORSE[0], 20))]
+    found = converted(
+        read({"conversation_history": [*ASKED, *answers]}, {"conversation_history": [*ASKED, answers[0]]})
+    )
+    assert [str(fault) for _, fault in found.bad] == [
+        "its last messages are rated answers to one prompt, no conversation"
+    ]
+    assert len(found.rows) == 1
