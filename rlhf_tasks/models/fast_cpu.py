@@ -65,13 +65,16 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' `sdpa`, in float32 under autocast on a CPU; a sampler's single steps stay in 16 bits.
 
-    query (B, heads, T, width); key and value (B, key heads, T, width); mask (B, 1, T, T).
+    query (B, heads, T, width); key and value (B, key heads, T, width); mask (B, 1, T, T). Queries and keys
+    are rounded as autocast rounds them, and a sampler's cache.
     """
     is_pass = query.device.type == "cpu" and torch.is_autocast_enabled("cpu") and query.shape[2] > 1
     if not is_pass or (mask is not None and mask.dtype != torch.bool):
         return _SDPA(module, query, key, value, mask, **kwargs)
+    rounded = torch.get_autocast_dtype("cpu")
     with torch.autocast("cpu", enabled=False):
-        return _SDPA(module, query.float(), key.float(), value.float(), mask, **kwargs)
+        query, key, value = (x.to(rounded).float() for x in (query, key, value))
+        return _SDPA(module, query, key, value, mask, **kwargs)
 
 
 class OneDnnLinear(nn.Linear):

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from rlhf_tasks.data.tokenizer import Ids, response_texts
 from rlhf_tasks.models import sampling
+from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses, sample_token
 from rlhf_tasks.models.tensors import NonFiniteError
 from tests import small
@@ -71,6 +72,7 @@ def test_the_preallocated_cache_gives_the_log_probs_of_transformers_own(
     family: Family, has_autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under autocast, rotation makes keys float32, and they are cached in bfloat16."""
+    accelerate(torch.nn.Linear(1, 1))  # which attention computes as all passes do
     with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
         ours = draw(family)
         monkeypatch.setattr(sampling, "_make_cache", lambda model, _: DynamicCache(config=model.config))
