@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from rlhf_tasks import console
 from rlhf_tasks.training import checkpoint
 
 ROOT = Path(__file__).parents[1]
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; stages inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SMALL_DVC = """\
 stages:
