@@ -61,20 +61,25 @@ def _onednn_is_faster() -> bool:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' `sdpa`, in float32 under autocast on a CPU; a sampler's single steps stay in 16 bits.
 
-    query (B, heads, T, width); key and value (B, key heads, T, width); mask (B, 1, T, T). Queries and keys
-    are rounded as autocast rounds them, and a sampler's cache.
+    query (B, heads, T, width); key and value (B, key heads, T, width); attention_mask (B, 1, T, T), which
+    many models give by its name. Queries and keys are rounded as autocast rounds them, and a sampler's cache.
     """
     is_pass = query.device.type == "cpu" and torch.is_autocast_enabled("cpu") and query.shape[2] > 1
-    if not is_pass or (mask is not None and mask.dtype != torch.bool):
-        return _SDPA(module, query, key, value, mask, **kwargs)
+    if not is_pass or (attention_mask is not None and attention_mask.dtype != torch.bool):
+        return _SDPA(module, query, key, value, attention_mask, **kwargs)
     rounded = torch.get_autocast_dtype("cpu")
     with torch.autocast("cpu", enabled=False):
         query, key, value = (x.to(rounded).float() for x in (query, key, value))
-        return _SDPA(module, query, key, value, mask, **kwargs)
+        return _SDPA(module, query, key, value, attention_mask, **kwargs)
 
 
 class OneDnnLinear(nn.Linear):

@@ -105,12 +105,12 @@ def test_elsewhere_no_layer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(isinstance(module, OneDnnLinear | OneDnnConv1D) for module in model.modules())
 
 
-def _attend(given: Sequence[Tensor], mask: Tensor | None, **kwargs: Any) -> list[Tensor]:
+def _attend(given: Sequence[Tensor], mask: Tensor | None) -> list[Tensor]:
     """Output and gradients of transformers' `sdpa` under autocast, as an accelerated model calls it."""
     accelerate(torch.nn.Linear(1, 1))
     own = [x.detach().clone().requires_grad_() for x in given]
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](torch.nn.Module(), *own, mask, **kwargs)
+        found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](torch.nn.Module(), *own, attention_mask=mask)
     found.float().square().sum().backward()
     return [found, *(x.grad for x in own if x.grad is not None)]
 
