@@ -1,7 +1,7 @@
 """The presets on SmolLM2-135M over seeds: `python -m benchmarks.smollm2 --preset sentiment 1 2 3`.
 
-    constraints   RLOO as in the preset, in float32 and in bfloat16, PPO with a critic at equal episodes,
-                  and RLOO with LoRA adapters
+    constraints   RLOO as in the preset, in float32 and in bfloat16; in bfloat16 PPO with a critic at equal
+                  episodes, and RLOO with LoRA adapters
     docstrings    SFT, reward model and PPO as in the preset, in float32 and in bfloat16
     sentiment     four KL coefficients: optimized and judged score over the KL, with the fit of Gao et al.
 
@@ -182,7 +182,7 @@ def sentiment_table(found: Sequence[cells.Cell]) -> str:
 
 # ------------------------------------------------------------------------------------------- command
 
-BF16 = {"launch.precision": "bf16"}
+FP32, BF16 = {"launch.precision": "fp32"}, {"launch.precision": "bf16"}
 RLOO = {"ppo.guards.action": "warn"}
 WITH_CRITIC = RLOO | {
     "ppo.advantages": "{kind: gae, samples_per_prompt: 8, critic: {init: sft}}",
@@ -192,15 +192,15 @@ WITH_LORA = RLOO | {"ppo.lora": "{r: 16, alpha: 32.0}", "ppo.learning_rate": "3e
 TABLES = {
     "constraints": Table(
         {
-            "RLOO": RLOO,
+            "RLOO, float32": RLOO | FP32,
             "RLOO, bf16": RLOO | BF16,
-            "PPO with a critic": WITH_CRITIC,
-            "RLOO, LoRA r = 16": WITH_LORA,
+            "PPO with a critic, bf16": WITH_CRITIC | BF16,
+            "RLOO, LoRA r = 16, bf16": WITH_LORA | BF16,
         },
         constraints_cell,
         constraints_table,
     ),
-    "docstrings": Table({"float32": {}, "bf16": BF16}, docstrings_cell, docstrings_table),
+    "docstrings": Table({"float32": FP32, "bf16": BF16}, docstrings_cell, docstrings_table),
     "sentiment": Table(
         {coef: {"ppo.kl_coef": coef} for coef in ("0.0", "0.02", "0.05", "0.2")},
         sentiment_cell,

@@ -136,7 +136,7 @@ def resolved(root: Path, settings: Config, recorded: Mapping[str, Any] | None = 
     """The parameters with what `auto` stands for: values `recorded` by dotted key, else this machine's."""
     known, launch = recorded or {}, settings.launch
     recorded_format = known.get(PRECISION) if launch.precision == "auto" else None
-    number_format = precision.resolve(recorded_format or launch.precision)
+    number_format = recorded_format or precision.resolve(settings, root)
     changed: dict[str, Any] = {"launch": launch.model_copy(update={"precision": number_format})}
     for name in TRAINED:
         section, key = getattr(settings, name), f"{name}.micro_batch_tokens"
@@ -159,10 +159,10 @@ def in_force(paths: Paths, stage: Stage, settings: Config, *, check: bool = True
     if record is None or not check:
         return values
     is_auto = settings.launch.precision == "auto"
-    if is_auto and values.launch.precision == "bf16" and precision.resolve("auto") != "bf16":
+    if is_auto and values.launch.precision == "bf16" and precision.resolve(settings, paths.root) != "bf16":
         raise UserError(
             f"{paths.relative(paths.inputs(stage))} records {PRECISION}: bf16, which `auto` stood for where "
-            "it was written, and this machine has no GPU that computes in it. Run the stage there; or set "
+            "it was written, and here neither a GPU nor the CPU computes in it. Run the stage there; or set "
             f"{PRECISION}, and run `dvc repro`, which starts this stage from the beginning"
         )
     now = collect(paths, stage, VIEWS[stage].of(values).declared)

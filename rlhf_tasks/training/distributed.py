@@ -38,7 +38,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.load import copy_to
 from rlhf_tasks.models.tensors import NonFiniteError
-from rlhf_tasks.project.precision import resolve
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.launch import without_worker
 
@@ -75,7 +74,7 @@ class Distributed:
             if launch.parallelism in ("ddp", "fsdp2"):  # by gloo; DeepSpeed finds this out itself
                 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         keep_freed_memory()
-        self.is_float32, self._is_ddp = resolve(launch.precision) == "fp32", launch.parallelism == "ddp"
+        self.is_float32, self._is_ddp = launch.precision != "bf16", launch.parallelism == "ddp"
         self.accelerator = Accelerator(
             mixed_precision="no" if self.is_float32 else "bf16",
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],

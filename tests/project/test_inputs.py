@@ -305,7 +305,7 @@ def test_a_stage_uses_the_recorded_precision_or_says_why_it_cannot(
     assert inputs.in_force(paths, "ppo", settings).launch.precision == "fp32"
     file = record / "inputs/ppo.json"
     file.write_text(file.read_text(encoding="utf-8").replace('"fp32"', '"bf16"'), encoding="utf-8")
-    with pytest.raises(UserError, match=r"records launch\.precision: bf16.*no GPU that computes in it"):
+    with pytest.raises(UserError, match=r"records launch\.precision: bf16.*neither a GPU nor the CPU"):
         inputs.in_force(paths, "ppo", settings)
     monkeypatch.setattr(precision, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr(precision, "gpu_capabilities", lambda: [9, 8])
@@ -340,7 +340,7 @@ def test_precision_and_named_files_are_part_of_a_stages_identity_and_of_its_line
     [([9], "bf16"), ([8, 9], "bf16"), ([7, 9], "fp32"), ([], "fp32"), (None, "fp32")],
 )
 def test_auto_is_bf16_where_every_gpu_has_it(
-    capabilities: list[int] | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    capabilities: list[int] | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By NVIDIA's driver; None: it is not installed."""
 
@@ -368,10 +368,12 @@ def test_auto_is_bf16_where_every_gpu_has_it(
 
     monkeypatch.setattr(precision, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert precision.resolve("auto") == expected
-    assert precision.resolve("bf16") == "bf16"
+    monkeypatch.setattr(precision, "cpu_has_amx", lambda: False)
+    auto, bf16 = (config.Config.model_validate({"launch": {"precision": name}}) for name in ("auto", "bf16"))
+    assert precision.resolve(auto, tmp_path) == expected
+    assert precision.resolve(bf16, tmp_path) == "bf16"
     monkeypatch.setattr(precision, "_torch_has_cuda", lambda: False)
-    assert precision.resolve("auto") == "fp32", "a build of torch without CUDA computes on the CPU"
+    assert precision.resolve(auto, tmp_path) == "fp32", "a build of torch without CUDA computes on the CPU"
 
 
 def test_with_auto_an_unfinished_run_in_another_precision_is_refused_by_name(record: Path) -> None:

@@ -51,6 +51,27 @@ def test_an_eighth_of_the_memory_holds_the_activations(
     assert precision.micro_batch_tokens(settings, tmp_path, number_format) == tokens
 
 
+@pytest.mark.parametrize(
+    ("model", "amx", "capabilities", "expected"),
+    [
+        ({"base": "given"}, True, [], "bf16"),
+        ({"base": "given"}, False, [], "fp32"),
+        ({"base": "given"}, True, [7], "fp32"),  # the GPU computes, and lacks it
+        ({"base": "org/of-the-hub", "revision": "a" * 40}, True, [], "bf16"),  # counts as a model of 8B
+        ({"scratch": {"hidden_size": 64}}, True, [], "fp32"),  # a narrow model would lose
+    ],
+)
+def test_auto_is_bf16_on_a_cpu_with_matrix_units_for_a_wide_model(
+    model: Any, amx: bool, capabilities: list[int], expected: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given/config.json").write_text(json.dumps(SMOLLM2), encoding="utf-8")
+    monkeypatch.setattr(precision, "cpu_has_amx", lambda: amx)
+    monkeypatch.setattr(precision, "gpu_capabilities", lambda: capabilities)
+    settings = config.Config.model_validate({"model": model})
+    assert precision.resolve(settings, tmp_path) == expected
+
+
 def test_a_gguf_file_that_cannot_be_read_counts_as_large(tmp_path: Path, monkeypatch: Any) -> None:
     """Also without the package gguf: the stage that loads the model names what is missing."""
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
