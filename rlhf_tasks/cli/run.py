@@ -130,13 +130,14 @@ def _repro(paths: Paths, name: str) -> int:
         command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--quiet"]
         environment = {**os.environ, failures.FAILURE: str(failure), context.RUN_NAME: name}
         process = subprocess.Popen(command, cwd=paths.root, env=environment, process_group=0)
-        stopped = 0
+        stopped, heard = 0, signal.getsignal(signal.SIGTERM)
         while True:
             try:
                 status = process.wait()
                 break
             except stopping.Stopped as error:
                 stopped = error.status - 128
+                signal.signal(signal.SIGTERM, heard)  # a second one ends the stage at once
             except KeyboardInterrupt:
                 stopped = signal.SIGINT
             os.killpg(process.pid, signal.SIGINT)

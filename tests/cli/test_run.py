@@ -103,19 +103,22 @@ def test_a_mistake_in_a_stage_ends_with_2_and_a_fault_with_1(project: Path) -> N
     assert main.main(["run"]) == 1
 
 
-def test_sigterm_reaches_the_stage_of_a_run_in_the_background_of_a_script(project: Path) -> None:
+def test_each_sigterm_reaches_the_stage_of_a_run_in_the_background_of_a_script(project: Path) -> None:
     """There SIGINT, which the run sends to DVC and its stages, is ignored from the start."""
     Path("stage.py").write_text(
         "import pathlib, time\n"
-        "try:\n    pathlib.Path('started').touch(); time.sleep(60)\n"
-        "except KeyboardInterrupt:\n    pathlib.Path('saved').touch(); raise\n",
+        "for name in ('first', 'second'):\n"
+        "    try:\n        pathlib.Path('before ' + name).touch(); time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n        pathlib.Path(name).touch()\n"
+        "raise SystemExit(130)\n",
         encoding="utf-8",
     )
 
     def stop() -> None:
-        while not Path("started").exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for name in ("first", "second"):
+            while not Path(f"before {name}").exists():
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -123,4 +126,4 @@ def test_sigterm_reaches_the_stage_of_a_run_in_the_background_of_a_script(projec
         assert main.main(["run"]) == 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGINT, before)
-    assert Path("saved").exists()
+    assert Path("second").exists()
