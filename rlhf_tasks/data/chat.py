@@ -40,6 +40,8 @@ TAGS = re.compile(r"(</?(?:think|tool_response)>)")
 GENERATION = re.compile(r"\{%-?\s*generation\b")
 MARK = re.compile(r"mark(\d+)(text|thought|call|tool)\d+end")
 """Stands for a text of the message with this number, or for the name of a tool."""
+WHO, WHAT = ("role", "from", "speaker"), ("content", "value", "text")
+"""The keys of a message's role and text; the first ones are ours, the second ones are ShareGPT's."""
 OTHER_NAMES = {
     **dict.fromkeys(("human", "prompter", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
@@ -206,8 +208,9 @@ def message(name: str, number: int, item: Any) -> Message:
     if not isinstance(item, Mapping):
         raise Unusable("malformed", f"{where} is of type {type(item).__name__}, not {{role, content}}")
     found = {key: value for key, value in _without_nulls(item).items() if value not in ([], {})}
-    if "role" not in found and "from" in found:  # ShareGPT
-        found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
+    for ours, *others in (WHO, WHAT):
+        if ours not in found and (key := next((name for name in others if name in found), None)):
+            found = {ours: found.pop(key), **found}
     if not isinstance(found.get("role"), str):
         raise Unusable("malformed", f"{where} has no text under 'role'")
     if found["role"] == CALL:

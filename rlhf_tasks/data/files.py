@@ -268,7 +268,11 @@ def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -
     """Reads a header line, then a record per row. A quoted field may contain line breaks."""
     with _opened(file, name) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
-        first = next((line for line in text if line.strip()), "")
+        lines = ((number, line) for number, line in enumerate(text) if line.strip())
+        skipped, first = next(lines, (0, ""))
+        if hint := EXCEL_HINT.fullmatch(first.rstrip("\r\n")):
+            separator = hint[1]
+            skipped, first = next(lines, (0, ""))
         separators = (separator, ";", "\t", "|") if separator == "," else (separator,)  # as Excel writes it
         separator = next((one for one in separators if _num_columns(first, one) > 1), separator)
         records = _csv_records(itertools.chain([first], text), separator)
@@ -282,7 +286,7 @@ def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -
             named = ", ".join(map(repr, twice))
             raise UserError(f"{name}:1: the header names {named} twice; rename one of them")
         for number, fields, fault in records:
-            where = f"{name}:{number}"
+            where = f"{name}:{number + skipped}"
             if fault is not None:
                 problems.add(where, {"fields": fields}, "malformed", f"not CSV: {fault}")
             elif (not_utf8 := _bad_byte("".join(fields))) is not None:
@@ -303,6 +307,8 @@ def _num_columns(header: str, separator: str) -> int:
 
 
 csv.field_size_limit(2**31 - 1)
+EXCEL_HINT = re.compile(r'"?sep=(.)"?')
+"""A first line that tells Excel the separator."""
 MOST_LINES = 20  # of a broken record that are set aside
 
 

@@ -20,13 +20,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from rlhf_tasks.config import Columns, Data, Split
-from rlhf_tasks.data.chat import OTHER_NAMES, Message, Unusable
+from rlhf_tasks.data.chat import OTHER_NAMES, WHAT, WHO, Message, Unusable
 from rlhf_tasks.data.rows import Role, digest
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
@@ -55,6 +55,11 @@ TURNS = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("p
 STEMS = ("response", "answer", "human_ref", "completion", "output", "summary", "conversation", "chat")
 SUFFIXES = (("_0", "_1"), ("_1", "_2"), ("_a", "_b"), ("_A", "_B"), ("0", "1"), ("1", "2"), ("A", "B"))
 SYSTEMS = ("system", "system_prompt")
+TEXTS = {
+    *PROMPTS, *CONTEXTS, *ANSWERS, *SYSTEMS, *itertools.chain(*SIDES),
+    *(f"{stem}{suffix}".casefold() for stem in STEMS for two in SUFFIXES for suffix in two),
+}  # fmt: skip
+"""The columns that rules read as text, or as messages."""
 VOTES = ("better_response_id", "winner", "choice", "preference", "chosen_id")
 SIGNED = ("overall_preference", "preference_strength")
 """HelpSteer: −3, the first answer is much better, to 3, the second is."""
@@ -129,7 +134,7 @@ class Reading:
     """Each record and what it makes: a row, why it makes none as text, or its fault."""
 
 
-def _unfolded(table: Table) -> Table:
+def _unfolded(table: Table, named: Collection[str]) -> Table:
     """The table with conversations in other forms as lists of messages.
 
     They are JSON in a text, as in the cells of a CSV file; a list of objects with question and answer each;
@@ -143,7 +148,11 @@ def _unfolded(table: Table) -> Table:
 
     changed: dict[str, Callable[[Any], Any]] = {}
     for name in table.columns:
-        forms = (_from_json, _from_turns, _from_object, *([_from_texts] if name in TALKS else ()))
+        is_text = (
+            name.strip().casefold() in TEXTS or name in named
+        )  # a prompt or an answer may be JSON itself
+        from_json = _messages_from_json if is_text else _from_json
+        forms = (from_json, _from_turns, _from_object, *([_from_texts] if name in TALKS else ()))
         if convert := next((one for one in forms if all_are(name, one)), None):
             changed[name] = convert
     if not changed:
@@ -172,6 +181,12 @@ def _from_json(value: Any) -> Any:
     except ValueError:
         return None
     return _or_same(_from_turns, found)
+
+
+def _messages_from_json(value: Any) -> list[Any] | None:
+    """The messages that a text is as JSON; None for any other value."""
+    found = _from_json(value)
+    return found if _kind(found) == "messages" else _from_object(found)
 
 
 def _from_turns(value: Any) -> list[Message] | None:
@@ -243,7 +258,7 @@ def _kind(value: Any) -> str:
         return "nothing"
     if all(isinstance(item, Mapping) for item in value):
         keys = set(value[0])
-        return "messages" if {"role", "content"} <= keys or {"from", "value"} <= keys else "objects"
+        return "messages" if keys & {*WHO} and keys & {*WHAT} else "objects"
     return "list"
 
 
@@ -295,7 +310,7 @@ def read(
         )
     named = (data.columns.prompt, data.columns.completion, data.columns.chosen, data.columns.rejected)
     for role, split, given in _joined(tables):
-        table = given if own is not None else _unfolded(given)
+        table = given if own is not None else _unfolded(given, named)
         alike = [other for _, _, other in tables if {*other.columns} == {*table.columns}]
         shape = _Shape(table, kinds_of(table, named), data, chat, alike)
         try:
@@ -763,7 +778,8 @@ def _is_answer(value: Any) -> bool:
 
 def _role(turn: Any) -> str:
     """Whose message it is, as chat templates call it; empty for what is none."""
-    role = str(turn.get("role", turn.get("from", ""))).casefold() if isinstance(turn, Mapping) else ""
+    who = (turn[key] for key in WHO if key in turn) if isinstance(turn, Mapping) else ()
+    role = str(next(iter(who), "")).casefold()
     return OTHER_NAMES.get(role, role)
 
 
@@ -794,12 +810,17 @@ def _voted(shape: _Shape) -> list[Reading]:
     asked = shape.data.format if shape.data.format in shape.kinds else None
     vote = asked or next((name for name in VOTES if name in shape.kinds), None)
     signed = next(filter(shape.is_number, SIGNED), None)
+    called = zip(_names(first, a), _names(second, b), strict=True)
+    each = ((f"winner_{one}", f"winner_{two}") for one, two in called)
+    flags = next((two for two in each if {*two} <= shape.kinds.keys()), ())
     is_shp = first == "human_ref_A" and "labels" in shape.kinds
     scores = next((s for s in SCORES if shape.is_number(s + a) and shape.is_number(s + b)), None)
     prompt = shape.prompt or next(
         (name for name in PROMPTS if shape.kinds.get(name) == "object" and _text_of(shape, name)), None
     )
-    if vote is None and not is_shp and scores is None and signed is None:
+    rated_by: tuple[str, ...] = (f"{scores}{a}", f"{scores}{b}") if scores else ()
+    rated_by = ("labels",) if is_shp else (vote,) if vote else flags or ((signed,) if signed else rated_by)
+    if not rated_by:
         return []
     if prompt is None and signed is not None and shape.kinds.get("context") == "messages":
         prompt = "context"
@@ -809,6 +830,9 @@ def _voted(shape: _Shape) -> list[Reading]:
             return _is_first(values["labels"], "labels", ("1", "true"), ("0", "false"))
         if vote is not None:
             return _is_first(values[vote], vote, _names(first, a), _names(second, b))
+        if flags:
+            one, two = (_is_good(values[name]) for name in flags)
+            return _is_first("tie" if one == two else int(bool(one)), flags[0], ("1",), ("0",))
         if signed is not None:
             strength = float(values[signed] or 0)
             return _is_first((strength < 0) - (strength > 0) or "tie", signed, ("1",), ("-1",))
@@ -829,8 +853,13 @@ def _voted(shape: _Shape) -> list[Reading]:
             "(or tie), or give data.format: my_module:rows, a function that gets a record and returns a row"
         )
 
+    texts = (str(prompt), first, second)
+    in_lists = all(_texts(line.values.get(name)) for line in shape.sample for name in texts)
+
     def convert(values: Values) -> Row:
         better = is_first(values)
+        if in_lists:
+            values = {**values, **{name: _only_text(values[name]) for name in texts}}
         chosen, rejected = (values[name] for name in ((first, second) if better else (second, first)))
         if isinstance(chosen, list):
             turn = int(values.get("turn") or 1)
@@ -850,9 +879,7 @@ def _voted(shape: _Shape) -> list[Reading]:
                 seen.add(key)
             yield line, row
 
-    by = "labels (1: A is chosen)" if is_shp else vote or signed or f"{scores}{a} and {scores}{b}"
-    votes = ("labels",) if is_shp else (vote or signed,)
-    rated_by = votes if any(votes) else (f"{scores}{a}", f"{scores}{b}")
+    by = "labels (1: A is chosen)" if is_shp else " and ".join(rated_by)
     beside = shape.beside if shape.kinds[first] == "text" else ()
     used = (prompt, first, second, *rated_by, "turn", *beside)
     rule = f"pairs of {first} and {second} by {by}, prompt = {prompt}"
@@ -879,6 +906,30 @@ def _is_first(value: Any, vote: str, first: Sequence[str], second: Sequence[str]
     if name in first or name in second:
         return name in first
     raise Unusable("malformed", f"{vote} is {value!r}, which names none of the two answers")
+
+
+def _texts(value: Any) -> list[Any]:
+    """The list of texts and nulls that a text is as JSON (the Chatbot Arena's turns); empty for another."""
+    try:
+        found = json.loads(value) if isinstance(value, str) and value.startswith("[") else None
+    except ValueError:
+        return []
+    is_list = isinstance(found, list) and all(isinstance(text, str | None) for text in found)
+    return found if is_list else []
+
+
+def _only_text(value: Any) -> str:
+    """The text of `_texts` where there is one turn.
+
+    Raises:
+        LeftOut: for several turns, because later prompts hold other answers, and for null.
+    """
+    found = _texts(value)
+    if len(found) != 1:
+        raise LeftOut(f"{len(found)} turns: the first answers differ, so the later prompts differ")
+    if found[0] is None:
+        raise LeftOut("an answer is null")
+    return str(found[0])
 
 
 def _text_of(shape: _Shape, column: str) -> bool:

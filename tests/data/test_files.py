@@ -219,6 +219,9 @@ def test_the_header_of_a_csv_file_tells_its_separator(tmp_path: Path, separator:
     (tmp_path / "a.csv").write_text(text, encoding="utf-8", newline="")
     [line] = files.read_file(tmp_path / "a.csv", "a.csv", Problems()).lines
     assert line.values == {"prompt": "a, b; c", "completion": "d"}
+    (tmp_path / "a.csv").write_text(f"sep={separator}\r\n\r\n{text[1:]}", encoding="utf-8", newline="")
+    [line] = files.read_file(tmp_path / "a.csv", "a.csv", Problems()).lines
+    assert (line.where, line.values["completion"]) == ("a.csv:4", "d"), "a first line for Excel is no header"
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])

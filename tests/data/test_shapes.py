@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.config import Data
-from rlhf_tasks.data import shapes
+from rlhf_tasks.data import chat, shapes
 from rlhf_tasks.data.shapes import Line, Reading, Table, dialogue
 from rlhf_tasks.errors import UserError
 from tests.data.conftest import converted
@@ -101,6 +101,50 @@ def test_a_tie_is_left_out(tie: str) -> None:
     found = read(two | {"winner": "model_a"}, two | {"winner": tie})
     assert rows(found) == [pair("q", "a", "b")]
     assert converted(found).left_out == [("f:2", "a tie")]
+
+
+def test_a_flag_for_each_answer_is_a_vote_and_turns_may_be_lists_in_a_text() -> None:
+    """The Chatbot Arena's 55,000 votes."""
+
+    def vote(first: int, second: int, turns: int = 1, response: str = '["a"]') -> Record:
+        asked = json.dumps([f"q{i}" for i in range(turns)])
+        winners = {"winner_model_a": first, "winner_model_b": second, "winner_tie": 1 - first - second}
+        return {"prompt": asked, "response_a": response, "response_b": '["b"]', **winners, "model_a": "x"}
+
+    found = read(vote(1, 0), vote(0, 1), vote(0, 0), vote(1, 0, turns=2), vote(1, 0, response="[null]"))
+    assert rows(found) == [pair("q0", "a", "b"), pair("q0", "b", "a")]
+    assert [why for _, why in converted(found).left_out] == [
+        "a tie",
+        "2 turns: the first answers differ, so the later prompts differ",
+        "an answer is null",
+    ]
+    assert {"winner_model_a", "winner_model_b"} <= {*found.used}
+    texts = {"prompt": "q", "response_a": '["a"]', "response_b": '["b"]', "winner": "a"}
+    assert rows(read(texts)) == [pair("q", '["a"]', '["b"]')], (
+        "where the prompt is no list, answers are texts"
+    )
+
+
+@pytest.mark.parametrize("text", ['{"name": "x"}', '[{"name": "x"}]', '["x"]', '{"text": "x", "rank": 1}'])
+def test_a_prompt_or_an_answer_may_be_json(text: str) -> None:
+    assert rows(read({"prompt": text, "completion": text})) == [{"prompt": text, "completion": text}]
+    assert rows(read({"prompt": "q", "chosen": text, "rejected": "b"})) == [pair("q", text, "b")]
+    assert rows(read({"prompt": "q", "response_a": text, "response_b": "b", "winner": "a"})) == [
+        pair("q", text, "b")
+    ]
+    named = {"prompt": "ask", "completion": "reply"}
+    assert rows(read({"ask": "q", "reply": text}, columns=named)) == [{"prompt": "q", "completion": text}]
+
+
+@pytest.mark.parametrize(("who", "what"), [("role", "text"), ("speaker", "text"), ("from", "content")])
+def test_messages_may_have_other_keys(who: str, what: str) -> None:
+    talk = [{who: "User", what: "q"}, {who: "bot", what: "a"}]
+    found = converted(read({"messages": talk}))
+    assert [row for _, row in found.rows] == [{"messages": talk}]
+    assert [chat.message("messages", i, one) for i, one in enumerate(talk)] == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+    ]
 
 
 def test_the_input_is_part_of_the_prompt_in_every_shape() -> None:
