@@ -831,8 +831,8 @@ def _voted(shape: _Shape) -> list[Reading]:
         if vote is not None:
             return _is_first(values[vote], vote, _names(first, a), _names(second, b))
         if flags:
-            one, two = (_is_good(values[name]) for name in flags)
-            return _is_first("tie" if one == two else int(bool(one)), flags[0], ("1",), ("0",))
+            is_one, is_two = (_is_good(values[name]) for name in flags)
+            return _is_first("tie" if is_one == is_two else int(bool(is_one)), flags[0], ("1",), ("0",))
         if signed is not None:
             strength = float(values[signed] or 0)
             return _is_first((strength < 0) - (strength > 0) or "tie", signed, ("1",), ("-1",))
@@ -914,8 +914,9 @@ def _texts(value: Any) -> list[Any]:
         found = json.loads(value) if isinstance(value, str) and value.startswith("[") else None
     except ValueError:
         return []
-    is_list = isinstance(found, list) and all(isinstance(text, str | None) for text in found)
-    return found if is_list else []
+    if not isinstance(found, list) or not all(isinstance(text, str | None) for text in found):
+        return []
+    return found
 
 
 def _only_text(value: Any) -> str:
