@@ -3,7 +3,8 @@
     constraints   RLOO as in the preset, in float32 and in bfloat16; in bfloat16 PPO with a critic at equal
                   episodes, and RLOO with LoRA adapters
     docstrings    SFT, reward model and PPO as in the preset, in float32 and in bfloat16
-    sentiment     four KL coefficients: optimized and judged score over the KL, with the fit of Gao et al.
+    sentiment     four KL coefficients, in bfloat16: optimized and judged score over the KL, with the fit of
+                  Gao et al.
 
 Needs what the preset needs. See `benchmarks.cells`. Writes the table of docs/results/PRESET.md.
 """
@@ -202,7 +203,7 @@ TABLES = {
     ),
     "docstrings": Table({"float32": FP32, "bf16": BF16}, docstrings_cell, docstrings_table),
     "sentiment": Table(
-        {coef: {"ppo.kl_coef": coef} for coef in ("0.0", "0.02", "0.05", "0.2")},
+        {coef: BF16 | {"ppo.kl_coef": coef} for coef in ("0.0", "0.02", "0.05", "0.2")},
         sentiment_cell,
         sentiment_table,
     ),

@@ -133,11 +133,11 @@ def _repro(paths: Paths, name: str) -> int:
         stopped, heard = 0, signal.getsignal(signal.SIGTERM)
         while True:
             try:
+                signal.signal(signal.SIGTERM, heard)  # a second one ends the stage at once
                 status = process.wait()
                 break
             except stopping.Stopped as error:
                 stopped = error.status - 128
-                signal.signal(signal.SIGTERM, heard)  # a second one ends the stage at once
             except KeyboardInterrupt:
                 stopped = signal.SIGINT
             os.killpg(process.pid, signal.SIGINT)

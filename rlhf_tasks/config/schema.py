@@ -505,8 +505,8 @@ class Launch(Section):
     """Whether the shards of optimizer state and weights are in the machine's memory; not with `ddp`."""
     precision: Precision = "auto"
     """Number format of forward and backward passes: float32 or bfloat16; `auto`: bf16 on GPUs that have it,
-    and on a CPU with AMX for models at least 512 wide, else fp32. On a CPU, with `ddp`, bf16 only rounds the
-    factors and results of matmuls."""
+    and on a CPU with AMX for models at least 512 wide with `ddp`, else fp32. On a CPU, with `ddp`, bf16 only
+    rounds the factors and results of matmuls."""
 
 
 class Resume(Section):

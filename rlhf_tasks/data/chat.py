@@ -208,8 +208,8 @@ def message(name: str, number: int, item: Any) -> Message:
     if not isinstance(item, Mapping):
         raise Unusable("malformed", f"{where} is of type {type(item).__name__}, not {{role, content}}")
     found = {key: value for key, value in _without_nulls(item).items() if value not in ([], {})}
-    for ours, *others in (WHO, WHAT):
-        if ours not in found and (key := next((name for name in others if name in found), None)):
+    for ours, *others in (WHAT, WHO):
+        if ours not in item and (key := next((name for name in others if name in found), None)):
             found = {ours: found.pop(key), **found}
     if not isinstance(found.get("role"), str):
         raise Unusable("malformed", f"{where} has no text under 'role'")

@@ -270,21 +270,21 @@ def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         lines = ((number, line) for number, line in enumerate(text) if line.strip())
         skipped, first = next(lines, (0, ""))
-        if hint := EXCEL_HINT.fullmatch(first.rstrip("\r\n")):
-            separator = hint[1]
-            skipped, first = next(lines, (0, ""))
         separators = (separator, ";", "\t", "|") if separator == "," else (separator,)  # as Excel writes it
+        if hint := EXCEL_HINT.fullmatch(first.rstrip("\r\n")):
+            separators = (hint[1], *separators)
+            skipped, first = next(lines, (0, ""))
         separator = next((one for one in separators if _num_columns(first, one) > 1), separator)
         records = _csv_records(itertools.chain([first], text), separator)
-        header = next(records, (1, [], None))
+        header, at = next(records, (1, [], None)), f"{name}:{skipped + 1}"
         if header[2] is not None or not header[1]:
             raise UserError(
-                f"{name}:1: no CSV header: {header[2] or 'the file is empty'}; name the columns in line 1"
+                f"{at}: no CSV header: {header[2] or 'the file is empty'}; name the columns in the first line"
             )
         columns = tuple(header[1])
         if twice := [column for column, count in Counter(columns).items() if column and count > 1]:
             named = ", ".join(map(repr, twice))
-            raise UserError(f"{name}:1: the header names {named} twice; rename one of them")
+            raise UserError(f"{at}: the header names {named} twice; rename one of them")
         for number, fields, fault in records:
             where = f"{name}:{number + skipped}"
             if fault is not None:
@@ -307,7 +307,7 @@ def _num_columns(header: str, separator: str) -> int:
 
 
 csv.field_size_limit(2**31 - 1)
-EXCEL_HINT = re.compile(r'"?sep=(.)"?')
+EXCEL_HINT = re.compile(r'"?sep=(.)"?[,;\t|]*', re.IGNORECASE)
 """A first line that tells Excel the separator."""
 MOST_LINES = 20  # of a broken record that are set aside
 

@@ -3,7 +3,7 @@
     prompt, completion          demonstrations; also instruction, input, output and their synonyms
     messages                    a conversation: lists of {role, content} or {from, value}, under any one name
     chosen, rejected            pairs: texts, messages, or dialogues as marked text
-    two answers and a vote      response_0, response_1, better_response_id; scores of both; a winner
+    two answers and a vote      response_0, response_1, better_response_id; scores or flags of both; a winner
     a list of rated answers     ranks or scores in one row: of objects, or beside a list of texts
     a rated answer per row      ranks or scores; the answers of a prompt are in several rows
     a message per row           a tree by parent_id, with ranks
@@ -20,13 +20,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from rlhf_tasks.config import Columns, Data, Split
-from rlhf_tasks.data.chat import OTHER_NAMES, WHAT, WHO, Message, Unusable
+from rlhf_tasks.data.chat import CALL, OTHER_NAMES, WHAT, WHO, Message, Unusable
 from rlhf_tasks.data.rows import Role, digest
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
@@ -59,11 +59,12 @@ TEXTS = {
     *PROMPTS, *CONTEXTS, *ANSWERS, *SYSTEMS, *itertools.chain(*SIDES),
     *(f"{stem}{suffix}".casefold() for stem in STEMS for two in SUFFIXES for suffix in two),
 }  # fmt: skip
-"""The columns that rules read as text, or as messages."""
+"""The columns that rules read as text, or as messages: a prompt or an answer may be JSON itself."""
 VOTES = ("better_response_id", "winner", "choice", "preference", "chosen_id")
 SIGNED = ("overall_preference", "preference_strength")
 """HelpSteer: −3, the first answer is much better, to 3, the second is."""
 SCORES = ("overall_score", "fine-grained_score", "score", "rating", "helpfulness", "pm_score", "reward")
+RATINGS = ("rank", *SCORES)
 LISTED_ANSWERS = ("response", "answer", "completion", "output")
 TEXTS_OF_ANSWERS = ("response", "answer", "text", "completion", "output", "content")
 LABELS = ("label", "labels", "feedback", "correct", "is_correct", "is_good", "thumbs_up", "desirable")
@@ -78,6 +79,7 @@ FORMATS = ("demonstrations", "good_answers", "label_pairs")
 """The words that `data.format` knows; else it names a column, or a function."""
 THIRD = {"_0": "_2", "_1": "_3", "_a": "_c", "_A": "_C", "0": "2", "1": "3", "A": "C"}
 """The suffix of a third answer, by that of the first."""
+ROLES = {*OTHER_NAMES.values(), CALL, "developer"}
 MARKS = {"human": "user", "user": "user", "assistant": "assistant", "system": "system"}
 TURN = re.compile(r"(?:^|\n\n)(Human|Assistant|System): ?")
 TEXT_KEYS = ("full_text", "text", "content", *PROMPTS)
@@ -134,7 +136,7 @@ class Reading:
     """Each record and what it makes: a row, why it makes none as text, or its fault."""
 
 
-def _unfolded(table: Table, named: Collection[str]) -> Table:
+def _unfolded(table: Table, named: Sequence[str]) -> Table:
     """The table with conversations in other forms as lists of messages.
 
     They are JSON in a text, as in the cells of a CSV file; a list of objects with question and answer each;
@@ -148,11 +150,13 @@ def _unfolded(table: Table, named: Collection[str]) -> Table:
 
     changed: dict[str, Callable[[Any], Any]] = {}
     for name in table.columns:
-        is_text = (
-            name.strip().casefold() in TEXTS or name in named
-        )  # a prompt or an answer may be JSON itself
-        from_json = _messages_from_json if is_text else _from_json
-        forms = (from_json, _from_turns, _from_object, *([_from_texts] if name in TALKS else ()))
+        forms = [_from_json, _from_turns, _from_object]
+        known = name.strip().casefold()
+        if known in TEXTS or name in named:
+            is_prompt = known in PROMPTS or name == named[0]
+            forms[0] = _prompt_from_json if is_prompt else _text_from_json
+        if name in TALKS:
+            forms.append(_from_texts)
         if convert := next((one for one in forms if all_are(name, one)), None):
             changed[name] = convert
     if not changed:
@@ -174,19 +178,36 @@ def _or_same(convert: Callable[[Any], Any], value: Any) -> Any:
 
 def _from_json(value: Any) -> Any:
     """The list or object that a text is as JSON; None for any other value."""
+    return _or_same(_from_turns, _loaded(value))
+
+
+def _prompt_from_json(value: Any) -> Any:
+    """What `_text_from_json` gives, or an object that has the text of a prompt."""
+    found = _loaded(value)
+    has_text = isinstance(found, Mapping) and any(isinstance(found.get(key), str) for key in TEXT_KEYS[:3])
+    return _text_from_json(value) or (found if has_text else None)
+
+
+def _text_from_json(value: Any) -> Any:
+    """The messages or the rated answers that a text is as JSON; None for any other value."""
+    found = _loaded(value)
+    items = found if isinstance(found, list) else _from_object(found) or []
+    is_talk = _kind(items) == "messages" and all(_role(item) in ROLES for item in items)
+    is_rated = items and all(
+        isinstance(item, Mapping) and {*TEXTS_OF_ANSWERS} & item.keys() and {*RATINGS} & item.keys()
+        for item in items
+    )
+    return items if is_talk or is_rated else None
+
+
+def _loaded(value: Any) -> Any:
+    """The list of objects or the object that a text is as JSON; None for any other value."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[{", '{"')):
         return None
     try:
-        found = json.loads(value)
-    except ValueError:
+        return json.loads(value)
+    except (ValueError, RecursionError):
         return None
-    return _or_same(_from_turns, found)
-
-
-def _messages_from_json(value: Any) -> list[Any] | None:
-    """The messages that a text is as JSON; None for any other value."""
-    found = _from_json(value)
-    return found if _kind(found) == "messages" else _from_object(found)
 
 
 def _from_turns(value: Any) -> list[Message] | None:
@@ -258,7 +279,10 @@ def _kind(value: Any) -> str:
         return "nothing"
     if all(isinstance(item, Mapping) for item in value):
         keys = set(value[0])
-        return "messages" if keys & {*WHO} and keys & {*WHAT} else "objects"
+        is_talk = {"role", "content"} <= keys or {"from", "value"} <= keys
+        if not is_talk and keys & {*WHO} and keys & {*WHAT}:  # else rated answers, or sources
+            is_talk = all(_role(item) in ROLES and not {*RATINGS} & item.keys() for item in value)
+        return "messages" if is_talk else "objects"
     return "list"
 
 
@@ -422,6 +446,11 @@ class _Shape:
         """Whether most values of a column are numbers, which are texts in a CSV file."""
         values = [value for line in self.sample if (value := line.values.get(name)) not in (None, "")]
         return 2 * sum(_number(value) is not None for value in values) > len(values)
+
+    def is_flag(self, name: str) -> bool:
+        """Whether a column says yes or no in all rows that say anything: as true, 1 or 1.0."""
+        values = [value for line in self.sample if (value := line.values.get(name)) not in (None, "")]
+        return bool(values) and all(_flag(value) is not None for value in values)
 
     @cached_property
     def prompt(self) -> str | None:
@@ -661,6 +690,12 @@ def _is_good(value: Any) -> bool | None:
     return True if text in GOOD else False if text in BAD else None
 
 
+def _flag(value: Any) -> bool | None:
+    """`_is_good` of a number too that is a text, as `1.0` in a CSV file."""
+    number = _number(value)
+    return _is_good(value if number is None else number)
+
+
 def _unpaired(shape: _Shape) -> list[Reading]:
     """Answers marked good or bad: never demonstrations unless somebody says so."""
     prompt, answer = shape.prompt, shape.first((shape.columns.completion, *ANSWERS))
@@ -812,14 +847,14 @@ def _voted(shape: _Shape) -> list[Reading]:
     signed = next(filter(shape.is_number, SIGNED), None)
     called = zip(_names(first, a), _names(second, b), strict=True)
     each = ((f"winner_{one}", f"winner_{two}") for one, two in called)
-    flags = next((two for two in each if {*two} <= shape.kinds.keys()), ())
+    flags = next((two for two in each if all(map(shape.is_flag, two))), ())
     is_shp = first == "human_ref_A" and "labels" in shape.kinds
     scores = next((s for s in SCORES if shape.is_number(s + a) and shape.is_number(s + b)), None)
     prompt = shape.prompt or next(
         (name for name in PROMPTS if shape.kinds.get(name) == "object" and _text_of(shape, name)), None
     )
-    rated_by: tuple[str, ...] = (f"{scores}{a}", f"{scores}{b}") if scores else ()
-    rated_by = ("labels",) if is_shp else (vote,) if vote else flags or ((signed,) if signed else rated_by)
+    one_by_one = (f"{scores}{a}", f"{scores}{b}") if scores else flags
+    rated_by = ("labels",) if is_shp else (vote,) if vote else (signed,) if signed else one_by_one
     if not rated_by:
         return []
     if prompt is None and signed is not None and shape.kinds.get("context") == "messages":
@@ -830,9 +865,11 @@ def _voted(shape: _Shape) -> list[Reading]:
             return _is_first(values["labels"], "labels", ("1", "true"), ("0", "false"))
         if vote is not None:
             return _is_first(values[vote], vote, _names(first, a), _names(second, b))
-        if flags:
-            is_one, is_two = (_is_good(values[name]) for name in flags)
-            return _is_first("tie" if is_one == is_two else int(bool(is_one)), flags[0], ("1",), ("0",))
+        if rated_by == flags:
+            wins = [_flag(values[name]) for name in flags]
+            if None in wins or all(wins):
+                raise Unusable("malformed", f"{' and '.join(flags)} name no winner and no tie")
+            return _is_first("tie" if not any(wins) else int(bool(wins[0])), flags[0], ("1",), ("0",))
         if signed is not None:
             strength = float(values[signed] or 0)
             return _is_first((strength < 0) - (strength > 0) or "tie", signed, ("1",), ("-1",))
@@ -854,12 +891,13 @@ def _voted(shape: _Shape) -> list[Reading]:
         )
 
     texts = (str(prompt), first, second)
-    in_lists = all(_texts(line.values.get(name)) for line in shape.sample for name in texts)
+    in_lists = sum(all(_turns(line.values.get(name)) for name in texts) for line in shape.sample)
+    has_turns = rated_by == flags and 2 * in_lists > len(shape.sample)
 
     def convert(values: Values) -> Row:
         better = is_first(values)
-        if in_lists:
-            values = {**values, **{name: _only_text(values[name]) for name in texts}}
+        if has_turns:
+            values = {**values, **{name: _only_turn(name, values[name]) for name in texts}}
         chosen, rejected = (values[name] for name in ((first, second) if better else (second, first)))
         if isinstance(chosen, list):
             turn = int(values.get("turn") or 1)
@@ -908,28 +946,31 @@ def _is_first(value: Any, vote: str, first: Sequence[str], second: Sequence[str]
     raise Unusable("malformed", f"{vote} is {value!r}, which names none of the two answers")
 
 
-def _texts(value: Any) -> list[Any]:
-    """The list of texts and nulls that a text is as JSON (the Chatbot Arena's turns); empty for another."""
+def _turns(value: Any) -> list[Any] | None:
+    """The texts and nulls of a list that is JSON in a text (the Chatbot Arena's); None for another value."""
     try:
-        found = json.loads(value) if isinstance(value, str) and value.startswith("[") else None
-    except ValueError:
-        return []
+        found = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
+    except (ValueError, RecursionError):
+        return None
     if not isinstance(found, list) or not all(isinstance(text, str | None) for text in found):
-        return []
+        return None
     return found
 
 
-def _only_text(value: Any) -> str:
-    """The text of `_texts` where there is one turn.
+def _only_turn(name: str, value: Any) -> str:
+    """The text of `_turns` where there is one.
 
     Raises:
         LeftOut: for several turns, because later prompts hold other answers, and for null.
+        Unusable: if the value is no such list.
     """
-    found = _texts(value)
-    if len(found) != 1:
+    found = _turns(value)
+    if found is None:
+        raise Unusable("malformed", f"{name} is no list of turns, as it is in other rows")
+    if len(found) > 1:
         raise LeftOut(f"{len(found)} turns: the first answers differ, so the later prompts differ")
-    if found[0] is None:
-        raise LeftOut("an answer is null")
+    if not found or found[0] is None:
+        raise LeftOut(f"{name} has no text")
     return str(found[0])
 
 
@@ -985,7 +1026,7 @@ def _objects(shape: _Shape) -> Iterator[tuple[str, str, str, str]]:
         given: Iterable[Any] = (line.values.get(name) for line in shape.sample)
         items = next(value for value in given if _kind(value) == "objects")
         text = next((key for key in TEXTS_OF_ANSWERS if isinstance(items[0].get(key), str)), None)
-        rating = next((key for key in ("rank", *SCORES) if any(key in item for item in items)), None)
+        rating = next((key for key in RATINGS if any(key in item for item in items)), None)
         asked = shape.prompt or (name if _question(items[0]) else None)
         if text is not None and rating is not None and asked is not None:
             yield name, text, rating, asked
@@ -1041,7 +1082,7 @@ def _from_list(shape: _Shape, rated_of: Callable[[Values], Rated]) -> Iterator[t
 def _rated_rows(shape: _Shape) -> list[Reading]:
     """An answer and its rank or score per row; those to one prompt become pairs."""
     prompt, answer = shape.prompt, shape.first((shape.columns.completion, *LISTED_ANSWERS))
-    rating = next(filter(shape.is_number, (shape.data.format or "", "rank", *SCORES)), None)
+    rating = next(filter(shape.is_number, (shape.data.format or "", *RATINGS)), None)
     if prompt is None or answer is None or rating is None:
         return []
     asked = [repr(_converted(shape.asked, line)) for line in shape.table.lines]
@@ -1169,7 +1210,7 @@ def _conversations(shape: _Shape) -> list[Reading]:
         if rejected is None:
             if isinstance(turns[-1], Mapping) and turns[-1].get("weight") == 0:
                 raise LeftOut("its last message has weight 0")
-            rated = [any(turn.get(key) is not None for key in ("rank", *SCORES)) for turn in turns[-2:]]
+            rated = [any(turn.get(key) is not None for key in RATINGS) for turn in turns[-2:]]
             if rated == [True, True] and _role(turns[-1]) == _role(turns[-2]):
                 raise Unusable(
                     "malformed", "its last messages are rated answers to one prompt, no conversation"

@@ -159,7 +159,7 @@ def in_force(paths: Paths, stage: Stage, settings: Config, *, check: bool = True
     if record is None or not check:
         return values
     is_auto = settings.launch.precision == "auto"
-    if is_auto and values.launch.precision == "bf16" and precision.resolve(settings, paths.root) != "bf16":
+    if is_auto and values.launch.precision == "bf16" and not precision.computes_in_bf16():
         raise UserError(
             f"{paths.relative(paths.inputs(stage))} records {PRECISION}: bf16, which `auto` stood for where "
             "it was written, and here neither a GPU nor the CPU computes in it. Run the stage there; or set "

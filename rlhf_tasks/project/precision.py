@@ -25,7 +25,7 @@ from rlhf_tasks.project.paths import Paths
 DRIVER = "libcuda.so.1"  # NVIDIA's driver, which sees the devices of CUDA_VISIBLE_DEVICES only
 CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 AMPERE = 8  # the first compute capability whose matrix units compute in bfloat16
-AMX = "amx_bf16"  # the flag of a CPU that has such units
+CPUINFO, AMX = Path("/proc/cpuinfo"), "amx_bf16"  # the flag of a CPU that has such units
 LEAST_WIDTH = 512  # of a model that gains by AMX: its passes take 0.7 of the time of float32, those of 64 1.1
 MOST_TOKENS = {"cpu": 4096, "cuda": 65_536}  # beyond these a pass gets no faster
 LEAST_TOKENS = 256
@@ -35,14 +35,22 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def resolve(config: Config, root: Path) -> Literal["fp32", "bf16"]:
-    """`launch.precision`; `auto` is bf16 where all GPUs that this process may use compute in it, or where
-    it has none, the CPU does, and the model is wide enough to gain. It is fp32 elsewhere."""
+    """`launch.precision`; `auto` is bf16 where the machine computes in it, and fp32 elsewhere.
+
+    On a CPU the model must also be wide enough to gain (one of the hub counts as wide), and not sharded:
+    shards would have weights in 16 bits, and not only matmuls.
+    """
     if config.launch.precision != "auto":
         return config.launch.precision
-    if capabilities := gpu_capabilities():
-        return "bf16" if min(capabilities) >= AMPERE else "fp32"
-    width, *_ = _shape(config, root, "sft") or LARGE
-    return "bf16" if width >= LEAST_WIDTH and cpu_has_amx() else "fp32"
+    if not computes_in_bf16():
+        return "fp32"
+    is_ddp, (width, *_) = config.launch.parallelism == "ddp", _shape(config, root, "sft") or LARGE
+    return "bf16" if gpu_capabilities() or (is_ddp and width >= LEAST_WIDTH) else "fp32"
+
+
+def computes_in_bf16() -> bool:
+    """Whether all GPUs that this process may use have units for bfloat16, or without a GPU the CPU."""
+    return min(gpu_capabilities(), default=AMPERE if cpu_has_amx() else 0) >= AMPERE
 
 
 def micro_batch_tokens(
@@ -123,7 +131,7 @@ def free_memory() -> int:
 def cpu_has_amx() -> bool:
     """Whether the CPU has matrix units for bfloat16, by what Linux says of it; False on other systems."""
     with suppress(OSError):
-        return AMX in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+        return AMX in CPUINFO.read_text(encoding="utf-8").split()
     return False
 
 

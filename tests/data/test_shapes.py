@@ -106,7 +106,7 @@ def test_a_tie_is_left_out(tie: str) -> None:
 def test_a_flag_for_each_answer_is_a_vote_and_turns_may_be_lists_in_a_text() -> None:
     """The Chatbot Arena's 55,000 votes."""
 
-    def vote(first: int, second: int, turns: int = 1, response: str = '["a"]') -> Record:
+    def vote(first: float, second: float, turns: int = 1, response: str = '["a"]') -> Record:
         asked = json.dumps([f"q{i}" for i in range(turns)])
         winners = {"winner_model_a": first, "winner_model_b": second, "winner_tie": 1 - first - second}
         return {"prompt": asked, "response_a": response, "response_b": '["b"]', **winners, "model_a": "x"}
@@ -116,24 +116,68 @@ def test_a_flag_for_each_answer_is_a_vote_and_turns_may_be_lists_in_a_text() -> 
     assert [why for _, why in converted(found).left_out] == [
         "a tie",
         "2 turns: the first answers differ, so the later prompts differ",
-        "an answer is null",
+        "response_a has no text",
     ]
+    odd = read(vote(1, 0), vote(1, 0), vote(1, 0, response="[[[" + "[" * 200_000), vote(1, 1))
+    assert [str(fault) for _, fault in converted(odd).bad] == [
+        "response_a is no list of turns, as it is in other rows",
+        "winner_model_a and winner_model_b name no winner and no tie",
+    ]
+    as_text = [{key: str(value) for key, value in vote(*two).items()} for two in ((1.0, 0.0), (0.0, 1.0))]
+    assert rows(read(*as_text)) == [pair("q0", "a", "b"), pair("q0", "b", "a")]
+    shares = read(vote(0.6, 0.4) | {"score_a": 1, "score_b": 2})
+    assert rows(shares) == [pair('["q0"]', '["b"]', '["a"]')], "shares are no flags"
     assert {"winner_model_a", "winner_model_b"} <= {*found.used}
     texts = {"prompt": "q", "response_a": '["a"]', "response_b": '["b"]', "winner": "a"}
-    assert rows(read(texts)) == [pair("q", '["a"]', '["b"]')], (
-        "where the prompt is no list, answers are texts"
-    )
+    assert rows(read(texts | {"prompt": '["q"]'})) == [pair('["q"]', '["a"]', '["b"]')], "a task on lists"
 
 
-@pytest.mark.parametrize("text", ['{"name": "x"}', '[{"name": "x"}]', '["x"]', '{"text": "x", "rank": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "x"}',
+        '[{"name": "x"}]',
+        '["x"]',
+        '{"rank": 1, "score": 2}',
+        '[{"input": "x", "output": "y"}]',
+        '{"role": "Engineer", "content": "x"}',
+        '{"from": "a@b.c", "value": "x"}',
+    ],
+)
 def test_a_prompt_or_an_answer_may_be_json(text: str) -> None:
-    assert rows(read({"prompt": text, "completion": text})) == [{"prompt": text, "completion": text}]
+    asked = text if "content" not in text else "q"  # else the text of that object is the prompt
+    assert rows(read({"prompt": asked, "completion": text})) == [{"prompt": asked, "completion": text}]
     assert rows(read({"prompt": "q", "chosen": text, "rejected": "b"})) == [pair("q", text, "b")]
     assert rows(read({"prompt": "q", "response_a": text, "response_b": "b", "winner": "a"})) == [
         pair("q", text, "b")
     ]
     named = {"prompt": "ask", "completion": "reply"}
     assert rows(read({"ask": "q", "reply": text}, columns=named)) == [{"prompt": "q", "completion": text}]
+
+
+def test_json_in_a_csv_file_is_what_it_is_elsewhere() -> None:
+    """In the columns that may be text too: a prompt as an object, rated answers, messages."""
+    rated = json.dumps([{"text": "a", "rank": 2}, {"text": "b", "rank": 1}])
+    assert rows(read({"prompt": "q", "response": rated})) == [pair("q", "b", "a")]
+    votes = {"answer_0": "a", "answer_1": "b", "score_0": "1", "score_1": "0"}
+    assert rows(read({"question": '{"full_text": "q", "id": 1}', **votes})) == [pair("q", "a", "b")]
+    asked = [{"role": "user", "content": "q"}]
+    assert rows(read({"prompt": json.dumps(asked), "completion": "a"})) == [
+        {"prompt": asked, "completion": "a"}
+    ]
+
+
+@pytest.mark.parametrize("keys", [{"from": "gpt4"}, {"role": "assistant"}, {"speaker": "A"}])
+def test_rated_answers_with_a_source_are_no_messages(keys: Record) -> None:
+    answers = [{**keys, "text": "a", "score": 2}, {**keys, "text": "b", "score": 1}]
+    assert rows(read({"prompt": "q", "answers": answers})) == [pair("q", "a", "b")]
+
+
+def test_sources_are_no_messages() -> None:
+    sources = {"sources": [{"from": "wiki", "text": "x"}]}
+    assert rows(read({"question": "q", **sources})) == [{"prompt": "q"}]
+    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert rows(read({"conversations": talk, **sources})) == [{"messages": talk}]
 
 
 @pytest.mark.parametrize(("who", "what"), [("role", "text"), ("speaker", "text"), ("from", "content")])

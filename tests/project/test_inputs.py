@@ -305,6 +305,7 @@ def test_a_stage_uses_the_recorded_precision_or_says_why_it_cannot(
     assert inputs.in_force(paths, "ppo", settings).launch.precision == "fp32"
     file = record / "inputs/ppo.json"
     file.write_text(file.read_text(encoding="utf-8").replace('"fp32"', '"bf16"'), encoding="utf-8")
+    monkeypatch.setattr(precision, "cpu_has_amx", lambda: False)
     with pytest.raises(UserError, match=r"records launch\.precision: bf16.*neither a GPU nor the CPU"):
         inputs.in_force(paths, "ppo", settings)
     monkeypatch.setattr(precision, "_torch_has_cuda", lambda: True)

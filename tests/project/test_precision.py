@@ -70,6 +70,18 @@ def test_auto_is_bf16_on_a_cpu_with_matrix_units_for_a_wide_model(
     monkeypatch.setattr(precision, "gpu_capabilities", lambda: capabilities)
     settings = config.Config.model_validate({"model": model})
     assert precision.resolve(settings, tmp_path) == expected
+    sharded = config.Config.model_validate({"model": model, "launch": {"parallelism": "zero2"}})
+    assert precision.resolve(sharded, tmp_path) == "fp32", "shards would have weights in 16 bits"
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("avx512f amx_bf16 amx_tile", True), ("avx512_bf16", False)])
+def test_the_flags_of_the_cpu_say_whether_it_has_amx(
+    flags: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "CPUINFO", tmp_path / "cpuinfo")
+    assert not precision.cpu_has_amx(), "another system"
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\n", encoding="utf-8")
+    assert precision.cpu_has_amx() == expected
 
 
 def test_a_gguf_file_that_cannot_be_read_counts_as_large(tmp_path: Path, monkeypatch: Any) -> None:
