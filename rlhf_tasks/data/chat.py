@@ -209,7 +209,9 @@ def message(name: str, number: int, item: Any) -> Message:
         raise Unusable("malformed", f"{where} is of type {type(item).__name__}, not {{role, content}}")
     found = {key: value for key, value in _without_nulls(item).items() if value not in ([], {})}
     for ours, *others in (WHAT, WHO):
-        if ours not in item and (key := next((name for name in others if name in found), None)):
+        known = item if ours == "content" and "role" in found else found  # beside a call content may be null
+        key = next((name for name in others if name in item), "")
+        if ours not in known and key in found:
             found = {ours: found.pop(key), **found}
     if not isinstance(found.get("role"), str):
         raise Unusable("malformed", f"{where} has no text under 'role'")

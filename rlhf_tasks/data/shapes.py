@@ -150,11 +150,14 @@ def _unfolded(table: Table, named: Sequence[str]) -> Table:
 
     changed: dict[str, Callable[[Any], Any]] = {}
     for name in table.columns:
-        forms = [_from_json, _from_turns, _from_object]
+        forms: list[Callable[[Any], Any]] = [_from_json, _from_turns, _from_object]
         known = name.strip().casefold()
-        if known in TEXTS or name in named:
-            is_prompt = known in PROMPTS or name == named[0]
-            forms[0] = _prompt_from_json if is_prompt else _text_from_json
+        if known in PROMPTS or name == named[0]:
+            forms[0] = _prompt_from_json
+        elif known in ANSWERS or name == named[1]:
+            forms[0] = _answer_from_json
+        elif known in TEXTS or name in named:
+            forms[0] = _talk_from_json
         if name in TALKS:
             forms.append(_from_texts)
         if convert := next((one for one in forms if all_are(name, one)), None):
@@ -181,23 +184,30 @@ def _from_json(value: Any) -> Any:
     return _or_same(_from_turns, _loaded(value))
 
 
-def _prompt_from_json(value: Any) -> Any:
-    """What `_text_from_json` gives, or an object that has the text of a prompt."""
-    found = _loaded(value)
-    has_text = isinstance(found, Mapping) and any(isinstance(found.get(key), str) for key in TEXT_KEYS[:3])
-    return _text_from_json(value) or (found if has_text else None)
-
-
-def _text_from_json(value: Any) -> Any:
-    """The messages or the rated answers that a text is as JSON; None for any other value."""
+def _talk_from_json(value: Any) -> list[Any] | None:
+    """The messages that a text is as JSON; None for any other value, such as an answer that is JSON."""
     found = _loaded(value)
     items = found if isinstance(found, list) else _from_object(found) or []
-    is_talk = _kind(items) == "messages" and all(_role(item) in ROLES for item in items)
-    is_rated = items and all(
-        isinstance(item, Mapping) and {*TEXTS_OF_ANSWERS} & item.keys() and {*RATINGS} & item.keys()
-        for item in items
-    )
-    return items if is_talk or is_rated else None
+    return items if _kind(items) == "messages" and any(_role(item) in ROLES for item in items) else None
+
+
+def _prompt_from_json(value: Any) -> Any:
+    """What `_talk_from_json` gives, or an object with the text of a prompt and beside it only numbers."""
+    found = _loaded(value)
+    if not isinstance(found, Mapping):
+        return _talk_from_json(value)
+    texts = [key for key, item in found.items() if isinstance(item, str | list | Mapping)]
+    has_text = isinstance(found.get("full_text"), str) or texts in (["text"], ["content"])
+    return found if has_text else _talk_from_json(value)
+
+
+def _answer_from_json(value: Any) -> list[Any] | None:
+    """What `_talk_from_json` gives where the assistant begins, or a list of rated answers."""
+    talk, items = _talk_from_json(value), _loaded(value)
+    if talk is not None and _is_answer(talk):
+        return talk
+    are_texts = isinstance(items, list) and all({*TEXTS_OF_ANSWERS} & {*item} for item in items)
+    return items if are_texts and any({*RATINGS} & {*item} for item in items) else None
 
 
 def _loaded(value: Any) -> Any:
@@ -223,7 +233,12 @@ def _from_object(value: Any) -> list[Any] | None:
     """A message as a list of one; {"messages": …} without tools as that list; None for any other value."""
     if not isinstance(value, Mapping):
         return None
-    if _kind([value]) == "messages":
+    holds_more = any(
+        _kind(part) in ("messages", "objects")
+        for key, part in value.items()
+        if key not in (*WHAT, "tool_calls")
+    )
+    if _kind([value]) == "messages" and not holds_more:  # the replies of a tree, say
         return [value]
     return (
         value["messages"] if _kind(value.get("messages")) == "messages" and not value.get("tools") else None
@@ -891,8 +906,9 @@ def _voted(shape: _Shape) -> list[Reading]:
         )
 
     texts = (str(prompt), first, second)
-    in_lists = sum(all(_turns(line.values.get(name)) for name in texts) for line in shape.sample)
-    has_turns = rated_by == flags and 2 * in_lists > len(shape.sample)
+    given = [own for line in shape.sample if all(own := [line.values.get(name) for name in texts])]
+    in_lists = sum(None not in map(_turns, own) for own in given)
+    has_turns = bool(flags) and 2 * in_lists > len(given)
 
     def convert(values: Values) -> Row:
         better = is_first(values)
@@ -919,7 +935,15 @@ def _voted(shape: _Shape) -> list[Reading]:
 
     by = "labels (1: A is chosen)" if is_shp else " and ".join(rated_by)
     beside = shape.beside if shape.kinds[first] == "text" else ()
-    used = (prompt, first, second, *rated_by, "turn", *beside)
+    used = (
+        prompt,
+        first,
+        second,
+        *rated_by,
+        *(("winner_tie",) if rated_by == flags else ()),
+        "turn",
+        *beside,
+    )
     rule = f"pairs of {first} and {second} by {by}, prompt = {prompt}"
     return shape.reading("preferences", rule, used, made)
 
@@ -964,7 +988,7 @@ def _only_turn(name: str, value: Any) -> str:
         LeftOut: for several turns, because later prompts hold other answers, and for null.
         Unusable: if the value is no such list.
     """
-    found = _turns(value)
+    found = _turns(value or "[]")
     if found is None:
         raise Unusable("malformed", f"{name} is no list of turns, as it is in other rows")
     if len(found) > 1:
@@ -1198,7 +1222,8 @@ def _conversations(shape: _Shape) -> list[Reading]:
     """A conversation per row: its last message is the completion."""
     own = (shape.columns.prompt, shape.prompt)
     names = [name for name, kind in shape.kinds.items() if kind == "messages" and name not in own]
-    name = "messages" if "messages" in names else names[0] if len(names) == 1 else None
+    alone = names[0] if len(names) == 1 else None
+    name = next((known for known in TALKS if known in names), alone)
     rejected = shape.first(("rejected_response",))
     if name is None or (rejected is None and shape.has_sides):
         return []

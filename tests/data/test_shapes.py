@@ -125,11 +125,25 @@ def test_a_flag_for_each_answer_is_a_vote_and_turns_may_be_lists_in_a_text() -> 
     ]
     as_text = [{key: str(value) for key, value in vote(*two).items()} for two in ((1.0, 0.0), (0.0, 1.0))]
     assert rows(read(*as_text)) == [pair("q0", "a", "b"), pair("q0", "b", "a")]
+    own = {"winner": "model_b"}
+    empty = read(*[vote(1, 0, response="") | own] * 3, vote(1, 0) | own)
+    assert rows(empty) == [pair("q0", "b", "a")], "another vote counts, and empty cells say nothing of lists"
+    odd = read(vote(1, 0), vote(1, 0) | {"prompt": "q"}, vote(1, 0) | {"prompt": "r"})
+    assert len(rows(odd)) == 3, "the most are no lists"
     shares = read(vote(0.6, 0.4) | {"score_a": 1, "score_b": 2})
     assert rows(shares) == [pair('["q0"]', '["b"]', '["a"]')], "shares are no flags"
     assert {"winner_model_a", "winner_model_b"} <= {*found.used}
     texts = {"prompt": "q", "response_a": '["a"]', "response_b": '["b"]', "winner": "a"}
     assert rows(read(texts | {"prompt": '["q"]'})) == [pair('["q"]', '["a"]', '["b"]')], "a task on lists"
+
+
+@pytest.mark.parametrize(
+    "rating", [{"score_a": 1, "score_b": 2}, {"preference": "b"}, {"overall_preference": 2}]
+)
+def test_flags_count_where_nothing_else_rates(rating: Record) -> None:
+    two = {"prompt": "q", "response_a": "a", "response_b": "b", "winner_model_a": 1, "winner_model_b": 0}
+    assert rows(read(two)) == [pair("q", "a", "b")]
+    assert rows(read(two | rating)) == [pair("q", "b", "a")]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +156,8 @@ def test_a_flag_for_each_answer_is_a_vote_and_turns_may_be_lists_in_a_text() -> 
         '[{"input": "x", "output": "y"}]',
         '{"role": "Engineer", "content": "x"}',
         '{"from": "a@b.c", "value": "x"}',
+        '{"text": "Anna is 5", "schema": {"name": "text"}}',
+        '[{"role": "customer", "content": "x"}]',
     ],
 )
 def test_a_prompt_or_an_answer_may_be_json(text: str) -> None:
@@ -165,6 +181,26 @@ def test_json_in_a_csv_file_is_what_it_is_elsewhere() -> None:
     assert rows(read({"prompt": json.dumps(asked), "completion": "a"})) == [
         {"prompt": asked, "completion": "a"}
     ]
+    called = [*asked, {"role": "ipython", "content": "4"}]
+    assert rows(read({"prompt": json.dumps(called), "completion": "a"}))[0]["prompt"] == called
+    named = {"prompt": "ask"}
+    assert rows(read({"ask": '{"text": "q", "toxicity": 0.1}', "completion": "a"}, columns=named)) == [
+        {"prompt": "q", "completion": "a"}
+    ]
+    some = json.dumps([{"text": "a", "score": 2}, {"text": "b", "score": 1}, {"text": "c"}])
+    assert rows(read({"prompt": "q", "response": some})) == [pair("q", "a", "b")], "one has no score"
+    below = {"instruction": "rate", "input": rated, "output": "x"}
+    assert rows(read(below)) == [{"prompt": f"rate\n{rated}", "completion": "x"}]
+    talk = json.dumps([*asked, {"role": "assistant", "content": "a"}])
+    assert rows(read({"prompt": "write a dialogue", "completion": talk}))[0]["completion"] == talk
+
+
+def test_a_prompt_that_holds_its_replies_is_no_message() -> None:
+    """The trees of OpenAssistant."""
+    replies = [{"text": "a", "role": "assistant", "rank": 0}]
+    tree = {"message_tree_id": "1", "prompt": {"text": "q", "role": "prompter", "replies": replies}}
+    [(_, fault)] = converted(read(tree)).bad
+    assert str(fault) == "the object that is the prompt holds replies too"
 
 
 @pytest.mark.parametrize("keys", [{"from": "gpt4"}, {"role": "assistant"}, {"speaker": "A"}])
@@ -178,6 +214,8 @@ def test_sources_are_no_messages() -> None:
     assert rows(read({"question": "q", **sources})) == [{"prompt": "q"}]
     talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     assert rows(read({"conversations": talk, **sources})) == [{"messages": talk}]
+    items = {"items": [{"role": "user", "text": "x"}]}
+    assert rows(read({"conversations": talk, **items})) == [{"messages": talk}], "the known name counts"
 
 
 @pytest.mark.parametrize(("who", "what"), [("role", "text"), ("speaker", "text"), ("from", "content")])
@@ -470,3 +508,21 @@ def test_rated_answers_in_a_conversation_are_no_demonstration() -> None:
         "its last messages are rated answers to one prompt, no conversation"
     ]
     assert len(found.rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "content"),
+    [
+        ({"role": None, "content": None, "from": "human", "value": "q"}, "q"),
+        ({"role": "user", "content": "q", "from": None, "value": None}, "q"),
+        ({"role": "assistant", "content": None, "text": "note", "tool_calls": [{"name": "f"}]}, ""),
+    ],
+)
+def test_keys_of_messages_may_hold_null(given: Record, content: str) -> None:
+    """As `datasets` writes rows of two sources; beside a call, content may be null."""
+    assert chat.message("messages", 0, given)["content"] == content
+
+
+def test_an_answer_that_is_null_is_not_replaced_by_another_text() -> None:
+    with pytest.raises(chat.Unusable, match="no text under 'content'"):
+        chat.message("messages", 1, {"from": "gpt", "value": None, "text": "draft"})
