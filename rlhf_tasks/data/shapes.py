@@ -206,8 +206,11 @@ def _answer_from_json(value: Any) -> list[Any] | None:
     talk, items = _talk_from_json(value), _loaded(value)
     if talk is not None and _is_answer(talk):
         return talk
-    are_texts = isinstance(items, list) and all({*TEXTS_OF_ANSWERS} & {*item} for item in items)
-    return items if are_texts and any({*RATINGS} & {*item} for item in items) else None
+    if _kind(items) not in ("messages", "objects") or not all(
+        {*TEXTS_OF_ANSWERS} & {*item} for item in items
+    ):
+        return None
+    return list(items) if any({*RATINGS} & {*item} for item in items) else None
 
 
 def _loaded(value: Any) -> Any:

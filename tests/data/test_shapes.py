@@ -151,6 +151,7 @@ def test_flags_count_where_nothing_else_rates(rating: Record) -> None:
     [
         '{"name": "x"}',
         '[{"name": "x"}]',
+        '[{"text": "x", "rank": 1}, 2, "y"]',
         '["x"]',
         '{"rank": 1, "score": 2}',
         '[{"input": "x", "output": "y"}]',
