@@ -49,14 +49,21 @@ def preset(
 def params(
     upgrade: bool = Option(False, "--upgrade", help="move keys of an older params.yaml to their places"),
 ) -> int:
-    """Print all values in force, and whether each is from params.yaml or a default."""
+    """Print all values in force, and whether each is from params.yaml or a default.
+
+    What `auto` stands for is that of this machine.
+    """
     if upgrade:
         return _upgrade()
+    from rlhf_tasks.project import inputs
+
     given = config.parse(config.read_text(FILE), str(FILE))
-    rows = [
-        [key, config.in_yaml(value), str(FILE) if config.is_given(given, key) else "default"]
-        for key, value in config.in_force(config.validate(given, str(FILE))).items()
-    ]
+    settings = config.validate(given, str(FILE))
+    auto, here = inputs.auto_keys(settings), config.in_force(inputs.resolved(Path(), settings))
+    rows = []
+    for key, value in here.items():
+        source = str(FILE) if config.is_given(given, key) else "default"
+        rows.append([key, config.in_yaml(value), f"{source}: auto" if key in auto else source])
     console.table("values in force", ["key", "value", "from"], rows)
     return 0
 

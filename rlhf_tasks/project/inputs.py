@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
 import json
 import re
 import sys
@@ -130,6 +131,13 @@ def used(root: Path, stage: str) -> Inputs:
     is_here = md5 is not None and file.exists() and hashing.dvc_md5(file) == md5
     tree = json.loads(file.read_text(encoding="utf-8")) if is_here else dvc_cli.cached_json(root, md5)
     return Inputs(**tree) if tree else Inputs({}, {}, {})
+
+
+def auto_keys(settings: Config) -> list[str]:
+    """The parameters that are `auto`: what they stand for depends on the machine."""
+    values = config.in_force(settings)
+    keys = (PRECISION, *(f"{section}.micro_batch_tokens" for section in TRAINED))
+    return [key for key in keys if values[key] == "auto"]
 
 
 def resolved(root: Path, settings: Config, recorded: Mapping[str, Any] | None = None) -> Config:
@@ -299,7 +307,8 @@ def _code(root: Path, module: str, function: str, known: Sequence[str]) -> tuple
     that of the function itself if it has no file.
 
     Raises:
-        UserError: if a file is not Python, or that of the function does not define it.
+        UserError: if a file is not Python or imports what nothing has, or that of the function does not
+            define it.
     """
     found, foreign = dict[str, str](), set[str]()
     todo, seen = [module], set[Path]()
@@ -322,7 +331,13 @@ def _code(root: Path, module: str, function: str, known: Sequence[str]) -> tuple
                 tree = ast.parse(file.read_bytes())
             except (SyntaxError, ValueError) as error:
                 raise UserError(f"{path} is not readable as Python: {error}; correct it") from None
-            todo += _imports(tree, file.relative_to(root).parent.parts)
+            package = file.relative_to(root).parent.parts
+            todo += [f"{base}.{name}" if base else name for _, base, name in _imports(tree, package)]
+            if lost := [] if is_known else _lost(root, tree, package):
+                raise UserError(
+                    f"{path} imports {', '.join(lost)}: neither in a file below {root.resolve()} nor in an "
+                    "installed package; write it, or install its package"
+                )
             if name == module and file.with_suffix("") == places[-1] and not _defines(tree, function):
                 raise UserError(f"{path} has no {function}; define it there, or correct the name")
     return found, foreign
@@ -348,21 +363,57 @@ def _defines(tree: ast.Module, name: str) -> bool:
     return False
 
 
-def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
-    """The names of all modules that may be imported, lazily too; a name may also be that of a function."""
+def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[ast.stmt, str, str]]:
+    """(statement, module, name) of all imports, lazy ones too; a name may be that of a module or a function.
+
+    Of `import a.b` the module is empty; `package` is that of the file.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            yield from ((node, "", name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
-            base = [*above, *([node.module] if node.module else [])]
-            yield from (".".join([*base, name.name]) for name in node.names)
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node, base, name.name) for name in node.names)
+
+
+def _lost(root: Path, tree: ast.Module, package: tuple[str, ...]) -> list[str]:
+    """The modules without which a file cannot be imported, and which nothing here has.
+
+    An import that is lazy, or within `try` or `if`, may be of what another machine has.
+    """
+    needed = {base or name for node, base, name in _imports(tree, package) if node in tree.body}
+    return sorted(module for module in needed if not _is_there(root, module))
+
+
+def _is_there(root: Path, module: str) -> bool:
+    """Whether a module is of the project, of Python, of an installed package, or outside on Python's path."""
+    top, place = module.split(".")[0], root.joinpath(*module.split("."))
+    if place.is_dir() or place.with_suffix(".py").is_file():
+        return True
+    if top in sys.stdlib_module_names or _distributions({top}):
+        return True
+    spec = importlib.util.find_spec(top)
+    found = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    checkout = Paths(root).home.parent  # a run in a worktree must not read what its commit lacks
+    return any(path and not Path(path).is_relative_to(checkout) for path in found)
 
 
 def _distributions(modules: Collection[str]) -> list[str]:
-    """The normalized names of the installed packages that have these top-level modules."""
-    known = importlib.metadata.packages_distributions() if modules else {}
-    return sorted({canonicalize_name(name) for module in modules for name in known.get(module, ())})
+    """The normalized names of the installed packages that have these top-level modules.
+
+    As `importlib.metadata.packages_distributions` finds them, which takes seconds: it looks at all modules.
+    """
+    if not modules:
+        return []
+    listed = re.compile(rf"^({'|'.join(map(re.escape, modules))})[/.]", re.MULTILINE)
+    found = set()
+    for package in importlib.metadata.distributions():
+        top_level = package.read_text("top_level.txt")
+        names = set() if top_level is None else {*top_level.split()}
+        if names.intersection(modules) or (not names and listed.search(package.read_text("RECORD") or "")):
+            found.add(canonicalize_name(package.name))
+    return sorted(found)
 
 
 def module_path(function: str) -> str:

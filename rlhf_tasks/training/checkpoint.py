@@ -27,7 +27,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,7 +39,6 @@ from rich.filesize import decimal
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, StageView
-from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
@@ -154,7 +153,7 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
         (folder / FINISHED).unlink(missing_ok=True)
         run = folder / "run"
         if not (run.exists() and any(folder.glob("*/step-*"))):
-            _show_others(folder, identity, config.load(paths.params).launch.precision == "auto")
+            _show_others(folder, identity, inputs.auto_keys(config.load(paths.params)))
             atomic.write_text(run, lineage.new_key(stage))
         yield Claim(run.read_text(encoding="utf-8"), folder, paths.root)
 
@@ -169,24 +168,25 @@ def _remove_finished(paths: Paths, besides: Path | None) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _show_others(folder: Path, identity: Mapping[str, Any], is_auto: bool) -> None:
+def _show_others(folder: Path, identity: Mapping[str, Any], auto: Sequence[str]) -> None:
     """Print why unfinished runs with other parameters, code or inputs are not resumed.
 
     Raises:
-        UserError: if only the precision differs, which `auto` stands for here and stood for there.
+        UserError: if only parameters differ that are `auto`, which stood for something else there.
     """
-    stage = folder.parent.name
+    stage, here = folder.parent.name, {key: identity[key] for key in auto if key in identity}
     for other in sorted(path for path in folder.parent.iterdir() if path.is_dir() and path != folder):
         with suppress(Timeout), FileLock(other.with_suffix(".lock"), timeout=0):  # none trains there now
             manifest = next(filter(None, map(read_manifest, other.glob("*/step-*"))), None)
             if manifest is None:
                 continue
-            old, here = manifest["identity"], identity.get(PRECISION)
-            if is_auto and {**old, PRECISION: here} == identity:
+            old = manifest["identity"]
+            if {**old, **here} == identity:
+                differing = [key for key in here if old.get(key) != here[key]]
+                there, now = (", ".join(f"{key}: {of[key]}" for key in differing) for of in (old, here))
                 raise UserError(
-                    f"{PRECISION}: auto is {here} on this machine, and an unfinished run of {stage} computed "
-                    f"in {old[PRECISION]} (it is in {other}); set it to {old[PRECISION]} to resume that run, "
-                    f"or to {here} to begin anew"
+                    f"an unfinished run of {stage} (in {other}) had {there}, and here `auto` stands for {now}. "
+                    "Set the former in params.yaml to resume that run, or the latter to begin anew"
                 )
             console.say(
                 f"{stage} starts from the beginning. The snapshots of an unfinished run differ in "

@@ -150,5 +150,6 @@ def test_all_values_in_force_are_printed_with_their_source(
         ["ppo.advantages.lam", "0.9", "params.yaml"],
         ["ppo.advantages.gamma", "1.0", "default"],
         ["ppo.guards", "null", "params.yaml"],
+        ["ppo.micro_batch_tokens", "4096", "default:", "auto"],
     ):
         assert row in [[word for word in words if word != "|"] for words in rows]

@@ -65,6 +65,20 @@ def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: P
     set_values(chain.root, {"ppo.kl_coef": 0.05})
     diff = json.loads(dvc_cli.run(chain.root, "params", "diff", "--json", "HEAD"))
     assert diff["params.yaml"]["ppo.kl_coef"]["new"] == 0.05, "although no stage depends on params.yaml"
+    assert repro() == {"ppo", "report"}
+    write(chain.root, {"own.py": "import near\nf = near.f\n", "near.py": "f = len\n"})
+    reward = {"kind": "function", "weight": 1.0, "function": "own:f"}
+    set_values(chain.root, {"ppo.scorers": [*default, reward]})
+    assert repro() == {"ppo", "report"}
+    write(chain.root, {"near.py": "f = max\n"})
+    assert repro() == {"ppo", "report"}, "a file that the function's file imports"
+    write(chain.root, {"ready/weights": "1", "ready/config.json": "{}"})
+    set_values(chain.root, {"sft.from": "ready"})
+    repro()
+    write(chain.root, {"ready/weights": "2"})
+    assert repro() == {"sft", "report"}
+    write(chain.root, {"unread.py": "", "ready/weights": "1"})
+    assert repro() == set(), "from the run cache"
 
 
 @pytest.fixture
@@ -129,6 +143,36 @@ def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(
     assert rerun(**{"given/rows.txt": "other labels"}) == {"judge"}
     files = {"data.source": "files", "judge.judges": judges[1:], "promotion.judge": "own"}
     assert rerun(files) >= {"prepare"}
+
+
+def test_a_change_of_a_models_files_reruns_the_stages_that_load_it(rerun: Callable[..., set[str]]) -> None:
+    for name in ("base", "ranker", "scorer", "verdict"):
+        config_json = '{"hidden_size": 8, "num_hidden_layers": 1}'
+        write(Path(), {f"ready/{name}/config.json": config_json, f"ready/{name}/weights": "1"})
+    scorers = [{"kind": "reward_model", "weight": 1.0}]
+    scorers += [{"kind": "reward_model", "name": "own", "weight": 1.0, "path": "ready/scorer"}]
+    judges = [
+        {"kind": "gold", "name": "gold"},
+        {"kind": "reward_model", "name": "rm", "path": "ready/verdict"},
+    ]
+    named: dict[str, Any] = {"model.base": "ready/base", "model.scratch": None, "reward.from": "ready/ranker"}
+    rerun({**named, "ppo.scorers": scorers, "judge.judges": judges, "promotion.second_judge": "rm"})
+    for name, stages in {
+        "base": {"prepare", "base"},
+        "ranker": {"reward"},
+        "scorer": {"ppo"},
+        "verdict": {"judge"},
+    }.items():
+        assert rerun(**{f"ready/{name}/weights": "2"}) == stages, name
+
+
+def test_another_default_in_the_code_reruns_the_stages_that_read_it(
+    rerun: Callable[..., set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config.load()
+    sft = settings.sft.model_copy(update={"weight_decay": 0.5})
+    monkeypatch.setattr(config, "load", lambda path: settings.model_copy(update={"sft": sft}))
+    assert rerun() == {"sft"}
 
 
 def test_another_version_of_a_package_reruns_the_stages_that_use_it(
@@ -222,6 +266,26 @@ def test_the_code_of_a_function_is_its_file_and_all_project_files_that_it_import
     (tmp_path / "late.py").write_text("def f(:", encoding="utf-8")
     with pytest.raises(UserError, match=r"ppo\.scorers\.0\.function: late\.py is not readable as Python"):
         inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score"))
+
+
+def test_a_module_that_a_function_needs_and_nothing_has_is_named_before_anything_runs(tmp_path: Path) -> None:
+    """A run of a commit lacks a file that was never added to git; it would end in stage ppo."""
+    write(tmp_path, {"dvc.yaml": "stages: {ppo: {cmd: x, deps: []}}\n", "pack/near.py": "import nowhere"})
+    may_be_lost = "def late():\n    import nowhere\ntry:\n    import nowhere\nexcept ImportError:\n    pass\n"
+    write(tmp_path, {"own.py": f"import json, torch.nn, pack\n{may_be_lost}f = json.loads\n"})
+    inputs.collect(Paths(tmp_path), "ppo", ppo_values("own:f"))
+    for line, lost in {
+        "import helper": "helper",
+        "from helper.deep import x": "helper.deep",
+        "from pack.far import x": "pack.far",
+        "import pack.far": "pack.far",
+    }.items():
+        write(tmp_path, {"own.py": f"{line}\nf = 1\n"})
+        with pytest.raises(UserError, match=rf"function: own\.py imports {lost}: neither in a file below"):
+            inputs.collect(Paths(tmp_path), "ppo", ppo_values("own:f"))
+    write(tmp_path, {"own.py": "import pack.near\nf = 1\n"})
+    with pytest.raises(UserError, match=r"function: pack/near\.py imports nowhere"):
+        inputs.collect(Paths(tmp_path), "ppo", ppo_values("own:f"))
 
 
 def test_the_packages_that_the_files_of_a_function_import_are_known_by_version(tmp_path: Path) -> None:
@@ -377,20 +441,36 @@ def test_auto_is_bf16_where_every_gpu_has_it(
     assert precision.resolve(auto, tmp_path) == "fp32", "a build of torch without CUDA computes on the CPU"
 
 
-def test_with_auto_an_unfinished_run_in_another_precision_is_refused_by_name(record: Path) -> None:
-    """Only where nothing else differs; a precision that is written out starts from the beginning."""
+@pytest.mark.parametrize(
+    "there",
+    [
+        {"launch.precision": "bf16"},
+        {"sft.micro_batch_tokens": 1024},
+        {"launch.precision": "bf16", "sft.micro_batch_tokens": 2048},
+    ],
+)
+def test_an_unfinished_run_is_refused_by_name_where_auto_stood_for_something_else(
+    record: Path, there: Mapping[str, Any]
+) -> None:
+    """Only where nothing else differs: another value of one's own starts from the beginning."""
     paths, view = Paths(record), config.VIEWS["sft"].of(inputs.resolved(Path(), config.load()))
     identity = lineage.identity(paths, "sft", view.declared)
     assert identity is not None
     snapshot = record / ".rlhf/state/sft/other/sft/step-000000001"
     snapshot.mkdir(parents=True)
-    manifest: dict[str, Any] = {"identity": {**identity, "launch.precision": "bf16"}, "step": 1}
+    manifest: dict[str, Any] = {"identity": {**identity, **there}, "step": 1}
     (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    had, has = (", ".join(f"{key}: {of[key]}" for key in there) for of in (there, identity))
     with (
-        pytest.raises(UserError, match=r"set it to bf16 to resume"),
+        pytest.raises(UserError, match=rf"had {had}, and here `auto` stands for {has}\. Set the former"),
         checkpoint.claim(paths, view, main=True),
     ):
         pass
+    # What the message tells to write makes the stage look for that run's snapshots.
+    set_values(record, there)
+    inputs.write(paths)
+    as_told = config.VIEWS["sft"].of(inputs.resolved(Path(), config.load()))
+    assert lineage.identity(paths, "sft", as_told.declared) == manifest["identity"]
     manifest["identity"]["sft.patience"] = 99
     (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     with checkpoint.claim(paths, view, main=True) as claim:
