@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from docs.generator.text import ROOT, Lines, load_yaml, sentence
-from rlhf_tasks.config import VIEWS, Stage
+from rlhf_tasks.config import STAGES, VIEWS, Stage
 from rlhf_tasks.tracking import catalogue, curves
 
 CODE = ("rlhf_tasks/", "flows/")
@@ -32,8 +32,8 @@ def stages() -> Lines:
             "Reads": [f"`{path}`" for path in stage.get("deps", []) if not path.startswith(CODE)],
             "Code": [f"`{path}`" for path in stage.get("deps", []) if path.startswith(CODE)],
             "Writes": [f"`{path}`" for path in _outs(stage.get("outs", []))],
-            "Metrics": [f"[`{path}`](metrics.md#{name})" for path in _outs(stage.get("metrics", []))],
-            "Curves": [f"[`{path}`](metrics.md#{name})" for path in _outs(stage.get("plots", []))],
+            "Metrics": [_metrics_link(name, path) for path in _outs(stage.get("metrics", []))],
+            "Curves": [_metrics_link(name, path) for path in _outs(stage.get("plots", []))],
         }
         for title, those in parts.items():
             if those:
@@ -49,6 +49,12 @@ def _parameter_link(key: str) -> str:
     section, _, rest = key.partition(".")
     anchor = f"{section}{rest}" if rest else section
     return f"[`{key}`](parameters.md#{anchor})"
+
+
+def _metrics_link(stage: str, path: str) -> str:
+    """A link to the metrics of a stage, where the catalogue has some."""
+    described = stage in STAGES and catalogue.metrics(stage)
+    return f"[`{path}`](metrics.md#{stage})" if described else f"`{path}`"
 
 
 def _outs(outs: Sequence[Any]) -> list[str]:

@@ -44,7 +44,6 @@ COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
         review.mlflow,
         review.compare,
         review.lineage,
-        review.judge,
         review.generate,
         review.sync,
     ),
@@ -121,14 +120,17 @@ def parser() -> Any:
     app.command(dvc_files.INPUTS, rich_help_panel=STAGE_PANEL)(run_inputs)
     summaries = dvc_files.descriptions(Path())
     for stage in STAGES:
-        if stage != "judge":  # it takes arguments
-            command = _run_of(stage)
-            app.command(stage, help=summaries.get(stage, ""), rich_help_panel=STAGE_PANEL)(command)
+        if stage == "judge":  # it takes arguments
+            app.command(rich_help_panel=STAGE_PANEL)(review.judge)
+        else:
+            summary = summaries.get(stage, "")
+            help = f"{summary[:1].upper()}{summary[1:]}."
+            app.command(stage, help=help, rich_help_panel=STAGE_PANEL)(_run_of(stage))
     return typer.main.get_command(app)
 
 
 def run_inputs() -> int:
-    """Write down what each stage reads beside its deps: parameters, and what they name."""
+    """Write down what each stage reads beside its deps, which are parameters and what they name."""
     try:
         with stopping.listening(dvc_files.INPUTS):  # which says how much of a model it has hashed
             inputs.write(Paths())

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from rlhf_tasks.config import schema as s
 from rlhf_tasks.config.judge import Judge, Judging
 from rlhf_tasks.config.ppo import Ppo
-from rlhf_tasks.config.types import Stage, flatten
+from rlhf_tasks.config.types import STAGES, Stage, flatten
 
 PRECISION = "launch.precision"
 """The only key of where and how a stage runs that changes results."""
@@ -188,8 +188,12 @@ class ReportView(StageView):
     promotion: s.Promotion | None
 
 
-VIEWS: Mapping[Stage, type[StageView]] = {
+_OWN = {
     view.stage: view
     for view in (*StageView.__subclasses__(), *ModelView.__subclasses__())
     if view is not ModelView
 }
+VIEWS: Mapping[Stage, type[StageView]] = {
+    stage: _OWN.get(stage, type("PlainView", (StageView,), {"stage": stage})) for stage in STAGES
+}
+"""The view of each stage; one that has none here declares no parameters."""

@@ -185,8 +185,8 @@ def _show_others(folder: Path, identity: Mapping[str, Any], auto: Sequence[str])
                 differing = [key for key in here if old.get(key) != here[key]]
                 there, now = (", ".join(f"{key}: {of[key]}" for key in differing) for of in (old, here))
                 raise UserError(
-                    f"an unfinished run of {stage} (in {other}) had {there}, and here `auto` stands for {now}. "
-                    "Set the former in params.yaml to resume that run, or the latter to begin anew"
+                    f"an unfinished run of {stage} (in {other}) had {there}, and here `auto` stands for "
+                    f"{now}. Set the former in params.yaml to resume that run, or the latter to begin anew"
                 )
             console.say(
                 f"{stage} starts from the beginning. The snapshots of an unfinished run differ in "

@@ -36,7 +36,7 @@ def test_the_card_tells_a_run_in_at_most_eight_lines(
     paths: Paths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for stage in STAGES:
-        durations.record(paths.home, stage, 70.0)
+        durations.record(paths.home, stage, 600.0 / len(STAGES))
     atomic.write_json(paths.verdict, {"passed": True, "summary": "all 14 criteria are met"})
     paths.reports.mkdir()
     (paths.reports / "index.html").touch()
@@ -48,7 +48,7 @@ def test_the_card_tells_a_run_in_at_most_eight_lines(
     assert "8,192 episodes of PPO" in lines[0]
     assert "over the SFT model" in lines[1]
     assert lines[2].endswith("passed: all 14 criteria are met")
-    assert lines[3].split()[1] == "10m30s,"
+    assert lines[3].split()[1] == "10m00s,"
     assert lines[4].endswith(f"{(paths.reports / 'index.html').resolve().as_uri()}")
     assert "rlhf mlflow" in lines[5]
     assert lines[6].endswith("rlhf promote   (make it the champion)")
