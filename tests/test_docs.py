@@ -250,7 +250,7 @@ def test_the_generated_reference_is_current() -> None:
 
 
 def test_readme_and_changelog_are_short() -> None:
-    assert len(text_of(ROOT / "README.md").splitlines()) <= 75
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 60
     assert len(text_of(ROOT / "CHANGELOG.md").splitlines()) <= 100
 
 
