@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import typer
 
 from rlhf_tasks import console
-from rlhf_tasks.cli import data, pipeline, review, run, serve
+from rlhf_tasks.cli import data, params, promote, review, run, serve
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import OutsideFault
 from rlhf_tasks.project import dvc_files, inputs
@@ -35,10 +35,10 @@ COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
     "Run the pipeline": (
         run.run,
         data.data,
-        pipeline.preset,
-        pipeline.params,
-        pipeline.check_model,
-        pipeline.plan,
+        params.preset,
+        params.params,
+        params.check_model,
+        params.plan,
     ),
     "Review results": (
         review.mlflow,
@@ -47,7 +47,7 @@ COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
         review.generate,
         review.sync,
     ),
-    "Promote a policy": (serve.promote, serve.export),
+    "Promote a policy": (promote.promote, promote.export),
     "Run the service": (serve.up, serve.status, serve.down),
 }
 STAGE_PANEL = "Stages (`rlhf run` and `dvc repro` run them in order)"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typer import Argument, Option
 
 from rlhf_tasks import config, console
-from rlhf_tasks.cli.pipeline import above_zero
+from rlhf_tasks.cli.params import above_zero
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths

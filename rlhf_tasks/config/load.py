@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from rlhf_tasks.config.older import MISSING, REMOVED, inside, new_place
+from rlhf_tasks.config.migrate import MISSING, REMOVED, inside, new_place
 from rlhf_tasks.config.schema import Config
 from rlhf_tasks.config.types import Section, field_of, flatten, kinds, section_of, sections
 from rlhf_tasks.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.cli import main
-from rlhf_tasks.config.older import MOVED
+from rlhf_tasks.config.migrate import MOVED
 from rlhf_tasks.errors import ConfigError
 
 OLDER = (Path(__file__).parent / "older.yaml").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Commands that run the pipeline: `rlhf preset`, `params`, `check-model`, `plan`."""
+"""Commands before a run: `rlhf preset`, `params`, `check-model`, `plan`."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def params(
 
 
 def _upgrade() -> int:
-    from rlhf_tasks.config import older
+    from rlhf_tasks.config import migrate
 
     text = config.read_text(FILE)
     config.parse(text, str(FILE))
     tree = config.round_trip().load(text)
-    if moved := older.upgrade(tree):
+    if moved := migrate.upgrade(tree):
         upgraded = config.written(tree)
         config.validate(config.parse(upgraded, f"{FILE}, upgraded,"), f"{FILE}, upgraded,")
         atomic.write_text(FILE, upgraded)
