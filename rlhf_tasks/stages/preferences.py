@@ -99,8 +99,8 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                 flipped = pc.and_(drawn, pc.or_(of_gold, pc.equal(table["origin"], "sft_samples")))
                 chosen, rejected = table["chosen"], table["rejected"]
                 for name, kept, other in (("chosen", chosen, rejected), ("rejected", rejected, chosen)):
-                    number = table.column_names.index(name)
-                    table = table.set_column(number, name, pc.if_else(flipped, other, kept))
+                    position = table.column_names.index(name)
+                    table = table.set_column(position, name, pc.if_else(flipped, other, kept))
                 metrics["flipped"] = pc.sum(flipped).as_py() or 0
             if config.train_reward_model and not len(table) and split == "train":
                 raise UserError(
