@@ -69,9 +69,11 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
     Metrics: the last update's, and `selected_…` of the weights that are kept.
     """
-    # 1. The data, and the judge that selects: what does not fit is found before the models are loaded.
+    # 1. The user's functions, the data, and the judge that selects: what does not fit is found before the
+    # models are loaded.
     preconditions.check(config, paths)
     settings = config.ppo
+    loss, estimator = policy_loss_of(settings, paths.root), estimator_of(settings, paths.root)
     dist = Distributed(config.launch, config.seed)
     rows, validation = (read_table(paths, "prompts", split) for split in ("train", "validation"))
     kept = columns.of_rows(rows)
@@ -147,8 +149,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             prompts=rows.texts("prompt"),
             columns=kept,
             scorers=scorers,
-            loss=policy_loss_of(settings, paths.root),
-            estimator=estimator_of(settings, paths.root),
+            loss=loss,
+            estimator=estimator,
             evaluator=evaluator,
             ptx=ptx,
             tokenizer=tokenizer,

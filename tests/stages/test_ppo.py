@@ -59,6 +59,17 @@ def test_a_reward_model_of_another_sft_model_is_an_error_before_training(
     assert contracts.fingerprint(models_here / "models/policy") == before
 
 
+@pytest.mark.parametrize(
+    "changes", [{"ppo.loss": "nowhere:f"}, {f"ppo.{k}": v for k, v in without_critic("nowhere:f").items()}]
+)
+def test_a_function_that_cannot_be_imported_is_found_before_the_models_are_loaded(
+    changes: dict[str, Any], models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ppo, "load_models", lambda *_: pytest.fail("the models were loaded"))
+    with pytest.raises(UserError, match=r"nowhere:f cannot be imported"):
+        run(**changes)
+
+
 def test_the_kept_weights_are_those_with_the_best_heldout_score(models_here: Path) -> None:
     metrics, history = run(**{"ppo.learning_rate": 1e-2})
     rows = {row["episode"]: row for row in history if "eval/heldout_scores" in row}
