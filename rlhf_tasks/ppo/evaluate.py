@@ -157,14 +157,18 @@ class Evaluator:
         return None if self._heldout is None else "eval/heldout_scores"
 
     @console.part("validation")
-    def evaluate(self, state: EvaluationState, sampler: Sampler, *, episode: int, update: int) -> Metrics:
+    def evaluate(
+        self, state: EvaluationState, sampler: Sampler, budget: TokenBudget, *, episode: int, update: int
+    ) -> Metrics:
         """Sample a response to each selection prompt, score them, and keep the weights if they are best.
+
+        Out-of-memory in the passes that measure the KL lowers the `budget`, for later evaluations too.
 
         Raises:
             NonFiniteError: on all ranks, if a number is NaN or infinite.
         """
         result = self._respond(len(self._prompts), sampler, update)
-        kl = self._kl(result.queries, result.ids)  # (B,)
+        kl = self._kl(result.queries, result.ids, budget)  # (B,)
         texts = response_texts(self._tokenizer, result.queries, self._closed(result.ids))
         rows = zip(self._prompts, self._references, texts, strict=True)
         state.responses += [
@@ -345,7 +349,7 @@ class Evaluator:
         return truncated_scores(scores, ended, rule, missing_eos_score=self._config.missing_eos_score)
 
     @torch.no_grad()
-    def _kl(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def _kl(self, queries: Sequence[Ids], responses: Sequence[Ids], budget: TokenBudget) -> Tensor:
         """(B,) float64: Σ_t log π − log π_ref of each response, in nats; each rank measures its share.
 
         Raises:
@@ -364,7 +368,7 @@ class Evaluator:
             kl = k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
             result[rows] = kl.cpu()[: len(rows)]
 
-        dist.run_batches(TokenBudget(self._config.micro_batch_tokens), sizes(own, own_responses), measure)
+        dist.run_batches(budget, sizes(own, own_responses), measure)
         if dist.max(int(not bool(result.isfinite().all()))):
             raise NonFiniteError(
                 "the KL to the reference is NaN or infinite at the selection prompts",

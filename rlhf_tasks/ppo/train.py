@@ -463,14 +463,16 @@ def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
 @torch.no_grad()
 def _divergence(dist: Distributed, config: Ppo, state: TrainState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
-    sums = TokenSums()
     own = dist.shard_rows(range(len(rollout.queries)))
-    for part in rollout.split(dist, own, state.budget):
-        batch = rollout.batch(part.groups).to(dist.device)
-        with dist.autocast():
-            logprobs = response_logprobs(state.actor_critic.policy, batch, config.temperature)  # (b, r)
-        given = rollout.select(part.rows, batch.num_response_columns, dist.device)
-        sums.add({"divergence": k3(given.logprobs, logprobs)}, given.mask, part.scale)
+    for attempt in dist.attempts(state.budget):
+        with attempt:
+            sums = TokenSums()
+            for micro in rollout.split(dist, own, state.budget):
+                batch = rollout.batch(micro.groups).to(dist.device)
+                with dist.autocast():
+                    logprobs = response_logprobs(state.actor_critic.policy, batch, config.temperature)
+                old = rollout.select(micro.rows, batch.num_response_columns, dist.device)
+                sums.add({"divergence": k3(old.logprobs, logprobs)}, old.mask, micro.scale)  # (b, r)
     return TokenSums.means([sums], dist.sum)["divergence"]
 
 
@@ -481,7 +483,9 @@ def _evaluate(
     episode = int(state.metrics.get("episode", 0))
     metrics: Metrics = {}
     if select:
-        metrics = evaluator.evaluate(state.evaluation, state.sampler, episode=episode, update=state.update)
+        metrics = evaluator.evaluate(
+            state.evaluation, state.sampler, state.scoring_budget, episode=episode, update=state.update
+        )
         tracker.metrics(metrics, step=episode)
     if show:  # on all ranks: NaN must stop all of them
         rows = evaluator.show(state.evaluation, state.sampler, episode=episode, update=state.update)

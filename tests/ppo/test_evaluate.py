@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection
+from rlhf_tasks.data.batches import Batch, TokenBudget
 from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import add_lora
@@ -82,6 +83,7 @@ class Evaluations:
             policy or small.causal(),
             EvaluationState(),
         )
+        self.budget = TokenBudget(config.micro_batch_tokens)
         self._sampler = PolicySampler(dist, config, self.policy, small.tokenizer(), torch.Generator())
         self._evaluator = Evaluator(
             dist,
@@ -97,7 +99,7 @@ class Evaluations:
         )
 
     def evaluate(self, episode: int) -> Metrics:
-        return self._evaluator.evaluate(self.state, self._sampler, episode=episode, update=0)
+        return self._evaluator.evaluate(self.state, self._sampler, self.budget, episode=episode, update=0)
 
     def show(self, episode: int) -> list[dict[str, Any]]:
         return self._evaluator.show(self.state, self._sampler, episode=episode, update=0)
@@ -152,6 +154,24 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
     assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
     assert metrics["eval/kl"] > 0.01
     assert {n.split(".")[-3] for n, p in policy.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+
+
+def test_out_of_memory_makes_the_passes_of_later_evaluations_smaller_too() -> None:
+    passes = list[int]()
+
+    class Limited(ReferenceCopy):
+        def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+            passes.append(batch.query_response.numel())
+            if passes[-1] > 60:
+                raise torch.OutOfMemoryError
+            return super().logprobs(batch, temperature)
+
+    one = Evaluations(reference=Limited(small.causal(seed=7), moves=False), micro_batch_tokens=400)
+    first = one.evaluate(0)
+    assert one.budget.max_tokens < 100 < max(passes)
+    passes.clear()
+    assert one.evaluate(16) == first == pytest.approx(Evaluations().evaluate(0), abs=1e-5)
+    assert max(passes) <= 60
 
 
 def responses_alone() -> list[Ids]:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from rlhf_tasks.data.batches import collate
+from rlhf_tasks.data.batches import Batch, collate
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.rollout import ReferenceCopy
 from rlhf_tasks.ppo.state import ShuffledRows
 from tests import small
@@ -46,6 +48,27 @@ def test_beta_follows_the_kl_of_the_policy_after_its_epochs() -> None:
     assert metrics["policy/penalty_kl_avg"] == pytest.approx(total / tokens, rel=1e-4)
     assert total / tokens > 1.5e-4
     assert (metrics["policy/penalty_beta"], one.state.penalty_beta) == (1.0, 2.0)
+
+
+def test_out_of_memory_where_the_penaltys_kl_is_measured_cuts_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure, passes = loop.response_logprobs, list[int]()
+
+    def limited(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
+        passes.append(batch.query_response.numel())
+        if passes[-1] > 60:
+            raise torch.OutOfMemoryError
+        return measure(model, batch, temperature)
+
+    changes: dict[str, Any] = {"kl_penalty": {"beta": 1.0, "target": 1e-4}, "num_mini_batches": 2}
+    plain, short = toy(**changes), toy(**changes)
+    rollout, _ = toy(**changes).estimate()
+    expected = plain.learn(rollout)
+    monkeypatch.setattr(loop, "response_logprobs", limited)
+    metrics = short.learn(rollout)
+    assert max(passes) > 60 >= passes[-1]
+    assert metrics["policy/penalty_kl_avg"] == pytest.approx(expected["policy/penalty_kl_avg"], rel=1e-4)
 
 
 def test_beta_does_not_change_in_the_critics_warm_up() -> None:
