@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -129,7 +130,7 @@ def train(
 
         while state.update < num_updates:
             try:
-                # 0. The policy before training: what its weights would be worth.
+                # 0. Evaluate the SFT policy first: training must improve on it.
                 if not state.was_evaluated:
                     state.metrics = _evaluate(
                         dist, state, evaluator, tracker, select=True, show=0 in shown_at
@@ -177,7 +178,7 @@ def train(
                 )
                 # From here on each rank has the B rows of all of them.
                 rollout = gather_rollout(dist, rollout)
-                rollout, measured = state.sampler.correct(rollout)
+                rollout, sampler_metrics = state.sampler.correct(rollout)
                 mask = rollout.mask  # (B, R)
                 scored = clock()
 
@@ -204,21 +205,25 @@ def train(
                     advantages = whiten(advantages, mask)
                 if config.advantage_clip is not None:
                     advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-                metrics = objective_metrics(  # of a bootstrapped response γ·V stands in place of the score
+                rollout_metrics = objective_metrics(
                     rollout,
+                    # γ·V of a response without an end: instead of its score (bootstrap) or beside it
+                    # (bootstrap_add)
                     scores + config.gamma * rollout.bootstrap_values,
                     kl,
                     kl_coef=state.kl_coef,
                     reward_kl_coef=reward_kl_coef,
                 )
-                metrics |= response_metrics(rollout)
+                rollout_metrics |= response_metrics(rollout)
                 if has_critic:
-                    metrics["val/explained_variance"] = explained_variance(returns, rollout.values, mask)
+                    rollout_metrics["val/explained_variance"] = explained_variance(
+                        returns, rollout.values, mask
+                    )
                 elif num_samples > 1:
                     deviations = group_deviations(response_returns(rewards, mask), num_samples)
-                    metrics["val/group_deviation"] = float(deviations.mean())
+                    rollout_metrics["val/group_deviation"] = float(deviations.mean())
                 rollout = replace(rollout, advantages=advantages, returns=returns)
-                require_finite(metrics, rollout)
+                require_finite(rollout_metrics, rollout)
 
                 # 6. Epochs over the rollout, in shuffled minibatches; each is one step. The k responses to a
                 # prompt stay together, where a minibatch is a multiple of k, and the models read it once.
@@ -234,11 +239,9 @@ def train(
                             ptx_rows = state.ptx.take(minibatch_size) if state.ptx and not is_warmup else []
 
                             # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
-                            for attempt in dist.attempts(state.budget, state.optimizer):
-                                with attempt:
-                                    sums, ptx_sums = accumulate_gradients(
-                                        dist, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
-                                    )
+                            sums, ptx_sums = accumulate_gradients(
+                                dist, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
+                            )
 
                             # 8. The optimizer step, with the norm of the gradient clipped.
                             try:
@@ -253,44 +256,44 @@ def train(
                         num_epochs += 1
                         # Early stopping: no more epochs once the policy is too far from the rollout's.
                         if config.target_kl is not None:
-                            epoch = TokenSums.means(steps[-config.num_mini_batches :], dist.sum)
-                            if epoch["policy/approxkl_avg"] > config.target_kl:
+                            last_epoch = TokenSums.means(steps[-config.num_mini_batches :], dist.sum)
+                            if last_epoch["policy/approxkl_avg"] > config.target_kl:
                                 break
 
                 # 9. What the epochs have measured, in means over the tokens of all minibatches.
-                training = ratio_metrics(
+                epoch_metrics = ratio_metrics(
                     TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
                 )
                 if ptx_steps:
-                    training |= TokenSums.means(ptx_steps, dist.sum)
-                training |= {
+                    epoch_metrics |= TokenSums.means(ptx_steps, dist.sum)
+                epoch_metrics |= {
                     "train/grad_norm": sum(grad_norms) / len(grad_norms),
                     "train/num_epochs": num_epochs,
                 } | budget_metrics(state.budget)
                 # The coefficient of KL(π_old ‖ π) follows what the epochs have moved: PPO's section 4.
                 if config.kl_penalty is not None and not is_warmup:
                     divergence = _divergence(dist, config, state, rollout)
-                    training |= {
+                    epoch_metrics |= {
                         "policy/penalty_beta": state.penalty_beta,
                         "policy/penalty_kl_avg": divergence,
                     }
                     state.penalty_beta = adapt_penalty(
                         state.penalty_beta, divergence, config.kl_penalty.target
                     )
-                require_finite(training, rollout)
+                require_finite(epoch_metrics, rollout)
                 trips: list[GuardTrip] = []
                 if is_warmup:  # which has an axis of its own
-                    state.warmup_losses.append(training["loss/value_avg"])
+                    state.warmup_losses.append(epoch_metrics["loss/value_avg"])
                     metrics = {
-                        "warmup/value_loss": training["loss/value_avg"],
-                        "warmup/explained_variance": metrics["val/explained_variance"],
+                        "warmup/value_loss": epoch_metrics["loss/value_avg"],
+                        "warmup/explained_variance": rollout_metrics["val/explained_variance"],
                     }
                     tracker.metrics(metrics, step=len(state.warmup_losses) * batch_size)
                 else:
                     # 10. The update is done: kl_coef adapts, and the reference may follow the policy.
                     state.update += 1
                     state.kl_coef = adapt_kl_coef(
-                        state.kl_coef, metrics["objective/kl_k1"], batch_size, config.adaptive_kl
+                        state.kl_coef, rollout_metrics["objective/kl_k1"], batch_size, config.adaptive_kl
                     )
                     sync = config.reference_sync
                     if sync is not None and state.update % sync.every == 0:
@@ -301,7 +304,7 @@ def train(
                     # counts undone episodes too, so that a roll back overwrites no point of a curve. Rollouts
                     # are kept beside samples, and where a guard trips for the first time.
                     end = clock()
-                    metrics = merge_metrics(training, metrics) | measured
+                    metrics = merge_metrics(epoch_metrics, rollout_metrics) | sampler_metrics
                     metrics |= {
                         "time/generate_seconds": generated - start,
                         "time/score_seconds": scored - generated,
@@ -373,82 +376,127 @@ def accumulate_gradients(
     `rows` are the minibatch's rows of the `rollout`, of all ranks; `ptx_rows` are those of PPO-ptx's text,
     whose sums are the second result.
     """
-    sums, ptx_sums = TokenSums(), TokenSums()
     # A token's weight is that in the loss of the whole minibatch, of all ranks: so the sum over micro-batches
     # is the same, however they are cut.
     weights = torch.zeros(rollout.mask.shape)  # (B, R)
     weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
-    work: list[tuple[Rollout | LanguageModeling, MicroRows]]
-    work = [(rollout, part) for part in rollout.split(dist, dist.slice_rows(rows), state.budget)]
-    if ptx is not None and ptx_rows:
-        own = dist.shard_rows(ptx_rows)
-        parts = dist.split([ptx.sizes[i] for i in own], [[i] for i in own], state.budget)
-        work += [(ptx, part) for part in parts]
-    critic = state.actor_critic.critic
-    # Where nothing wraps the two models, the critic has a pass of its own once the policy's activations are
-    # freed. DDP, ZeRO and FSDP2 want one pass of all weights.
-    has_own_pass = isinstance(critic, TokenScores) and state.wrapped is state.actor_critic and not dist.shards
-    for source, part in dist.passes(state.wrapped, work):
-        if isinstance(source, Rollout):
-            batch, temperature = source.batch(part.groups).to(dist.device), config.temperature
-        else:  # ptx text was not sampled
-            batch, temperature = source.batch(part.rows).to(dist.device), 1.0
-        width = batch.num_response_columns  # r
-        # The forward pass: log-probs and entropies of the response tokens, and values of their states.
-        with dist.autocast():
-            stats, values = state.wrapped(
-                batch, temperature, entropy_grad=config.entropy_coef > 0, with_values=not has_own_pass
-            )  # (b, r) each, and (b, r + 1) or None
-        if isinstance(source, Rollout):
-            # The policy's loss: the clipped surrogate, or a function of the user's, with its penalties.
-            given = rollout.select(part.rows, width, dist.device)
-            weight = part.scale * weights[part.rows, :width].to(dist.device)  # (b, r)
-            losses, metrics = policy_losses(stats, given, config, loss, state)  # (b, r)
-            if is_warmup:  # 0 and not left out: under data parallelism every weight needs a gradient
-                losses = 0 * losses
-            total = (weight * losses).sum()
-            # A critic apart: the policy's graph is freed before the critic's is made.
-            if has_own_pass:
-                if not is_warmup:
-                    dist.backward(state.wrapped, total)
-                with dist.autocast():
-                    values = state.actor_critic.values(batch)
-                total = torch.zeros((), device=dist.device)
-            if config.critic is not None:
-                value, is_clipped = value_loss(
-                    values[:, :-1], given.values, given.returns, config.critic.cliprange_value
-                )  # (b, r)
-                metrics |= {"loss/value_avg": value, "val/clipfrac_avg": is_clipped}
-                total = total + config.critic.vf_coef * (weight * value.where(given.mask, 0)).sum()
-            sums.add(metrics, given.mask, part.scale)
-            sums.count_padding(batch.is_real, part.scale)
-        else:  # PPO-ptx: the mean −log p of other text (Ouyang et al. 2022, eq. 2)
-            assert config.ptx is not None
-            ptx_sums.add({"loss/ptx_avg": -stats.logprobs}, batch.mask, part.scale)
-            total = -config.ptx.coef * part.scale * stats.logprobs.sum() / source.weight(ptx_rows)
-            if values is not None:
-                total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
-        dist.backward(state.wrapped, total)
+    own_rows, own_ptx_rows = dist.slice_rows(rows), dist.shard_rows(ptx_rows)
+    for attempt in dist.attempts(state.budget, state.optimizer):
+        with attempt:
+            sums, ptx_sums = TokenSums(), TokenSums()  # what a failed attempt has added counts nowhere
+            work: list[Callable[[], Tensor]] = [
+                partial(ppo_loss, dist, config, state, rollout, micro, weights, loss, is_warmup, sums)
+                for micro in rollout.split(dist, own_rows, state.budget)
+            ]
+            if ptx is not None and ptx_rows:
+                num_tokens = ptx.num_targets(ptx_rows)
+                work += [
+                    partial(ptx_loss, dist, config, state, ptx, micro, num_tokens, ptx_sums)
+                    for micro in dist.split(
+                        [ptx.sizes[i] for i in own_ptx_rows], [[i] for i in own_ptx_rows], state.budget
+                    )
+                ]
+            for compute_loss in dist.passes(state.wrapped, work):
+                # without a name: it would keep a failed attempt's graph in memory beside that of the next
+                dist.backward(state.wrapped, compute_loss())
     return sums, ptx_sums
 
 
+def ppo_loss(
+    dist: Distributed,
+    config: Ppo,
+    state: TrainState,
+    rollout: Rollout,
+    micro: MicroRows,
+    weights: Tensor,
+    loss: PolicyLoss,
+    is_warmup: bool,
+    sums: TokenSums,
+) -> Tensor:
+    """The loss of a micro-batch of the rollout, whose metrics are added to `sums`; `weights` are (B, R).
+
+    A critic with a pass of its own has the only loss that is returned: the policy's gradient is added here.
+    """
+    batch, has_own_pass = rollout.batch(micro.groups).to(dist.device), critic_has_own_pass(dist, state)
+    # The forward pass: log-probs and entropies of the response tokens, and values of their states.
+    with dist.autocast():
+        stats, values = state.wrapped(
+            batch, config.temperature, entropy_grad=config.entropy_coef > 0, with_values=not has_own_pass
+        )  # (b, r) each, and (b, r + 1) or None
+    # The policy's loss: the clipped surrogate, or a function of the user's, with its penalties.
+    old = rollout.select(micro.rows, batch.num_response_columns, dist.device)  # what the rollout recorded
+    weight = micro.scale * weights[micro.rows, : batch.num_response_columns].to(dist.device)  # (b, r)
+    losses, metrics = policy_losses(stats, old, config, loss, state)  # (b, r)
+    if is_warmup:  # 0 and not left out: under data parallelism every weight needs a gradient
+        losses = 0 * losses
+    total = (weight * losses).sum()
+    # A critic apart: the policy's graph is freed before the critic's is made.
+    if has_own_pass:
+        if not is_warmup:
+            dist.backward(state.wrapped, total)
+        with dist.autocast():
+            values = state.actor_critic.values(batch)
+        total = torch.zeros((), device=dist.device)
+    if config.critic is not None:
+        value, is_clipped = value_loss(
+            values[:, :-1], old.values, old.returns, config.critic.cliprange_value
+        )  # (b, r)
+        metrics |= {"loss/value_avg": value, "val/clipfrac_avg": is_clipped}
+        total = total + config.critic.vf_coef * (weight * value.where(old.mask, 0)).sum()
+    sums.add(metrics, old.mask, micro.scale)
+    sums.count_padding(batch.is_real, micro.scale)
+    return total
+
+
+def ptx_loss(
+    dist: Distributed,
+    config: Ppo,
+    state: TrainState,
+    ptx: LanguageModeling,
+    micro: MicroRows,
+    num_tokens: float,
+    sums: TokenSums,
+) -> Tensor:
+    """PPO-ptx: the mean −log p of other text (Ouyang et al. 2022, eq. 2), over the minibatch's tokens."""
+    assert config.ptx is not None
+    batch, has_own_pass = ptx.batch(micro.rows).to(dist.device), critic_has_own_pass(dist, state)
+    with dist.autocast():  # at temperature 1: this text was not sampled
+        stats, values = state.wrapped(
+            batch, 1.0, entropy_grad=config.entropy_coef > 0, with_values=not has_own_pass
+        )  # (b, r) each, and (b, r + 1) or None
+    sums.add({"loss/ptx_avg": -stats.logprobs}, batch.mask, micro.scale)
+    total: Tensor = -config.ptx.coef * micro.scale * stats.logprobs.sum() / num_tokens
+    if values is not None:
+        total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
+    return total
+
+
+def critic_has_own_pass(dist: Distributed, state: TrainState) -> bool:
+    """Whether the critic has a pass of its own, once the policy's activations are freed.
+
+    It has where nothing wraps the two models. DDP, ZeRO and FSDP2 want one pass of all weights.
+    """
+    is_wrapped = state.wrapped is not state.actor_critic or dist.shards
+    return isinstance(state.actor_critic.critic, TokenScores) and not is_wrapped
+
+
 def policy_losses(
-    stats: TokenStats, given: MicroBatch, config: Ppo, loss: PolicyLoss, state: TrainState
+    stats: TokenStats, old: MicroBatch, config: Ppo, loss: PolicyLoss, state: TrainState
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's loss of each token and its metrics, (b, r) each; the loss is zero on padding."""
     logprobs, entropy = stats.logprobs, stats.entropy
-    losses, metrics = loss(logprobs, given, config)
-    losses = losses * given.importance
-    metrics = merge_metrics(metrics, ratio_sums(logprobs, given.logprobs))
+    losses, metrics = loss(logprobs, old, config)
+    losses = losses * old.importance
+    metrics = merge_metrics(metrics, ratio_sums(logprobs, old.logprobs))
     metrics = merge_metrics(metrics, {"loss/policy_avg": losses, "policy/entropy_avg": entropy})
     if config.kl.kind == "in_loss":
-        metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, given.ref_logprobs)
+        metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, old.ref_logprobs)
         losses = losses + state.kl_coef * metrics["loss/kl_avg"]
     if config.kl_penalty is not None:
-        losses = losses + state.penalty_beta * k3(given.logprobs, logprobs)  # (b, r)
+        losses = losses + state.penalty_beta * k3(old.logprobs, logprobs)  # (b, r)
     if config.entropy_coef:
         losses = losses - config.entropy_coef * entropy
-    return torch.where(given.mask, losses, 0), metrics
+    return torch.where(old.mask, losses, 0), metrics
 
 
 def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:

@@ -153,7 +153,7 @@ class Pairs:
         else:
             self.sizes = [2 * max(pair) for pair in zip(with_chosen, with_rejected, strict=True)]
 
-    def weight(self, rows: Sequence[int]) -> float:
+    def num_targets(self, rows: Sequence[int]) -> float:
         return len(rows)
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:

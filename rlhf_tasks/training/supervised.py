@@ -52,11 +52,11 @@ class Task(Protocol):
     sets: list[str]
     """The name of each row's set in a mixture; empty otherwise."""
 
-    def weight(self, rows: Sequence[int]) -> float:
+    def num_targets(self, rows: Sequence[int]) -> float:
         """The number of tokens or pairs that the loss of these rows is averaged over."""
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
-        """`loss` and other metrics, **summed** over the tokens or pairs that `weight` counts."""
+        """`loss` and other metrics, **summed** over the tokens or pairs that `num_targets` counts."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class LanguageModeling:
     def __post_init__(self) -> None:
         self.sizes = sizes(self.queries, self.responses)
 
-    def weight(self, rows: Sequence[int]) -> float:
+    def num_targets(self, rows: Sequence[int]) -> float:
         return sum(len(self.responses[i]) for i in rows)
 
     def batch(self, rows: Sequence[int]) -> Batch:
@@ -159,7 +159,7 @@ def train(
 ) -> TrainState:
     """Train `model` in place, and return the state at the end.
 
-    The loss of a step is the sum over the whole batch of all ranks, divided by `Task.weight`. It depends
+    The loss of a step is the sum over the whole batch of all ranks, divided by `Task.num_targets`. It depends
     neither on the cut into micro-batches nor on the number of ranks. `validation` is evaluated about
     `num_evaluations` times, evenly spaced, and after the last step. With a `patience`, the weights of the
     lowest validation loss are kept, and training ends after that many evaluations without a lower one.
@@ -199,7 +199,7 @@ def train(
                 order.set_state(state.epoch_start)
                 batches = list(epoch_batches(task.sizes, settings.batch_size, order))
             rows = batches[number]
-            weight = task.weight(rows)
+            weight = task.num_targets(rows)
             rate = learning_rate(settings, state.step, num_steps)
             set_learning_rate(optimizer, rate)
 
@@ -271,12 +271,12 @@ def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudge
                     parts[name].append({key: micro.scale * value for key, value in sums.items()})
                     meter.advance(micro.scale * len(micro.rows))
     totals = {name: add_up(dist, found) for name, found in parts.items()}
-    weight = task.weight(everything)
+    weight = task.num_targets(everything)
     metrics = {
         key: sum(found[key] for found in totals.values()) / weight for key in next(iter(totals.values()))
     }
     for name, rows in groups.items() if task.sets else ():
-        metrics |= {f"{key}/in/{name}": value / task.weight(rows) for key, value in totals[name].items()}
+        metrics |= {f"{key}/in/{name}": value / task.num_targets(rows) for key, value in totals[name].items()}
     return metrics
 
 

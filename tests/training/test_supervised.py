@@ -235,7 +235,7 @@ class Counted:
     passes: list[int] = field(default_factory=list)
     sets: list[str] = field(default_factory=list)
 
-    def weight(self, rows: Sequence[int]) -> float:
+    def num_targets(self, rows: Sequence[int]) -> float:
         return len(rows)
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
