@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.state import handle_trips
 from rlhf_tasks.ppo.train import sample_updates, selection_updates
 from rlhf_tasks.tracking import NullTracker
+from tests import small
 from tests.ppo.toy import DEMONSTRATIONS, QUERIES, Memory, toy, untimed, without_critic
 
 NAMES = ["rloo", "group"]
@@ -147,6 +149,17 @@ class NanIn:
         self.count += 1
         scores = torch.tensor([r.count(5) / len(r) for r in responses])
         return scores * math.nan if self.count in self._numbers else scores
+
+
+def test_a_snapshot_holds_every_field_of_the_state_but_what_is_built_anew() -> None:
+    state = toy().state
+    snapshot = state.state_dict(small.distributed())
+    held = snapshot.keys() | snapshot["shared"].keys() | snapshot["shared"]["plain"].keys()
+    weights = dict.fromkeys(("actor_critic", "wrapped", "optimizer"), "training")
+    budgets = dict.fromkeys(("budget", "scoring_budget"), "budgets")
+    names = weights | budgets | {"prompt_order": "prompts"}
+    missing = {field.name for field in fields(state) if names.get(field.name, field.name) not in held}
+    assert missing == {"num_policy_groups"}, "a resumed run would lose a field in silence"
 
 
 def test_a_roll_back_returns_to_the_state_before_the_fault(tmp_path: Path) -> None:
