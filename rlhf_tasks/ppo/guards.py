@@ -11,18 +11,19 @@ from rlhf_tasks.config import ppo as config
 from rlhf_tasks.errors import UserError
 
 LONGER, MORE_REPETITION = 1.2, 0.1
-"""Rises: a length above 1.2 times that of the first rollout, a repetition 0.1 above."""
+"""Growth that the guard `pattern_collapse` asks for: the first rollout's length times 1.2, or its repetition
+plus 0.1."""
 
 ROUNDING = 1e-4
 """Nats of a response that float32 may be off by: the KL of an unchanged policy has this size."""
 
 FLOAT32_RATIO_ERROR, BF16_RATIO_ERROR = 1e-3, 0.05
-"""What rounding may cause of the ratio's error at an update's first minibatch, where it should be 1."""
+"""Tolerated deviation of the first minibatch's ratio from 1: rounding causes as much."""
 
-FEW = 0.1
+WARN_ENDED_SHARE = 0.1
 """A share of responses that end before training, below which PPO learns of ends alone."""
 
-RARE = 0.2
+MIN_ENDED_SHARE = 0.2
 """A share of ended responses below which its fall is noise."""
 
 
@@ -46,7 +47,7 @@ class GuardTripped(UserError):
 
 def warn_of_endless(settings: config.Ppo, ended: float) -> None:
     """Warn where few responses end before training: most scores are then those of the truncation rule."""
-    if ended < FEW:
+    if ended < WARN_ENDED_SHARE:
         console.say(
             f"Warning: {ended:.1%} of the SFT model's responses end within ppo.response_length="
             f"{settings.response_length} tokens. Raise it, train stage sft longer, or name the token that "
@@ -64,7 +65,7 @@ class Guards:
 
         `ratio_error` is the largest val/first_ratio_error that rounding may cause.
         """
-        self._settings, self._num_episodes, self._ratio_error = settings, num_episodes, ratio_error
+        self.settings, self._num_episodes, self._ratio_error = settings, num_episodes, ratio_error
         self._failures: dict[str, int] = {}
         """Updates in a row at which each condition has failed."""
         self._first: list[float] = []
@@ -85,7 +86,7 @@ class Guards:
         self._most_ended = max(self._most_ended, 1 - metrics["val/truncated_share"])
         self._first = self._first or [metrics["val/response_length"], metrics["val/repetition"]]
         self._failures = {name: self._failures.get(name, 0) + 1 for name in failed}
-        patience, acts_again = self._settings.patience, self._settings.action == "raise_kl"
+        patience, acts_again = self.settings.patience, self.settings.action == "raise_kl"
         return [
             failed[name]
             for name, count in self._failures.items()
@@ -93,12 +94,17 @@ class Guards:
         ]
 
     @property
+    def rolls_back(self) -> bool:
+        """Whether a trip brings an earlier state back, so that such a state must be kept."""
+        return self.settings.action == "roll_back"
+
+    @property
     def all_passed(self) -> bool:
         """Whether no condition failed at the last update: its start is a good state to roll back to."""
         return not self._failures
 
     def _failed(self, metrics: Mapping[str, float]) -> Iterator[GuardTrip]:
-        settings, kl, ratio = self._settings, metrics["objective/kl_k1"], metrics["val/ratio"]
+        settings, kl, ratio = self.settings, metrics["objective/kl_k1"], metrics["val/ratio"]
         error, perplexity = metrics["val/first_ratio_error"], metrics["objective/perplexity"]
         if error > self._ratio_error:
             yield GuardTrip(
@@ -143,7 +149,7 @@ class Guards:
             )
         ended, least = 1 - metrics["val/truncated_share"], settings.eos_share_min * self._most_ended
         noise = 2 * (least * (1 - least) / self._num_episodes) ** 0.5
-        if self._most_ended > RARE and ended < least - noise:
+        if self._most_ended > MIN_ENDED_SHARE and ended < least - noise:
             yield GuardTrip(
                 "eos",
                 f"{ended:.0%} of the responses end, before {self._most_ended:.0%} did",

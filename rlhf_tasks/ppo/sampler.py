@@ -42,8 +42,10 @@ class Sampler(Protocol):
     `update` is the number of updates that the policy has seen.
     """
 
-    name: str | None
-    """The program that samples, with its version; None: the policy itself."""
+    name: str
+    """The program that samples, with its version."""
+    is_policy: bool
+    """Whether the policy in training samples by itself: its log-probs are then exact."""
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
         """This rank's share of the responses p_1 … p_n, again p_1 … p_n, and so on, k times.
@@ -67,7 +69,7 @@ class Sampler(Protocol):
 class PolicySampler:
     """Samples of the policy in training: exact."""
 
-    name: str | None = None
+    name, is_policy = "the policy", True
 
     def __init__(
         self,
@@ -125,6 +127,8 @@ class VllmSampler:
     The first rank alone has the server. It gives the others what the server returns, or its failure.
     """
 
+    is_policy = False
+
     def __init__(
         self,
         dist: Distributed,
@@ -143,7 +147,7 @@ class VllmSampler:
         self._loaded: int | None = None  # the updates that the server's weights have seen
         self._load_seconds = 0.0
         self._logprobs: list[Tensor] = []  # of the last rollout, by the server
-        self.name: str | None = "vLLM"
+        self.name = "vLLM"
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
         self._load(update)

@@ -44,6 +44,7 @@ class ShuffledRows:
         self.waiting: list[int] = []
 
     def take(self, count: int) -> list[int]:
+        """The next rows; a new pass is drawn where those that wait do not suffice."""
         while len(self.waiting) < count:
             self.waiting += torch.randperm(self._num_rows, generator=self._generator).tolist()
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -98,21 +99,25 @@ class TrainState:
     rollback_candidate: dict[str, Any] = field(default_factory=dict)
     """The newest training state; it becomes the target if the next rollout passes all guards."""
 
-    def num_bytes(self, *, rolls_back: bool) -> int:
+    @property
+    def moving_reference(self) -> ReferenceCopy | None:
+        """The reference if its weights change, so that a snapshot must hold them."""
+        reference = self.reference
+        return reference if isinstance(reference, ReferenceCopy) and reference.moves else None
+
+    @property
+    def num_bytes(self) -> int:
         """The most that a snapshot takes: weights, moments, the best policy, two states to roll back to."""
         policy = num_bytes(self.actor_critic.policy)
         training = num_bytes(self.actor_critic) + 2 * num_bytes(self.actor_critic, trained=True)
-        moves = isinstance(self.reference, ReferenceCopy) and self.reference.moves
-        one = training + policy + moves * policy
-        return 3 * one if rolls_back else one
+        one = training + policy + (policy if self.moving_reference is not None else 0)
+        return 3 * one if self.guards is not None and self.guards.rolls_back else one
 
     def rollback_state(self, dist: Distributed) -> dict[str, Any]:
         """What a roll back returns to. `shared` is equal on all ranks; the generators are each rank's own."""
-        moving = (
-            self.reference if isinstance(self.reference, ReferenceCopy) and self.reference.moves else None
-        )
+        moving = self.moving_reference
         shared = {
-            "reference": sharding.weights_of(moving.model) if moving else {},
+            "reference": {} if moving is None else sharding.weights_of(moving.model),
             "sampler": self.sampler.name,
             "prompts": list(self.prompt_order.waiting),
             "ptx": list(self.ptx.waiting) if self.ptx else [],
@@ -131,8 +136,8 @@ class TrainState:
         """Restore `rollback_state`."""
         shared = state["shared"]
         dist.load_training_state(self.wrapped, self.optimizer, state["training"])
-        if isinstance(self.reference, ReferenceCopy) and self.reference.moves:
-            sharding.load_weights(self.reference.model, shared["reference"])
+        if self.moving_reference is not None:
+            sharding.load_weights(self.moving_reference.model, shared["reference"])
         self.sampler.name = shared["sampler"]
         self.prompt_order.waiting = list(shared["prompts"])
         if self.ptx:
@@ -144,7 +149,9 @@ class TrainState:
         for budget, own in zip((self.budget, self.scoring_budget), shared["budgets"], strict=True):
             budget.load_state_dict(own)
         self.evaluation = EvaluationState(**shared["evaluation"])
-        self.evaluation.weights = sharding.kept(self.actor_critic.policy, self.evaluation.weights)
+        self.evaluation.weights = sharding.keep_on_first_rank(
+            self.actor_critic.policy, self.evaluation.weights
+        )
         for name, value in shared["plain"].items():
             setattr(self, name, value)
         self.token_rng.set_state(state["token_rng"])
@@ -222,22 +229,22 @@ def initial_state(
 # -------------------------------------------------------------------------------- roll backs and faults
 
 
-def keep_rollback_target(dist: Distributed, config: Ppo, state: TrainState) -> None:
+def keep_rollback_target(dist: Distributed, state: TrainState) -> None:
     """Keep what a roll back returns to: the start, then states whose next rollout passed all guards.
 
     With `gap_max` these are states whose gap an evaluation has just measured.
     """
-    guards = config.guards
-    if guards is None or state.guards is None or guards.action != "roll_back":
+    guards = state.guards
+    if guards is None or not guards.rolls_back:
         return
     if state.update == 0:
         state.rollback_target = on_cpu(state.rollback_state(dist))
         return
-    passed = state.guards.all_passed
+    passed = guards.all_passed
     if passed and state.rollback_candidate:
         state.rollback_target = state.rollback_candidate
-    is_due = passed and state.update % guards.checkpoint_every == 0
-    if guards.gap_max is not None:
+    is_due = passed and state.update % guards.settings.checkpoint_every == 0
+    if guards.settings.gap_max is not None:
         is_due = passed and "eval/standardized_gap" in state.metrics
     state.rollback_candidate = on_cpu(state.rollback_state(dist)) if is_due else {}
 

@@ -59,7 +59,6 @@ from rlhf_tasks.ppo.metrics import (
 from rlhf_tasks.ppo.rewards import token_rewards, truncated_scores
 from rlhf_tasks.ppo.rollout import (
     NoCritic,
-    ReferenceCopy,
     Rollout,
     Scorers,
     gather_rollout,
@@ -115,11 +114,10 @@ def train(
     selected_at = selection_updates(config.num_selections, num_updates)
     shown_at = sample_updates(config.num_sample_generations, num_updates)
     kept_at = {max(1, update) for update in shown_at}  # the first rollout is that of the policy at the start
-    rolls_back = config.guards is not None and config.guards.action == "roll_back"
 
     with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
         # A run that was stopped goes on after its last snapshot, to the same bytes.
-        snapshots.reserve(num_bytes(actor_critic.policy), state.num_bytes(rolls_back=rolls_back))
+        snapshots.reserve(num_bytes(actor_critic.policy), state.num_bytes)
         snapshot = snapshots.load()
         if snapshot is not None:
             state.load_state_dict(dist, snapshot)
@@ -139,7 +137,7 @@ def train(
                     if state.guards is not None:
                         state.guards.begin(state.metrics.get("eval/ended", 0.0))
                     state.was_evaluated = True
-                    keep_rollback_target(dist, config, state)
+                    keep_rollback_target(dist, state)
 
                 # 1. At first the critic may train alone, at a constant rate (arXiv 2307.04964, section
                 # 5.3.4). Then the learning rate follows its schedule.
@@ -174,7 +172,7 @@ def train(
                     tokenizer=tokenizer,
                     ends=ends,
                     budget=state.scoring_budget,
-                    is_on_policy=state.sampler.name is None,
+                    is_on_policy=state.sampler.is_policy,
                 )
                 # From here on each rank has the B rows of all of them.
                 rollout = gather_rollout(dist, rollout)
@@ -297,8 +295,8 @@ def train(
                     )
                     sync = config.reference_sync
                     if sync is not None and state.update % sync.every == 0:
-                        assert isinstance(state.reference, ReferenceCopy)
-                        sharding.move_towards(state.reference.model, actor_critic.policy, sync.alpha)
+                        assert state.moving_reference is not None
+                        sharding.move_towards(state.moving_reference.model, actor_critic.policy, sync.alpha)
 
                     # 11. Metrics, an evaluation and samples when they are due, and the guards. The axis
                     # counts undone episodes too, so that a roll back overwrites no point of a curve. Rollouts
@@ -348,7 +346,7 @@ def train(
 
             # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
             if not handle_trips(dist, config, state, trips, tracker):
-                keep_rollback_target(dist, config, state)
+                keep_rollback_target(dist, state)
             if state.update < num_shown:  # what was undone is to be done again
                 bar.skip((state.update - num_shown) * batch_size)
                 num_shown = state.update

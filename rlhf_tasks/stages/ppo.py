@@ -322,7 +322,7 @@ def _save_policy(
         identity["chosen_by"] = settings.select_by.judge.definition
     elif config.has_reward_model:
         identity["chosen_by"] = contracts.fingerprint(paths.reward_heldout)
-    if state.sampler.name is not None:  # a program beside this one
+    if not state.sampler.is_policy:  # but a program beside this one
         identity["sampler"] = state.sampler.name
         chosen += f"; its rollouts were sampled by {state.sampler.name}"
     card = contracts.model_card(

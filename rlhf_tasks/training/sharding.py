@@ -105,6 +105,7 @@ def keep_structure(model: nn.Module, computes_in: torch.dtype | None = None) -> 
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Whether a rank holds only a part of the weights, by FSDP2 (`DTensor`) or ZeRO-3 (`ds_id`)."""
     return any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
 
 
@@ -148,8 +149,11 @@ def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]
     return found
 
 
-def kept(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank keeps of `weights_of(model)` that all ranks have read from a file."""
+def keep_on_first_rank(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank keeps of `weights_of(model)` that all ranks have read from a file.
+
+    Of a sharded model that is all on the first rank, and nothing on the others.
+    """
     return weights if not is_sharded(model) or torch.distributed.get_rank() == 0 else {}
 
 

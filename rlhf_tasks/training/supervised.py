@@ -139,7 +139,7 @@ class TrainState:
         self.order.set_state(state["order"])
         self.budget.load_state_dict(state["budget"])
         self.best_loss, self.best_step, self.evaluations_without_gain = state["best"]
-        self.best_weights = sharding.kept(unwrapped, state["best_weights"])
+        self.best_weights = sharding.keep_on_first_rank(unwrapped, state["best_weights"])
 
 
 def train(

@@ -188,7 +188,7 @@ class Toy:
             tokenizer=self.inputs["tokenizer"],
             ends=self.inputs["ends"],
             budget=TokenBudget(self.config.micro_batch_tokens),
-            is_on_policy=sampler.name is None,
+            is_on_policy=sampler.is_policy,
         )
 
     def estimate(self, rollout: Rollout | None = None) -> tuple[Rollout, Metrics]:

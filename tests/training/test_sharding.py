@@ -145,7 +145,7 @@ def test_written_weights_are_read_again_and_the_frozen_ones_stay(mesh: DeviceMes
     assert all(torch.equal(found[key], before[key]) for key in found)
     sharding.load_weights(model, wanted)
     assert all(torch.equal(value, wanted[key]) for key, value in sharding.weights_of(model).items())
-    assert sharding.kept(model, wanted) is wanted, "the first process keeps them"
+    assert sharding.keep_on_first_rank(model, wanted) is wanted, "the first process keeps them"
 
 
 def test_a_sharded_reference_follows_as_a_whole_one_does(mesh: DeviceMesh) -> None:
