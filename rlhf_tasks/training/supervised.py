@@ -98,10 +98,8 @@ def plain_text(texts: Sequence[Ids], pad: int, sets: Sequence[str] = ()) -> Lang
 
 @dataclass
 class TrainState:
-    """All that one step leaves to the next. A snapshot is this, the tracker and the random numbers."""
+    """All that one step leaves to the next, but for weights and moments. A snapshot holds both."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
     order: torch.Generator
     """Draws the batches of an epoch."""
     budget: TokenBudget
@@ -117,6 +115,7 @@ class TrainState:
 
     def offer(self, loss: float, unwrapped: nn.Module) -> None:
         """Keep the weights if their validation loss is the lowest so far."""
+        # a tie keeps the earlier weights, and counts as an evaluation without gain
         self.evaluations_without_gain += 1
         if loss < self.best_loss:
             self.best_loss, self.best_step, self.evaluations_without_gain = loss, self.step, 0
@@ -172,16 +171,19 @@ def train(
     # `trained` is the model as DDP, ZeRO or FSDP2 wraps it: all passes go through it.
     trained, optimizer = dist.prepare(model, adamw(model, settings), settings.max_grad_norm)
     moments = 2 * num_bytes(model, trained=True)
+    # a snapshot that does not fit on the disk is found now, and not when the first one is due
     snapshots.reserve(num_bytes(model), num_bytes(model) * (2 if patience else 1) + moments)
     order = torch.Generator().manual_seed(seed)
-    state = TrainState(trained, optimizer, order, TokenBudget(settings.micro_batch_tokens))
+    state = TrainState(order, TokenBudget(settings.micro_batch_tokens))
     steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
+    # the last epoch may be a part of one, and the spacing of evaluations never falls below one step
     num_steps = math.ceil(steps_per_epoch * settings.num_epochs)
     evaluate_every = max(1, round(num_steps / num_evaluations))
     batches: list[list[int]] = []  # of this epoch
 
     with console.progress(name, settings.num_epochs, unit="epochs") as bar:
-        # A run that was stopped goes on after its last snapshot, with the same random numbers.
+        # A run that was stopped goes on after its last snapshot, with the same random numbers: it ends with
+        # the same bytes as one that was never stopped.
         if (snapshot := snapshots.load()) is not None:
             dist.load_training_state(trained, optimizer, snapshot["training"])
             state.load_state_dict(snapshot["shared"], model)
@@ -199,32 +201,35 @@ def train(
                 order.set_state(state.epoch_start)
                 batches = list(epoch_batches(task.sizes, settings.batch_size, order))
             rows = batches[number]
-            weight = task.num_targets(rows)
+            num_targets = task.num_targets(rows)
             rate = learning_rate(settings, state.step, num_steps)
             set_learning_rate(optimizer, rate)
 
-            # 2. Gradients are added up over micro-batches; after out-of-memory, over smaller ones. Each rank
-            # has as many passes as the others: those without rows count for nothing (`scale` is 0). The
-            # division by the weight of all ranks' rows makes their sum the mean over the whole batch.
+            # 2. Gradients are added up over micro-batches; after out-of-memory, over smaller ones. All ranks
+            # make the same number of passes; a rank that has no rows left repeats one with scale 0. The
+            # division by the number of all ranks' targets makes their sum the mean over the whole batch.
             for attempt in dist.attempts(state.budget, optimizer):
                 with attempt:
-                    parts, sums = list[Sums](), Sums()  # drops the graph of an attempt that failed
+                    parts: list[Sums] = []
+                    sums: Sums = {}  # drops the graph of an attempt that failed
                     share = dist.shard_rows(rows)
                     work = dist.split([task.sizes[i] for i in share], [[i] for i in share], state.budget)
                     for micro in dist.passes(trained, work):
                         with dist.autocast():
                             sums = task.sums(trained, micro.rows, dist.device)
-                        dist.backward(trained, micro.scale * sums["loss"] / weight)
+                        dist.backward(trained, micro.scale * sums["loss"] / num_targets)
                         parts.append({key: micro.scale * value.detach() for key, value in sums.items()})
 
-            # 3. The optimizer step; its metrics are sums over all ranks too.
+            # 3. The optimizer step, with the norm of the gradient clipped. A rank knows the sums of its own
+            # rows only: the metrics are means over those of all ranks.
             grad_norm = dist.step(trained, optimizer, settings.max_grad_norm)
             state.step += 1
-            metrics = {f"train/{key}": value / weight for key, value in add_up(dist, parts).items()}
+            metrics = {f"train/{key}": value / num_targets for key, value in add_up(dist, parts).items()}
             metrics |= {"train/grad_norm": grad_norm, "lr": rate} | budget_metrics(state.budget)
             tracker.metrics({prefix + key: value for key, value in metrics.items()}, step=state.step)
 
-            # 4. Validation, which decides what weights are kept.
+            # 4. Validation, which decides what weights are kept. The last step has one too, whatever the
+            # spacing: else the weights at the end would never be a candidate.
             is_due = state.step % evaluate_every == 0 or state.step == num_steps
             if is_due and validation is not None and validation.sizes:
                 result = evaluate(dist, model, validation, state.budget)
@@ -233,7 +238,9 @@ def train(
                 if patience:
                     state.offer(result["loss"], model)
 
-            # 5. The progress bar, and a snapshot when one is due.
+            # 5. The progress bar, and a snapshot when one is due. It has what one step leaves to the next:
+            # weights and moments, of a sharded model those of each rank; the state; the tracker's curves; and
+            # the random numbers, each rank's own.
             shown = {key: metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in metrics}
             bar.advance(settings.num_epochs / num_steps, **shown)
             if snapshots.due():  # by the time, or because a signal ends the stage: then `save` raises
@@ -254,13 +261,19 @@ def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudge
     Raises:
         UserError: if the memory does not suffice for one row, or on several ranks.
     """
+    # 1. The rows of each set, in the order in which the sets first come. Data of one set has no names.
     everything = range(len(task.sizes))
-    groups: dict[str, Sequence[int]] = {
-        name: [i for i in everything if task.sets[i] == name] for name in dict.fromkeys(task.sets)
-    } or {"": everything}
-    own = len(dist.shard_rows(everything))
+    groups: dict[str, Sequence[int]]
+    if task.sets:
+        groups = {name: [i for i in everything if task.sets[i] == name] for name in dict.fromkeys(task.sets)}
+    else:
+        groups = {"": everything}
+
+    # 2. Passes over this rank's share of each set: a micro-batch has rows of one set, so that its sums are
+    # that set's. After out-of-memory all of them are made again, smaller.
+    num_own = len(dist.shard_rows(everything))
     for attempt in dist.attempts(budget):
-        with attempt, console.part("validation", own, "rows") as meter:
+        with attempt, console.part("validation", num_own, "rows") as meter:
             parts: dict[str, list[Sums]] = {name: [] for name in groups}
             for name, rows in groups.items():
                 share = dist.shard_rows(rows)
@@ -270,19 +283,23 @@ def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudge
                         sums = task.sums(model, micro.rows, dist.device)
                     parts[name].append({key: micro.scale * value for key, value in sums.items()})
                     meter.advance(micro.scale * len(micro.rows))
+
+    # 3. The sums of all ranks become means over tokens or pairs: over all rows, whatever their set, and over
+    # those of each set.
     totals = {name: add_up(dist, found) for name, found in parts.items()}
-    weight = task.num_targets(everything)
-    metrics = {
-        key: sum(found[key] for found in totals.values()) / weight for key in next(iter(totals.values()))
-    }
-    for name, rows in groups.items() if task.sets else ():
-        metrics |= {f"{key}/in/{name}": value / task.num_targets(rows) for key, value in totals[name].items()}
+    keys, num_targets = next(iter(totals.values())).keys(), task.num_targets(everything)
+    metrics = {key: sum(found[key] for found in totals.values()) / num_targets for key in keys}
+    if task.sets:
+        for name, rows in groups.items():
+            num_targets = task.num_targets(rows)
+            metrics |= {f"{key}/in/{name}": value / num_targets for key, value in totals[name].items()}
     return metrics
 
 
 def add_up(dist: Distributed, parts: Sequence[Sums]) -> Metrics:
     """The sums of all micro-batches of all ranks."""
     keys = list(parts[0])
+    # in float64, so that long sums keep their digits; one exchange for all of them
     total = dist.sum(torch.stack([torch.stack([part[key].double() for part in parts]).sum() for key in keys]))
     return dict(zip(keys, total.tolist(), strict=True))
 
