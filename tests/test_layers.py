@@ -46,7 +46,7 @@ TORCH_FREE = (
     "training.checkpoint",
     "training.failures",
     "training.launch",
-    "training.stopping",
+    "training.signals",
     "promotion.command",
     "promotion.registry",
     "judging.judges.comparisons",

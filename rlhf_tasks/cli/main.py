@@ -25,7 +25,7 @@ from rlhf_tasks.errors import OutsideFault
 from rlhf_tasks.project import dvc_files, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, stopping
+from rlhf_tasks.training import failures, signals
 
 # How many rounds torch's threads wait for each other before they sleep; read when torch loads. With the
 # default of 300,000 they keep both cores from other programs: an update beside two took 24 seconds, not 8.
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not failures.has_failed_elsewhere():  # the first process that reports it says it
             print(f"rlhf: {error}", file=sys.stderr)
         return 1
-    except stopping.Stopped as stopped:
+    except signals.Stopped as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would end the interpreter's own end
         return stopped.status
     except KeyboardInterrupt:
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one signal is enough for what is not a stage
-    raise stopping.Stopped(number)
+    raise signals.Stopped(number)
 
 
 def parser() -> Any:
@@ -132,7 +132,7 @@ def parser() -> Any:
 def run_inputs() -> int:
     """Write down what each stage reads beside its deps, which are parameters and what they name."""
     try:
-        with stopping.listening(dvc_files.INPUTS):  # which says how much of a model it has hashed
+        with signals.listening(dvc_files.INPUTS):  # which says how much of a model it has hashed
             inputs.write(Paths())
     except Exception as error:
         failures.report(error)

@@ -132,17 +132,17 @@ def plan(
     as_json: bool = Option(False, "--json", help="print JSON instead of a table"),
 ) -> int:
     """Calculate the memory of PPO as params.yaml has it, and the first settings that fit; run nothing."""
-    from rlhf_tasks.training import fit
+    from rlhf_tasks.training import memory_plan
 
     settings = config.load()
     if not all(number.isdigit() and int(number) for number in gpus.split(",")):
         raise UserError(f"--gpus {gpus} is not a list of numbers above 0; give one such as 1,8,16")
     size = memory or GPUS[gpu]
-    policy = fit.sizes_of_params(settings, Path(), model)
+    policy = memory_plan.sizes_of_params(settings, Path(), model)
     plans: dict[int, dict[str, Any]] = {}
     for number in map(int, gpus.split(",")):
-        run = fit.Run.of_params(settings, policy, number, size * fit.GB)
-        plans[number] = fit.describe(run, size * fit.GB, machine_memory * fit.GB)
+        run = memory_plan.Run.of_params(settings, policy, number, size * memory_plan.GB)
+        plans[number] = memory_plan.describe(run, size * memory_plan.GB, machine_memory * memory_plan.GB)
     if as_json:
         counts = {"parameters": policy.parameters, "trained, with the critic": run.trained}
         print(json.dumps({**counts, "memory_gb": size, "plans": plans}, indent=2))

@@ -22,7 +22,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, stopping
+from rlhf_tasks.training import failures, signals
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
 
         return run_in_checkout()
     settings = config.load(paths.params)
-    with stopping.listening(dvc_files.INPUTS):
+    with signals.listening(dvc_files.INPUTS):
         inputs.write(paths)  # for `dvc status`
     reasons, seconds = changed(paths), durations.read(paths.home)
     total = len({*dvc_files.graph(paths.root)} - {dvc_files.INPUTS})
@@ -136,7 +136,7 @@ def _repro(paths: Paths, name: str) -> int:
                 signal.signal(signal.SIGTERM, heard)  # a second one ends the stage at once
                 status = process.wait()
                 break
-            except stopping.Stopped as error:
+            except signals.Stopped as error:
                 stopped = error.status - 128
             except KeyboardInterrupt:
                 stopped = signal.SIGINT

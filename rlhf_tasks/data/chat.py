@@ -183,8 +183,8 @@ _say_once = functools.cache(console.say)
 def end_with_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     """Make what the chat template writes after an answer the tokenizer's EOS, in place.
 
-    So what ends an answer ends a demonstration; models/ends.py keeps the other end. Where the template names
-    EOS, it goes on to write the model's own.
+    So what ends an answer ends a demonstration; models/stop_tokens.py keeps the other end. Where the
+    template names EOS, it goes on to write the model's own.
     """
     turn, own = end_of_turn(tokenizer), tokenizer.eos_token
     if turn is None or turn == tokenizer.eos_token_id:

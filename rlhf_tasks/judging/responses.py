@@ -30,9 +30,9 @@ from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.judging.results import ResponseStatistics
 from rlhf_tasks.models import contracts, load, sampling
-from rlhf_tasks.models.ends import StopTokens, closed, ends_of, has_ended
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_config, place
 from rlhf_tasks.models.sampling import sample_responses
+from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, ends_of, has_ended
 from rlhf_tasks.models.tensors import distinct
 from rlhf_tasks.project import atomic, hashing, reference
 from rlhf_tasks.project.paths import Paths
@@ -117,7 +117,7 @@ def sample(
         )
         samples = {
             "sampled": ids,
-            "ids": closed(tokenizer, ids, all_ends),
+            "ids": close_responses(tokenizer, ids, all_ends),
             "ended": [has_ended(row, all_ends) for row in ids],
         }
         if kept is not None:

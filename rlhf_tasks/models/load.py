@@ -56,9 +56,9 @@ from rlhf_tasks.models.classifiers import (
     is_classifier,
 )
 from rlhf_tasks.models.contracts import IDENTITY, ContractError, fingerprint
-from rlhf_tasks.models.ends import ends_of
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.foreign import ANY_WEIGHTS, SCORE_HEADS, Head, find_head, put_head, refuse_others
+from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.project import atomic, disk, packaged, reference
 
 M = TypeVar("M", bound=nn.Module)

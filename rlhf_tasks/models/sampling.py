@@ -25,8 +25,8 @@ from rlhf_tasks import console
 from rlhf_tasks.console import Meter
 from rlhf_tasks.data.batches import Batch, collate, load_tokenizer
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
-from rlhf_tasks.models.ends import StopTokens, closed, ends_of
 from rlhf_tasks.models.load import load_causal, place
+from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, ends_of
 from rlhf_tasks.models.tensors import NonFiniteError
 
 CPU_CHECK, GPU_CHECK = 1, 8
@@ -276,6 +276,6 @@ def sample_texts(
     responses = sample_responses(
         model, tokenizer, repeated, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
     )
-    responses = closed(tokenizer, responses, ends_of(model, tokenizer))
+    responses = close_responses(tokenizer, responses, ends_of(model, tokenizer))
     texts = response_texts(tokenizer, encode(tokenizer, repeated), responses)
     return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]

@@ -27,8 +27,8 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.judging.judges.comparisons import check_failures
-from rlhf_tasks.models.ends import closed, has_ended
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.stop_tokens import close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.advantages import ROUNDING, group_deviations
 from rlhf_tasks.ppo.kl import k1
@@ -169,7 +169,7 @@ class Evaluator:
         """
         result = self._respond(len(self._prompts), sampler, update)
         kl = self._kl(result.queries, result.ids, budget)  # (B,)
-        texts = response_texts(self._tokenizer, result.queries, self._closed(result.ids))
+        texts = response_texts(self._tokenizer, result.queries, self._close(result.ids))
         rows = zip(self._prompts, self._references, texts, strict=True)
         state.responses += [
             {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
@@ -223,7 +223,7 @@ class Evaluator:
         scores = {"score": result.scores, **(result.parts if len(result.parts) > 1 else {})}
         if result.heldout is not None:
             scores["reward_heldout"] = result.heldout
-        texts = response_texts(self._tokenizer, result.queries, self._closed(result.ids))
+        texts = response_texts(self._tokenizer, result.queries, self._close(result.ids))
         rows = [
             {"episode": episode, "prompt": prompt, "response": text}
             | columns.shown(columns.of_row(self._columns, i))
@@ -274,7 +274,7 @@ class Evaluator:
             returns = rollout.returns[:, 0].double()
             largest = returns.view(num_samples, -1).abs().amax(0)
             equal = (group_deviations(returns, num_samples) <= ROUNDING * largest).repeat(num_samples)
-        responses = response_texts(self._tokenizer, queries, self._closed(ids))
+        responses = response_texts(self._tokenizer, queries, self._close(ids))
         found = []
         for at, (i, response) in enumerate(zip(rows, responses, strict=True)):
             notes, length = list[str](), len(ids[at])
@@ -319,7 +319,7 @@ class Evaluator:
         own, batch = self._own(prompts, queries, responses, kept)
         if any(scorer.kind == "http" for scorer in self._config.scorers) and not dist.shards:
             # the first rank alone sends requests, but passes of a sharded reward model need all ranks
-            rows = Responses.of_ids(prompts, queries, self._closed(responses), self._tokenizer, kept)
+            rows = Responses.of_ids(prompts, queries, self._close(responses), self._tokenizer, kept)
             parts = dist.broadcast_object(
                 raise_on_all_ranks(dist, lambda: self._scorers.parts(rows) if dist.is_main else {}, batch)
             )
@@ -334,11 +334,11 @@ class Evaluator:
         """This rank's share of the rows, and what a failure writes down of them."""
         kept = columns.take(kept, self._dist.shard_rows(range(len(queries))))
         prompts, queries, responses = map(self._dist.shard_rows, (prompts, queries, responses))
-        own = Responses.of_ids(prompts, queries, self._closed(responses), self._tokenizer, kept)
+        own = Responses.of_ids(prompts, queries, self._close(responses), self._tokenizer, kept)
         return own, {"prompts": prompts, "responses": responses}
 
-    def _closed(self, responses: Sequence[Ids]) -> list[Ids]:
-        return closed(self._tokenizer, responses, self._ends)
+    def _close(self, responses: Sequence[Ids]) -> list[Ids]:
+        return close_responses(self._tokenizer, responses, self._ends)
 
     def _under_eos_rule(self, scores: Tensor, responses: Sequence[Ids]) -> Tensor:
         """(B,) the scores under the rule for responses that did not end."""

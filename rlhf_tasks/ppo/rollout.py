@@ -19,10 +19,10 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.ends import StopTokens, closed, has_ended
 from rlhf_tasks.models.load import TokenScores, disable_adapters, supports_shared_prefix
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
 from rlhf_tasks.models.sampling import Samples
+from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
 from rlhf_tasks.ppo.rewards import bootstrap_values
@@ -239,7 +239,7 @@ def score_rollout(
     if not recomputes:
         logprobs = pad_rows(samples.logprobs, config.response_length)
     ended = torch.tensor([has_ended(response, ends) for response in responses])
-    to_score = closed(tokenizer, responses, ends)
+    to_score = close_responses(tokenizer, responses, ends)
     parts = raise_on_all_ranks(
         dist,
         lambda: scorers.parts(Responses.of_ids(prompts, queries, to_score, tokenizer, columns)),

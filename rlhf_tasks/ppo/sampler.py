@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.models.ends import StopTokens, ends_of
 from rlhf_tasks.models.load import merge_adapter
 from rlhf_tasks.models.sampling import BATCH_SIZE, Samples, Share, sample
+from rlhf_tasks.models.stop_tokens import StopTokens, ends_of
 from rlhf_tasks.ppo.losses import importance_weights
 from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics
 from rlhf_tasks.ppo.rollout import Rollout, interleave, pad_rows, raise_on_all_ranks

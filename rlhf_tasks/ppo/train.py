@@ -37,9 +37,9 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import CriticWarmup
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.ends import StopTokens
 from rlhf_tasks.models.load import TokenScores, num_bytes
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
+from rlhf_tasks.models.stop_tokens import StopTokens
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
 from rlhf_tasks.ppo.advantages import Estimator, group_deviations, response_returns
 from rlhf_tasks.ppo.evaluate import Evaluator

@@ -31,8 +31,8 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.models.ends import StopTokens
 from rlhf_tasks.models.sampling import Samples
+from rlhf_tasks.models.stop_tokens import StopTokens
 from rlhf_tasks.project import processes
 from rlhf_tasks.project.atomic import whole, write_text
 from rlhf_tasks.project.processes import HOST, Daemon

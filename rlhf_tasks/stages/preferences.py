@@ -29,9 +29,9 @@ from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.rows import SET, SPLITS, Rows, write
 from rlhf_tasks.data.tokenizer import encode, response_texts
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
-from rlhf_tasks.models.ends import closed, ends_of
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.sampling import sample_responses
+from rlhf_tasks.models.stop_tokens import close_responses, ends_of
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import score_gold
@@ -81,7 +81,10 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                     for i in range(num_rounds)
                 ]
                 queries = encode(tokenizer, [row["prompt"] for row in prompts[split]])
-                texts = [response_texts(tokenizer, queries, closed(tokenizer, ids, ends)) for ids in samples]
+                texts = [
+                    response_texts(tokenizer, queries, close_responses(tokenizer, ids, ends))
+                    for ids in samples
+                ]
                 made = _pair(prompts[split], texts, scorer)
                 if len(made) < len(queries):
                     console.say(

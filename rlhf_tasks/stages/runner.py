@@ -17,7 +17,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command
 from rlhf_tasks.report import card
 from rlhf_tasks.tracking import catalogue, context, curves
-from rlhf_tasks.training import checkpoint, failures, launch, stopping
+from rlhf_tasks.training import checkpoint, failures, launch, signals
 
 SHOWN_METRICS = 3
 NOT_MADE = "no stage produces this; restore it, or name another file or folder in params.yaml"
@@ -35,7 +35,7 @@ def run(stage: Stage, paths: Paths) -> int:
     """
     try:
         number, count = STAGES.index(stage) + 1, len(STAGES)
-        with stopping.listening(stage) as listener, console.stage(stage, number, count):
+        with signals.listening(stage) as listener, console.stage(stage, number, count):
             return _run(stage, paths, listener)
     except KeyboardInterrupt:
         raise  # a signal is not a failure
@@ -51,7 +51,7 @@ def run(stage: Stage, paths: Paths) -> int:
         raise
 
 
-def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
+def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
     settings = config.load(paths.params)
     _check_inputs(paths, stage)
     settings = inputs.in_force(paths, stage, settings, check=not context.is_worker())

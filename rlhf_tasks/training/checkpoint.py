@@ -43,7 +43,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import launch, stopping
+from rlhf_tasks.training import launch, signals
 
 if TYPE_CHECKING:
     from rlhf_tasks.training.distributed import Distributed
@@ -209,7 +209,7 @@ def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterato
         yield Nowhere()
         return
     folder = dist.broadcast_object(state_folder(paths, view.stage, identity) / name)
-    with stopping.listening(view.stage) as listener:
+    with signals.listening(view.stage) as listener:
         checkpoint = Checkpoint(dist, folder, paths.models, identity, view, listener)
         with checkpoint.writer, listener.deferring(checkpoint.plan):
             yield checkpoint
@@ -226,7 +226,7 @@ class Checkpoint:
         models: Path,
         identity: Mapping[str, Any],
         view: StageView,
-        listener: stopping.Listener,
+        listener: signals.Listener,
     ) -> None:
         self._dist, self.folder, self._models, self._identity = dist, folder, models, identity
         self._settings, self._listener = view.resume, listener

@@ -73,7 +73,7 @@ class Distributed:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
             if launch.parallelism in ("ddp", "fsdp2"):  # by gloo; DeepSpeed finds this out itself
                 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-        keep_freed_memory()
+        tune_malloc()
         self.is_float32, self._is_ddp = launch.precision != "bf16", launch.parallelism == "ddp"
         self.accelerator = Accelerator(
             mixed_precision="no" if self.is_float32 else "bf16",
@@ -436,7 +436,7 @@ def free_memory(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def keep_freed_memory() -> None:
+def tune_malloc() -> None:
     """Let glibc keep a freed tensor's pages for the next one, where the C library is glibc.
 
     By default it maps every block above some megabytes anew and returns it at once. The kernel then zeroes

@@ -25,7 +25,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, precision, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, stopping
+from rlhf_tasks.training import failures, signals
 
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
@@ -180,11 +180,11 @@ def supervise(stage: str, words: Sequence[str], environment: Mapping[str, str]) 
         UserError: that a worker reported.
         Stopped: after a signal.
     """
-    with tempfile.TemporaryDirectory() as folder, stopping.listening(stage) as listener:
+    with tempfile.TemporaryDirectory() as folder, signals.listening(stage) as listener:
         failure = Path(folder) / "failure.json"
         own = {
             failures.FAILURE: str(failure),
-            stopping.LAUNCHER: processes.name_of(psutil.Process()),
+            signals.LAUNCHER: processes.name_of(psutil.Process()),
         }
         # a group of its own: a terminal's Ctrl-C must reach it once, from here
         launcher = subprocess.Popen(words, env={**STOPPING, **environment, **own}, process_group=0)
@@ -193,7 +193,7 @@ def supervise(stage: str, words: Sequence[str], environment: Mapping[str, str]) 
             with listener.deferring(lambda: "stopping its processes", launcher.terminate):
                 status = launcher.wait()
         except BaseException:
-            stopping.kill_descendants()
+            signals.kill_descendants()
             launcher.wait()
             raise
         failed = failures.reported(failure)

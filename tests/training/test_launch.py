@@ -22,7 +22,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import precision, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
-from rlhf_tasks.training import failures, launch, stopping
+from rlhf_tasks.training import failures, launch, signals
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -207,13 +207,13 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
     name = processes.name_of(psutil.Process(gone.pid))
     gone.kill()
     gone.communicate()
-    nobody = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(24000)), stopping.LAUNCHER: name}
+    nobody = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(24000)), signals.LAUNCHER: name}
     nobody |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     nobody |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     code = (
         "from rlhf_tasks.config import Launch; from rlhf_tasks.training.distributed import Distributed\n"
-        "from rlhf_tasks.training import stopping\n"
-        "with stopping.listening('sft'): Distributed(Launch(num_processes=2, precision='fp32'), 1)"
+        "from rlhf_tasks.training import signals\n"
+        "with signals.listening('sft'): Distributed(Launch(num_processes=2, precision='fp32'), 1)"
     )
     words, environment = [sys.executable, "-c", code], os.environ | nobody
     done = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=300, check=False)

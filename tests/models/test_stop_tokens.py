@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from rlhf_tasks.config import Model
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.judging.responses import sample, shared_ends
-from rlhf_tasks.models.ends import closed, ends_of, has_ended
 from rlhf_tasks.models.load import load_causal, save_checkpoint
+from rlhf_tasks.models.stop_tokens import close_responses, ends_of, has_ended
 from rlhf_tasks.project.paths import Paths
 from tests import small
 
@@ -45,7 +45,7 @@ def test_a_response_is_closed_as_demonstrations_are() -> None:
     words.add_special_tokens({"additional_special_tokens": ["<end>"]})
     end = int(str(words.convert_tokens_to_ids("<end>")))
     given: list[list[int]] = [[5, 6, EOS], [5, end], [5, 6], [5, 7]]  # 7 is a word
-    assert closed(words, given, (EOS, end, 7)) == [[5, 6, EOS], [5, EOS], [5, 6], [5, 7, EOS]]
+    assert close_responses(words, given, (EOS, end, 7)) == [[5, 6, EOS], [5, EOS], [5, 6], [5, 7, EOS]]
     assert [has_ended(response, (EOS, end, 7)) for response in given] == [True, True, False, True]
 
 

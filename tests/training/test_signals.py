@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import checkpoint, failures, stopping
+from rlhf_tasks.training import checkpoint, failures, signals
 from tests import small, toy
 from tests.training.stages import loop
 
@@ -43,7 +43,7 @@ def loop_with_signals(*at: int) -> list[str]:
                 if snapshots.due():
                     seen.append(f"save {step}")
                     snapshots.save(step, {"step": step})
-    except (stopping.Stopped, stopping.PeerFailed) as error:
+    except (signals.Stopped, signals.PeerFailed) as error:
         seen.append(type(error).__name__)
     assert signal.getsignal(signal.SIGTERM) == before
     return seen
@@ -79,7 +79,7 @@ def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
 
 
 def test_a_signal_after_the_last_step_ends_the_stage(project: Path) -> None:
-    with pytest.raises(stopping.Stopped), loop():
+    with pytest.raises(signals.Stopped), loop():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -174,7 +174,7 @@ def test_a_signal_is_heard_in_a_long_call_of_c_and_ends_it(begin: Callable[..., 
     stage = begin("load-in-c")
     stage.process.send_signal(signal.SIGINT)
     stage.wait_for("Ctrl-C: ending stage sft now", HEARD_SECONDS)
-    assert stage.end(stopping.CLOSING_SECONDS + AT_ONCE_SECONDS) == 130
+    assert stage.end(signals.CLOSING_SECONDS + AT_ONCE_SECONDS) == 130
 
 
 def test_in_a_loop_a_signal_waits_for_the_step_and_a_snapshot(begin: Callable[..., Stage]) -> None:
@@ -193,7 +193,7 @@ def test_a_second_signal_ends_a_step_that_hangs_in_a_call_of_c(begin: Callable[.
     stage = begin("loop-in-c")
     stage.process.send_signal(signal.SIGINT)
     stage.wait_for("finishing this step", HEARD_SECONDS)
-    time.sleep(stopping.AT_ONCE_SECONDS + 1)
+    time.sleep(signals.AT_ONCE_SECONDS + 1)
     assert stage.process.poll() is None, "the first signal waits for the step"
     stage.process.send_signal(signal.SIGINT)
     stage.wait_for("ending stage sft at once", HEARD_SECONDS)

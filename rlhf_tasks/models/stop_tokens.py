@@ -2,7 +2,7 @@
 
 A response ends with any of these tokens: the tokenizer's EOS, all ids of the checkpoint's generation config,
 the end of a turn in its chat template, and `ppo.stop_token`. Two contenders that are compared end with the
-tokens of both. Training and scoring read a response in one form, whatever token ended it: `closed`.
+tokens of both. Training and scoring read a response in one form, whatever token ended it: `close_responses`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def has_ended(response: Ids, ends: Collection[int]) -> bool:
     return bool(response) and response[-1] in ends
 
 
-def closed(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Ids], ends: Collection[int]) -> list[Ids]:
+def close_responses(
+    tokenizer: PreTrainedTokenizerBase, responses: Sequence[Ids], ends: Collection[int]
+) -> list[Ids]:
     """Responses as demonstrations have them: their text, then EOS if they have ended.
 
     A special token that ended a response is no text; another one, such as a full stop, is.

@@ -20,8 +20,8 @@ from rlhf_tasks.models import logprobs
 from rlhf_tasks.models.load import TokenScores, load_causal, recompute_activations
 from rlhf_tasks.ppo.rollout import ReferenceCopy
 from rlhf_tasks.scoring.reward_model import RewardModel
-from rlhf_tasks.training import fit
-from rlhf_tasks.training.fit import BUCKET, Layout, Run, Sizes, memory
+from rlhf_tasks.training import memory_plan
+from rlhf_tasks.training.memory_plan import BUCKET, Layout, Run, Sizes, memory
 from tests import small
 from tests.ppo.toy import ENGINE, without_critic
 
@@ -70,7 +70,7 @@ def published(name: str) -> Sizes:
         tie_word_embeddings=False,
         **given,
     )
-    return fit.sizes_of_config(config)
+    return memory_plan.sizes_of_config(config)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_published_models_have_their_published_parameters(name: str, expected: i
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_counts_of_a_config_are_those_of_the_model_that_is_made(family: small.Family) -> None:
     model, scores = small.causal(family), small.scores(family)
-    found = fit.sizes_of_config(model.config)
+    found = memory_plan.sizes_of_config(model.config)
     assert found.parameters == sum(p.numel() for p in model.parameters())
     assert found.trunk + found.hidden == sum(p.numel() for p in scores.parameters())
 
@@ -106,7 +106,7 @@ def test_a_tied_head_is_counted_once_and_grouped_heads_shrink_the_cache() -> Non
         "eos_token_id": None,
     }
     own, tied = (
-        fit.sizes_of_config(AutoConfig.for_model("llama", **shape, tie_word_embeddings=tie))
+        memory_plan.sizes_of_config(AutoConfig.for_model("llama", **shape, tie_word_embeddings=tie))
         for tie in (False, True)
     )
     assert own.parameters - tied.parameters == 50 * 16
@@ -172,7 +172,7 @@ def test_the_peak_is_that_of_a_measured_update_within_15_percent(
     whole = [actor_critic, reference.model, scorer.model]
     before = sum(p.nbytes for module in whole for p in module.parameters())
     measured = before + measured_peak(lambda: list(work.updates()))
-    policy = fit.sizes_of(actor_critic.policy)
+    policy = memory_plan.sizes_of(actor_critic.policy)
     planned = Run(
         policy=policy,
         ppo=work.settings,
@@ -224,39 +224,39 @@ def test_the_first_settings_that_fit_are_taken() -> None:
     """On a GPU whose memory is given: just enough for each, from the fastest to the smallest."""
     made = run(published("8B"), num_gpus=8)
     peaks = {}
-    for each in fit.candidates(made):
+    for each in memory_plan.candidates(made):
         peaks[each.layout, each.ppo.gradient_checkpointing, each.offload] = memory(each)["peak"]
     least = float("inf")
     for settings, peak in peaks.items():
         if peak < least:
-            found, problem = fit.fitting(made, peak / fit.USABLE, 1e15)
+            found, problem = memory_plan.fitting(made, peak / memory_plan.USABLE, 1e15)
             assert found is not None, problem
             assert (found.layout, found.ppo.gradient_checkpointing, found.offload) == settings
             least = peak
-    assert fit.fitting(made, 0.9 * least / fit.USABLE, 1e15)[0] is None
+    assert memory_plan.fitting(made, 0.9 * least / memory_plan.USABLE, 1e15)[0] is None
 
 
 def test_70b_fits_with_an_engine_where_the_machines_hold_what_is_offloaded() -> None:
     """Whole in bf16 it has 141 GB, so that no GPU of 80 GB can gather it to sample."""
     given: dict[str, Any] = {"rollout_batch_size": 64, "num_mini_batches": 1}
     policy = published("70B")
-    alone, problem = fit.fitting(run(policy, num_gpus=32, **given), 80 * GB, 2000 * GB)
+    alone, problem = memory_plan.fitting(run(policy, num_gpus=32, **given), 80 * GB, 2000 * GB)
     assert alone is None
     assert problem.endswith(" GB of 72 on each GPU")
-    found, _ = fit.fitting(run(policy, num_gpus=32, sampler=ENGINE, **given), 80 * GB, 2000 * GB)
+    found, _ = memory_plan.fitting(run(policy, num_gpus=32, sampler=ENGINE, **given), 80 * GB, 2000 * GB)
     assert found is not None
     assert (found.layout, found.offload) == ("fsdp2", True)
-    _, problem = fit.fitting(run(policy, num_gpus=8, sampler=ENGINE, **given), 80 * GB, 2000 * GB)
+    _, problem = memory_plan.fitting(run(policy, num_gpus=8, sampler=ENGINE, **given), 80 * GB, 2000 * GB)
     assert problem.startswith("fsdp2 needs 3,")
     assert problem.endswith(" GB of 2,000 on its machine")
 
 
 def test_what_does_not_divide_the_batch_says_so() -> None:
     """A step has 8 rows, and with 8 responses to each prompt a rollout has 2 prompts."""
-    problem = fit.fitting(run(num_gpus=3), GB, GB)[1]
+    problem = memory_plan.fitting(run(num_gpus=3), GB, GB)[1]
     assert problem == "8 rows of an optimizer step are not divisible by 3 GPUs"
     groups = replace(run(**without_critic("rloo", 8)), num_gpus=4)
-    assert fit.fitting(groups, GB, GB)[1] == "2 prompts of a rollout are not divisible by 4 GPUs"
+    assert memory_plan.fitting(groups, GB, GB)[1] == "2 prompts of a rollout are not divisible by 4 GPUs"
 
 
 # ------------------------------------------------------------------------------------------ command
