@@ -114,6 +114,8 @@ def token_weights(mask: Tensor, reduction: Literal["token_mean", "response_mean"
 
 
 class TokenLoss(NamedTuple):
+    """A loss of each token, and where its clip took hold; (b, R) each."""
+
     loss: Tensor
     clipped: Tensor
     """bool: the clipped term is the loss, and this token has no gradient."""

@@ -61,6 +61,7 @@ class MicroRows(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
+        """The row numbers of all groups, in their order."""
         return [row for group in self.groups for row in group]
 
 
@@ -102,6 +103,7 @@ class Distributed:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the first rank: the one that writes files, judges and reports."""
         return self.rank == 0
 
     # ----------------------------------------------------------------------------- between ranks
@@ -115,6 +117,7 @@ class Distributed:
         return total
 
     def max(self, number: int) -> int:
+        """The largest of all ranks' numbers, on each of them."""
         if self.world_size == 1:
             return number
         largest = torch.tensor(number, device=self.device)
@@ -146,6 +149,7 @@ class Distributed:
         return box[0]
 
     def barrier(self) -> None:
+        """Wait until all ranks are here."""
         if self.world_size > 1:
             torch.distributed.barrier()
 
@@ -410,6 +414,7 @@ class Distributed:
         return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": numpy, "python": random.getstate()}
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
+        """Restore `rng_state`: this rank draws the numbers that it would have drawn next."""
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"], self.device)

@@ -94,6 +94,7 @@ class _Words:
 
 
 def sizes_of_config(config: PretrainedConfig) -> Sizes:
+    """The sizes of the model that a config describes, without its weights."""
     with torch.device("meta"):
         return sizes_of(AutoModelForCausalLM.from_config(config))
 
