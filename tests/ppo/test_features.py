@@ -53,13 +53,13 @@ def test_beta_follows_the_kl_of_the_policy_after_its_epochs() -> None:
 def test_out_of_memory_where_the_penaltys_kl_is_measured_cuts_smaller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measure, passes = loop.response_logprobs, list[int]()
+    passes = list[int]()
 
     def limited(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
         passes.append(batch.query_response.numel())
         if passes[-1] > 60:
             raise torch.OutOfMemoryError
-        return measure(model, batch, temperature)
+        return response_logprobs(model, batch, temperature)
 
     changes: dict[str, Any] = {"kl_penalty": {"beta": 1.0, "target": 1e-4}, "num_mini_batches": 2}
     plain, short = toy(**changes), toy(**changes)
