@@ -21,6 +21,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing
 from rlhf_tasks.project.dvc_files import INPUTS, KEPT_BY_GIT
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking.record import DamagedRecordError, Record
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
 FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
@@ -88,11 +89,15 @@ def find(root: Path, name: str) -> Chain:
 
 
 def _flow_tags(root: Path, flow: str) -> dict[str, str]:
-    files = (Paths(root).home / "outbox").glob(f"flow-{flow}*.jsonl")
-    records = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-    return {
-        key: tag for record in records if record["kind"] == "tags" for key, tag in record["values"].items()
-    }
+    home, tags = Paths(root).home, dict[str, str]()
+    for file in (home / "outbox").glob(f"flow-{flow}*.jsonl"):
+        try:
+            events, _ = Record(home, file.stem).read()
+        except DamagedRecordError as error:
+            raise UserError(str(error)) from None
+        for event in events:
+            tags |= event["values"] if event["kind"] == "tags" else {}
+    return tags
 
 
 def _run_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:

@@ -85,6 +85,17 @@ def test_a_flow_run_that_saved_nothing_leads_to_its_commit(root: Path, name: dic
     assert (chain.revision, chain.experiment) == (head, None)
 
 
+def test_a_flow_run_whose_record_was_cut_off_is_found(root: Path) -> None:
+    """Its process was killed in the middle of a line; a line that is damaged otherwise is named."""
+    file = root / f".rlhf/outbox/flow-{FLOW}.jsonl"
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(whole + '{"kind": "ta', encoding="utf-8")
+    assert provenance.find(root, FLOW).experiment == "mine"
+    file.write_text('{"kind": "ta\n' + whole, encoding="utf-8")
+    with pytest.raises(UserError, match="has a damaged line"):
+        provenance.find(root, FLOW)
+
+
 @pytest.mark.parametrize("by_environment", [True, False])
 def test_an_mlflow_run_is_found_in_the_store_of_the_stages(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_environment: bool
