@@ -161,7 +161,7 @@ def pipeline(
                 notes.append(f"the gate has not decided; `rlhf promote{which}` decides later")
             pages = tracked.pages(results.run_keys(folder, list(how)))
             results.show(replace(outcome, notes=notes), folder, pages)
-            watch.note(asked, values, data)
+            watch.note(root, asked, values, data)
         return outcome.state()
     except OutOfTime as error:
         ended = StageFailed(f"max_hours={max_hours:g} is over; {error}")

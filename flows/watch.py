@@ -26,7 +26,7 @@ from flows import request, settings
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import hashing, workspaces
+from rlhf_tasks.project import git, hashing, workspaces
 
 TRIES = 3  # runs for one change of the data
 
@@ -42,20 +42,20 @@ def fingerprint(root: Path, values: Config) -> str:
     return hashing.json_sha256({"path": content, "hub": hub})
 
 
-def variable(request_: Request, values: Config) -> str:
+def variable(root: Path, request_: Request, values: Config) -> str:
     """The Prefect variable that holds the fingerprint of the last completed run of this request.
 
-    `tracking.experiment` distinguishes the projects of one server.
+    The project's address distinguishes the projects of one server, as in the owners of deployments.
     """
-    project = [values.tracking.experiment, values.data.source, values.data.path]
+    project = [git.address(root), values.tracking.experiment, values.data.source, values.data.path]
     changes = [request_.preset, request_.seed, request_.overrides or {}]
     return f"rlhf_data_{hashing.json_sha256([*project, *changes])[:12]}"
 
 
-def note(request_: Request, values: Config, data: str) -> None:
+def note(root: Path, request_: Request, values: Config, data: str) -> None:
     """Record that a run completed on data with this fingerprint."""
     last = {"data": data, "flow_run": str(flow_run.get_id())}
-    Variable.set(variable(request_, values), last, overwrite=True)
+    Variable.set(variable(root, request_, values), last, overwrite=True)
 
 
 @flow(
@@ -82,7 +82,7 @@ def data_watch(
         _, values, _ = request.resolve(Path.cwd(), asked, commit)
     except UserError as error:
         return request.refused(error)
-    now, key = fingerprint(Path.cwd(), values), variable(asked, values)
+    now, key = fingerprint(Path.cwd(), values), variable(Path.cwd(), asked, values)
     last: Any = Variable.get(key, {})
     before = last.get("data")
     get_run_logger().info("data (%s): %s; at the last completed run: %s", values.data.in_words, now, before)

@@ -28,6 +28,7 @@ from prefect.variables import Variable
 from flows import automations, deployments, pipeline, request, settings, sweep, watch
 from rlhf_tasks import presets
 from rlhf_tasks.cli import main as cli
+from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import git
@@ -300,7 +301,7 @@ def complete(root: Path, request_: Request) -> None:
     """Record a completed run of this request, as such a run does at its end."""
     _, values, _ = request.resolve(root, request_, git.resolve(root, None))
     last = {"data": watch.fingerprint(root, values), "flow_run": "an-id"}
-    Variable.set(watch.variable(request_, values), last, overwrite=True)
+    Variable.set(watch.variable(root, request_, values), last, overwrite=True)
 
 
 UNCHANGED = "the data is that of the last completed run"
@@ -318,6 +319,17 @@ def test_each_preset_has_its_own_last_completed_run(root: Path, made: Made) -> N
     (root / "given/rows.txt").write_text("other\n", encoding="utf-8")
     assert check() != UNCHANGED
     assert made() == [{"preset": "smoke"}, {"preset": "trl"}, {}]
+
+
+def test_equal_projects_of_one_server_have_a_last_completed_run_each(root: Path, tmp_path: Path) -> None:
+    """Their clones share it: they have the same git remote."""
+    toy.git(root, "remote", "add", "origin", "https://host/team/project.git")
+    clone, other = tmp_path / "clone", tmp_path / "other"
+    for folder, project in ((clone, "project"), (other, "other-project")):
+        toy.git(root, "clone", "--quiet", str(root), str(folder))
+        toy.git(folder, "remote", "set-url", "origin", f"git@host:team/{project}.git")
+    names = [watch.variable(folder, Request(), Config()) for folder in (root, clone, other)]
+    assert names[0] == names[1] != names[2]
 
 
 def test_the_watch_uses_the_parameters_of_the_deployment(root: Path, made: Made) -> None:
