@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from uuid import UUID
 
 import httpx
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
@@ -29,14 +27,14 @@ from prefect.utilities.urls import url_for
 
 from flows import promotion, request, results, settings, stage_tasks, watch, workplace
 from flows.programs import OutOfTime
+from flows.progress import Progress
 from flows.results import Outcome
 from flows.slots import Slots
 from flows.stage_tasks import Dvc, StageFailed, StageRefused
-from rlhf_tasks import console
-from rlhf_tasks.config import Config
+from rlhf_tasks.config import Config, TaskPolicy
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, workspaces
+from rlhf_tasks.project import dvc_cli, dvc_files, git, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.training import checkpoint
@@ -178,73 +176,56 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
         StageFailed: if a stage fails; the later ones do not start.
         OutOfTime: at the deadline, with what is kept.
     """
-    progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description="comparing")
-    how = dict[str, str]()
     policies = {name: values.service.policy(name) for name in names}
     plans = list[stage_tasks.Plan]()
     if (inputs := dvc_files.INPUTS) in names:  # it always runs, before DVC compares, and without a slot
         names, plans = sorted(names, key=lambda name: name != inputs), ["run"]
         policies[inputs] = policies[inputs].model_copy(update={"gpu_slots": 0})
-    stages = [name for name in names if name != inputs]
-    seconds = durations.read(Paths(dvc.folder).home)  # of the last time
-    is_known = all(seconds.get(stage) for stage in stages)
-    weights = {stage: seconds[stage] if is_known else 1.0 for stage in stages} | {inputs: 0.0}
-    name, share = inputs, 0.0  # the present stage, and how much of it is done
-
-    def show(*doing: str) -> int:
-        """Show the percentage that is done, what the run does now, and how each stage ended."""
-        done = sum(weights[stage] for stage in how) + (0.0 if name in how else share * weights[name])
-        percent = round(100 * done / sum(weights.values()))
-        now = ", ".join([f"{percent}%", *doing])
-        ends = "; ".join(f"{stage}: {result}" for stage, result in how.items())
-        with suppress(httpx.HTTPError):  # the server is away: the stages go on
-            update_progress_artifact(progress, float(percent), description=f"{now}  \n{ends}".rstrip())
-        return percent
-
-    def follow(doing: Mapping[str, Any]) -> None:
-        """Show how far the present stage is, as it writes that itself."""
-        nonlocal share
-        share, left = doing["share"], doing["left"]
-        later = sum(weights[stage] for stage in stages if stage not in (*how, name))
-        whole = f"{console.duration(left + later)} left of the run" if is_known and later else ""
-        show(f"{name}: {console.duration(left)} left", doing["work"], *filter(None, [whole]))
-
-    dvc = replace(dvc, follow=follow)
+    progress = Progress(names, Paths(dvc.folder).home)
+    dvc = replace(dvc, follow=progress.follow)
     with Slots(dvc.deadline) as slots:
         for number, name in enumerate(names):
-            share = 0.0
+            progress.begin(name)
             try:
-                plans = plans or dvc.plans(names[number:])
-                plan = plans.pop(0)
+                plan, *plans = plans or dvc.plans(names[number:])
                 needed = slots.needed(name, values) if plan == "run" and policies[name].gpu_slots else 0
-                if needed and slots.hold(needed, show):
+                if needed and slots.hold(needed, progress.show):
                     plan = dvc.plans([name])[0]  # another run may have made the same meanwhile
                 gpus = slots.held if needed and plan == "run" else []
-                show(f"{name}: {DOING[plan]}")
-                # Called, not submitted: the thread of a submitted task would train on after a cancellation.
-                stage = stage_tasks.stage_task(name, policies[name])
-                state: Any = stage(name, dvc, plan, gpus, return_state=True)
-                if state.name == settings.OUT_OF_TIME:
-                    raise OutOfTime
-                if not state.is_completed():
-                    error: BaseException = state.result(raise_on_failure=False)
-                    if isinstance(error, TimeoutError):
-                        error = StageFailed(f"stage {name} was ended: {state.message}")
-                    raise error
+                progress.show(f"{name}: {DOING[plan]}")
+                result = run_stage(name, dvc, plan, gpus, policies[name])
             except BaseException as error:
-                if share and not checkpoint.point(Paths(dvc.folder), name):
-                    share = 0.0  # a retry starts the stage anew
+                if progress.share and not checkpoint.point(Paths(dvc.folder), name):
+                    progress.share = 0.0  # a retry starts the stage anew
                 end = "failed" if isinstance(error, Exception) else "stopped, state kept; Retry resumes"
-                percent = show(f"{name}: {end}")
+                percent = progress.show(f"{name}: {end}")
                 if isinstance(error, OutOfTime):
                     raise OutOfTime(f"state kept at {percent}%; Retry resumes") from None
                 raise
-            if name != inputs:
-                how[name] = "cached" if state.name == "Cached" else "ran"
+            progress.end(result)
             if not any(policies[later].gpu_slots for later in names[number + 1 :]):
                 slots.release()
-        show()
-    return how
+        progress.show()
+    return progress.ends
+
+
+def run_stage(name: str, dvc: Dvc, plan: stage_tasks.Plan, gpus: Sequence[str], policy: TaskPolicy) -> str:
+    """Run the task of one stage; returns `ran` or `cached`.
+
+    Raises:
+        StageFailed: if the stage fails, or exceeds its timeout.
+        OutOfTime: at the deadline.
+    """
+    # Called, not submitted: the thread of a submitted task would train on after a cancellation.
+    state: Any = stage_tasks.stage_task(name, policy)(name, dvc, plan, gpus, return_state=True)
+    if state.name == settings.OUT_OF_TIME:
+        raise OutOfTime
+    if not state.is_completed():
+        error: BaseException = state.result(raise_on_failure=False)
+        if isinstance(error, TimeoutError):
+            error = StageFailed(f"stage {name} was ended: {state.message}")
+        raise error
+    return "cached" if state.name == "Cached" else "ran"
 
 
 @task(
