@@ -154,7 +154,7 @@ def pipeline(
                 notes.append(f"an earlier run has the same result: see experiment {saved}")
             if outcome.unpushed:
                 notes.append(f"not pushed to the DVC remote, and kept here: {outcome.unpushed}")
-            if outcome.verdict == "Deferred":
+            if outcome.verdict == results.DEFERRED:
                 which = f" {saved}" if experiment else ""
                 notes.append(f"the gate has not decided; `rlhf promote{which}` decides later")
             pages = tracked.pages(results.run_keys(folder, list(how)))

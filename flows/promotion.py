@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows import devices, programs
+from flows import devices, programs, results
 from flows.slots import Slots
 from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
@@ -30,7 +30,7 @@ from rlhf_tasks.promotion.command import (
     verdict_file,
 )
 
-NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Not promoted", DEFERRED: "Deferred"}
+NAMES: Mapping[int, str] = dict(zip((DONE, REFUSED, DEFERRED), results.VERDICTS, strict=True))
 
 
 def verdict(folder: Path, values: Config, environment: dict[str, str]) -> dict[str, Any]:
@@ -45,8 +45,8 @@ def verdict(folder: Path, values: Config, environment: dict[str, str]) -> dict[s
     state: State[Any] = bound(folder, environment, values, return_state=True)
     if not state.is_completed():
         error = state.result(raise_on_failure=False)
-        return {"verdict": "Deferred", "reason": f"the gate did not run ({error})"}
-    rows = criteria(folder) if state.name != "Deferred" else []
+        return {"verdict": results.DEFERRED, "reason": f"the gate did not run ({error})"}
+    rows = criteria(folder) if state.name != results.DEFERRED else []
     return {"verdict": str(state.name), "reason": str(state.message), "criteria": rows}
 
 
@@ -67,7 +67,7 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
             gpus = {devices.VISIBLE: ",".join(slots.held)} if slots.held else {}
             status, lines = run(command, environment=environment | gpus)
     message = lines[-1] if lines else "it printed nothing"
-    name = NAMES.get(status, NAMES[DEFERRED])
+    name = NAMES.get(status, results.DEFERRED)
     if status not in NAMES:
         message = f"the gate did not run ({message.removeprefix('rlhf: ')})"
     return Completed(name=name, message=message.removeprefix(f"{name}: ").removesuffix(RETRY_HINT))

@@ -19,7 +19,7 @@ from rlhf_tasks.promotion import gate
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.record import PIPELINE, REPORT
 
-VERDICTS = ("Promoted", "Not promoted", "Deferred")
+PROMOTED, NOT_PROMOTED, DEFERRED = VERDICTS = ("Promoted", "Not promoted", "Deferred")
 """The names of states in which the gate ends. Each is completed: the run has its results."""
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
 
@@ -64,7 +64,7 @@ class Outcome:
         parts += [f"ran {ran}" if ran else "nothing had to run"]
         parts += [f"experiment {self.name}"] if self.experiment else []
         parts += [f"not pushed: {self.unpushed}"] if self.unpushed else []
-        name = "Unpushed" if self.unpushed and self.verdict in (None, "Promoted") else self.verdict
+        name = "Unpushed" if self.unpushed and self.verdict in (None, PROMOTED) else self.verdict
         return Completed(name=name or "Completed", message="; ".join(parts))
 
 
