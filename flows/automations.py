@@ -6,6 +6,7 @@ torch here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -29,7 +30,7 @@ ENDS = (
     *("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, settings.OUT_OF_TIME),
     *results.VERDICTS,
 )
-NOTIFIED = ("Failed", "Crashed", "Promoted", "Not promoted")
+NOTIFIED = ("Failed", "Crashed", results.PROMOTED, results.NOT_PROMOTED)
 LOG, WEBHOOK = "rlhf-log", "rlhf-webhook"  # the blocks
 LOG_KEY = "rlhf-notifications"  # the artifact whose versions are the notifications
 SUBJECT = "{{ flow_run.state.name }}: {{ flow_run.name }}"
@@ -44,7 +45,7 @@ def apply(client: SyncPrefectClient) -> None:
     action = ChangeFlowRunState(
         name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
     )
-    trigger = _trigger(ENDS, after={HEARTBEAT}, posture=Posture.Proactive, within=SILENCE)
+    trigger = _trigger(ENDS, Posture.Proactive, within=SILENCE, after={HEARTBEAT})
     _apply(client, AutomationCore(name=LOST, trigger=trigger, actions=[action]))
 
 
@@ -74,23 +75,31 @@ def notify(webhook: str | None) -> None:
         elif existing is not None:
             client.delete_block_document(existing)
         actions = [SendNotification(block_document_id=block, subject=SUBJECT, body=BODY) for block in blocks]
-        trigger = _trigger(NOTIFIED, posture=Posture.Reactive, within=timedelta(0))
+        trigger = _trigger(NOTIFIED, Posture.Reactive, within=timedelta(0))
         _apply(client, AutomationCore(name=NOTIFY, trigger=trigger, actions=[*actions]))
 
 
-def _trigger(ends: tuple[str, ...], **values: Any) -> EventTrigger:
-    """A trigger upon the ends of runs of this package's flows, whose name is in heartbeats and in states."""
+def _trigger(
+    ends: tuple[str, ...], posture: Posture, *, within: timedelta, after: Collection[str] = ()
+) -> EventTrigger:
+    """A trigger for the final states of this project's flow runs.
+
+    Args:
+        after: Events upon which it waits for one of those states.
+    """
     flows: dict[str, str | list[str]] = {
         "prefect.resource.role": ["flow"],
         "prefect.resource.name": list(settings.FLOWS),
     }
     return EventTrigger(
-        expect={*values.get("after", ()), *(f"prefect.flow-run.{end}" for end in ends)},
+        posture=posture,
+        within=within,
+        after=set(after),
+        expect={*after, *(f"prefect.flow-run.{end}" for end in ends)},
         threshold=1,
         match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
         match_related=ResourceSpecification(flows),
         for_each={"prefect.resource.id"},
-        **values,
     )
 
 
