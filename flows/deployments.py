@@ -38,7 +38,6 @@ from rlhf_tasks.project import git
 
 OWNER = "project:"  # begins the tag with the owner of a deployment, in a work pool of any type
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
-OPEN = FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}})
 
 
 def apply(
@@ -142,12 +141,12 @@ def _check_owner(client: SyncPrefectClient, root: Path, pool: str, variables: di
         )
 
 
-def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any, form: dict[str, Any]) -> None:
+def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any, schema: dict[str, Any]) -> None:
     """Make a deployment, or update only those fields of an existing one that users do not change."""
     try:
         existing = client.read_deployment_by_name(f"{flow.name}/{made.name}")
     except ObjectNotFound:
-        client.update_deployment(made.apply(), DeploymentUpdate(parameter_openapi_schema=form))
+        client.update_deployment(made.apply(), DeploymentUpdate(parameter_openapi_schema=schema))
         return
     is_there = existing.work_pool_name == made.work_pool_name
     theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
@@ -159,7 +158,7 @@ def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any, form: 
         work_pool_name=made.work_pool_name,
         work_queue_name=existing.work_queue_name if is_there else None,  # without it, an update changes it
         job_variables=existing.job_variables | made.job_variables,
-        parameter_openapi_schema=form,
+        parameter_openapi_schema=schema,
     )
     client.update_deployment(existing.id, update)
 
@@ -218,8 +217,9 @@ def crash_lost_runs() -> None:
     Call it while there is no worker. It also cleans up after such a run, as a worker would have done.
     """
     where = WorkPoolFilter.model_validate({"name": {"any_": [settings.POOL]}})
+    is_open = FlowRunFilter.model_validate({"state": {"type": {"any_": [*settings.OPEN]}}})
     with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=OPEN, work_pool_filter=where):
+        for run in client.read_flow_runs(flow_run_filter=is_open, work_pool_filter=where):
             lost: State[Any] = Crashed(message="its worker is gone; retry the run to resume it")
             workplace.clean_run(run.id, lost)
             client.set_flow_run_state(run.id, lost, force=True)

@@ -37,7 +37,6 @@ READY_SECONDS = 180.0  # a busy machine needs minutes where a resting one needs 
 END_SECONDS = {"worker": 35.0, "mlflow": 5.0, "prefect": 10.0}  # the worker's runs save their state first
 HEALTH = {"prefect": "/api/health", "mlflow": "/health", "worker": "/health"}
 PORTS: Mapping[str, int] = {"prefect": 4200, "mlflow": 5000}  # of the first start
-IN_PROGRESS = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)  # or not from our server
 
 
@@ -231,7 +230,8 @@ class Service:
 
     def _runs_in_progress(self, others: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The flow runs in progress that match the other filters. Raises one of NO_ANSWER."""
-        states = {"flow_runs": {"state": {"type": {"any_": list(IN_PROGRESS)}}}, "sort": "START_TIME_ASC"}
+        in_progress = {"state": {"type": {"any_": [*settings.OPEN, "PAUSED"]}}}
+        states = {"flow_runs": in_progress, "sort": "START_TIME_ASC"}
         runs: list[dict[str, Any]] = self._post("flow_runs/filter", {**states, **others})
         return runs
 

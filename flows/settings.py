@@ -14,6 +14,7 @@ FLOWS = (PIPELINE, SWEEP, WATCH)
 POOL = "rlhf"
 SLOTS = "gpu"  # the global concurrency limit
 STOPPED, OUT_OF_TIME = "Stopped", "Out of time"  # states of runs that the service, or a deadline, has ended
+OPEN = ("RUNNING", "PENDING", "CANCELLING")  # types of states of runs that a worker runs
 UI = "/v2"  # the path of Prefect's pages that open by default
 
 SERVER_LOGIN, CLIENT_LOGIN = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"  # USER:PASSWORD
