@@ -13,11 +13,10 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
-from sqlalchemy.exc import SQLAlchemyError
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking import context, curves, view
-from rlhf_tasks.tracking.store import EXPERIMENT, open_store
+from rlhf_tasks.tracking.store import EXPERIMENT, NO_ANSWER, open_store
 
 NAMED_BY = ("tags.`rlhf.run`", "tags.`rlhf.pipeline`", "attributes.run_name")
 IDENTITY = re.compile(r"[0-9a-f]{32}")
@@ -93,7 +92,7 @@ def pages(
             for run in client.search_runs([known.experiment_id], condition, max_results=1):
                 tab = "/model-metrics" if "dvc.stage" in run.data.tags else ""
                 found[name] = view.run_page(server, known.experiment_id, run.info.run_id, tab)
-    except (MlflowException, SQLAlchemyError, OSError):
+    except NO_ANSWER:
         return {}
     return found
 
@@ -110,7 +109,7 @@ def _found(
     try:
         client = open_store(uri, home)
         yield client, _search(client, name)
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    except NO_ANSWER as error:
         reason = " ".join(str(error).split())[:200]
         where = uri or home / "mlflow.db"
         raise UserError(f"run {name} cannot be read from MLflow at {where}: {reason}") from None

@@ -14,8 +14,10 @@ from typing import Any, cast
 
 from filelock import FileLock
 from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
+from sqlalchemy.exc import SQLAlchemyError
 
 from rlhf_tasks.config import Stage
 from rlhf_tasks.errors import UserError
@@ -34,6 +36,7 @@ TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by 
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # or MLflow shows prompts and traces
 COLOR_TAG = "mlflow.runColor"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by everybody
+NO_ANSWER = (MlflowException, SQLAlchemyError, OSError)  # of MLflow, or of its database
 UNDRAWABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # matplotlib's errors
 
 
@@ -104,7 +107,7 @@ class Delivery:
         `only_over`: send nothing of a run that may still log something.
 
         Raises:
-            MlflowException, SQLAlchemyError, OSError: if MLflow or its database does not answer.
+            one of NO_ANSWER: if MLflow or its database does not answer.
             DamagedRecordError: if the record cannot be read.
         """
         self._header = self._header or self.record.header()

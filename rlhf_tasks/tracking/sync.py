@@ -99,17 +99,14 @@ def new_delivery(record: Record) -> Delivery:
 
 def attempt(delivery: Delivery, *, only_over: bool = False) -> str | None:
     """Deliver what there is of a run; why that failed, or None. Only a mistake in the code prints more."""
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
+    from rlhf_tasks.tracking.store import NO_ANSWER
 
     record, reason = delivery.record, None
     try:
         with FileLock(record.home / "outbox/sync.lock", timeout=LOCK_SECONDS):
             delivery.step(only_over=only_over)
     except Exception as error:  # it must end neither training nor the delivery of other runs
-        if not isinstance(
-            error, MlflowException | SQLAlchemyError | OSError | UserError | DamagedRecordError
-        ):
+        if not isinstance(error, (*NO_ANSWER, UserError, DamagedRecordError)):
             traceback.print_exc()
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
     with suppress(OSError, UserError):  # a disk that takes no state
