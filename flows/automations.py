@@ -1,4 +1,4 @@
-"""What the server does by itself when a run ends or vanishes: its automations, and their notification blocks.
+"""Prefect automations: crash detection and notifications.
 
 Applying them again updates triggers and actions only: an automation that a user switched off stays off. No
 torch here.
@@ -53,7 +53,7 @@ def notify(webhook: str | None) -> None:
     """Notify of runs that failed, crashed, were promoted or refused: in Prefect, and by the webhook.
 
     Args:
-        webhook: The address that gets each notification; None: unchanged, at first none; empty: none.
+        webhook: The address that gets each notification. None keeps the current address; "" removes it.
     """
     # An artifact of the server itself needs no account and no other program.
     artifact = {

@@ -48,12 +48,13 @@ def apply(
     makes_pool: bool = True,
     is_shared: bool = False,
 ) -> None:
-    """Bring the server up to date for the project at `root`. `gpu_slots` None: unchanged, at first as
-    many as this machine has GPUs, or 1.
+    """Bring the server up to date for the project at `root`.
 
     Deployments for another pool than the service's own end with the name of that pool.
 
     Args:
+        gpu_slots: The size of the limit `gpu`. None keeps the limit; a new one gets one slot per GPU, at
+            least 1.
         makes_pool: Make a process pool of that name if there is none.
         is_shared: Other projects may use this server; their deployments are not overwritten.
 
@@ -84,7 +85,7 @@ def apply(
         elif gpu_slots is not None:
             client.upsert_global_concurrency_limit_by_name(settings.SLOTS, gpu_slots)
         automations.apply(client)
-        params = Config()  # where params.yaml is invalid, which a run will say
+        params = Config()  # fall back to defaults; the run itself reports an invalid params.yaml
         with suppress(UserError):
             params = config.load(root / "params.yaml")
         values, seconds = config.in_force(params), preset_seconds(client, pool)
@@ -195,7 +196,7 @@ def form(flow: Flow[..., Any], values: Mapping[str, Any], seconds: Mapping[str, 
 
 
 def preset_seconds(client: SyncPrefectClient, pool: str) -> dict[str, float]:
-    """How long the runs of each preset took at most, of those that changed nothing else."""
+    """Longest run of each preset without other changes, in seconds."""
     runs = client.read_flow_runs(
         flow_filter=FlowFilter.model_validate({"name": {"any_": [settings.PIPELINE]}}),
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["COMPLETED"]}}}),

@@ -1,6 +1,6 @@
 """The GPUs of this machine that a run may give to its stages, as `nvidia-smi` lists them. No torch here.
 
-Their names are UUIDs: these are unique among machines, and containers number their GPUs anew.
+Their names are UUIDs, which are unique among machines: containers renumber GPUs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Prefect with a server on SQLite that waits for the database: `python -m flows.server server start`.
 
-By default a transaction begins as a reader. If another one has written when it wants to write, SQLite refuses
-it at once ("database is locked"): clients repeat the request after 2 s, pages show an error, and some writes
-are lost. Those that begin as writers wait for each other. Prefect has no setting for it.
+SQLite transactions start deferred; start them IMMEDIATE instead. When a deferred one wants to write after
+another one has written, SQLite refuses it at once ("database is locked"): clients repeat the request after
+2 s, pages show an error, and some writes are lost. Immediate ones wait for each other. Prefect has no setting
+for it.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Service:
                 self.wait_for(name)
                 console.say(f"{name}: ready")
             keep_pages_local(self.home / "prefect" / "ui")
-            console.say("deployments: are brought up to date")
+            console.say("updating deployments")
             with worker.logged_in(settings.SERVER_LOGIN, f"the Prefect server at {self.url('prefect')}"):
                 deployments.apply(self.root, gpu_slots)
                 automations.notify(webhook)
@@ -169,7 +169,7 @@ class Service:
         daemon = self.daemon(name)
         if daemon.is_running():
             return
-        console.say(f"{name}: starts on port {port}, which takes up to a minute")
+        console.say(f"{name}: starting on port {port} (up to a minute)")
         if name == "mlflow":
             from rlhf_tasks.tracking.store import open_store
 
@@ -261,7 +261,7 @@ class Service:
         console.say(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
 
     def _cancel_runs(self) -> None:
-        """Let the worker cancel its runs in progress, and call them Stopped: nobody cancelled them."""
+        """Cancel the worker's runs and label them Stopped."""
 
         def in_progress() -> set[str]:
             of_pool = {"work_pools": {"name": {"any_": [settings.POOL]}}}

@@ -36,7 +36,7 @@ def prefect(home: Path, url: str) -> dict[str, str]:
         "PREFECT_PROFILES_PATH": str(folder / "profiles.toml"),
         "PREFECT_API_URL": f"{url}/api",
         "PREFECT_UI_URL": f"{url}{UI}",  # in links
-        "PREFECT_UI_STATIC_DIRECTORY": str(folder / "ui"),  # pages: see `pages`
+        "PREFECT_UI_STATIC_DIRECTORY": str(folder / "ui"),  # see `service.keep_pages_local`
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
         # Leases in memory are not freed after a restart of the server.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",

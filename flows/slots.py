@@ -55,7 +55,7 @@ def find_limit(client: SyncPrefectClient, name: str) -> GlobalConcurrencyLimitRe
 
 
 class Slots:
-    """The slots that a run holds, and the GPUs that they are; at the end of the block they are free again."""
+    """Context manager: a run's GPU slots and devices, released on exit."""
 
     def __init__(self, deadline: float = math.inf) -> None:
         self._deadline = deadline
@@ -81,7 +81,7 @@ class Slots:
         return number
 
     def hold(self, number: int, show: Callable[[str], object]) -> bool:
-        """Hold this many slots; True if the run had to wait. `show` gets a line that says what it waits for.
+        """Hold this many slots; True if the run had to wait. `show` gets a status line.
 
         Slots that the run has already stay with it. A run outside the service needs none: there is no limit.
 

@@ -73,7 +73,7 @@ class Dvc:
             gpus: Those that the stage sees; empty: those that this process sees.
 
         Raises:
-            StageRefused: if the stage has written that the user can fix its failure, or lacks a dep.
+            StageRefused: if the stage reports a user error, or a dependency is missing.
             StageFailed: for any other failure.
             OutOfTime: at the deadline.
         """
@@ -154,7 +154,7 @@ def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[An
 
 
 def beginning(name: str, folder: Path, attempt: int) -> str:
-    """What a try of a stage begins with, if that is worth a word: `attempt 2 resumes from update 12`."""
+    """Where this attempt resumes, or "": `attempt 2 resumes from update 12`."""
     point = checkpoint.point(Paths(folder), name)
     if attempt > 1:
         return f"attempt {attempt} " + (f"resumes from {point}" if point else "starts from the beginning")

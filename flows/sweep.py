@@ -142,7 +142,7 @@ def sweep(
 
 
 def num_runs(values: Config) -> int:
-    """The number of runs with these parameters that the slots of the limit `gpu` suffice for, at least 1."""
+    """How many runs with these parameters fit into the limit `gpu`, at least 1."""
     with get_client(sync_client=True) as client:
         limit = find_limit(client, settings.SLOTS)
     most = max(Slots().needed(stage, values) for stage in STAGES)

@@ -1,4 +1,4 @@
-"""Where a run works: a workspace of its own, or the checkout; and what cleans up after it. No torch here."""
+"""A run's working folder and its cleanup. No torch here."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def stage_environment(workspace: Workspace | None, run: str, name: str) -> dict[
 def saved_experiment(workspace: Workspace | None, name: str, given: bool) -> tuple[str, str | None]:
     """The name and the commit of the run's experiment.
 
-    They are those of an earlier experiment if the result is the same and the user gave no name. There is no
-    commit if nothing differs from the commit below, nor for a run in the checkout.
+    They are those of an earlier experiment if the result is the same and the user gave no name. No commit if
+    the result equals the parent commit, nor for a run in the checkout.
     """
     if workspace is None:
         return name, None

@@ -21,7 +21,7 @@ PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "mlflow", "dvc", "prefect",
 )  # fmt: skip
 STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of every process that its stages start
-RUN_NAME = "RLHF_RUN_NAME"  # by which people know a run of the pipeline; a flow's is that of its experiment
+RUN_NAME = "RLHF_RUN_NAME"  # display name of a run of the pipeline; a flow's is that of its experiment
 EXPERIMENT_NAME = "DVC_EXP_NAME"  # of the run's experiment; `dvc exp run` sets it too
 MLFLOW_URL = "RLHF_MLFLOW_URL"  # the address of MLflow's pages, as a browser sees it
 HTTP_BOUNDS = {

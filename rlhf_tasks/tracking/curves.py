@@ -22,7 +22,7 @@ HEADLINES = (
     *(metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve),
     "val/ratio",
 )
-"""The curves of PPO that the run of the pipeline has too."""
+"""PPO curves copied to the parent run."""
 
 
 def axis(stage: Stage | None) -> str:

@@ -1,4 +1,4 @@
-"""The local record of a run, a JSONL file: the truth about what the run logged. No torch or MLflow here.
+"""The local record of a run, a JSONL file, the source of truth for logging. No torch or MLflow here.
 
 The folder `.rlhf/outbox` has three entries per run: `KEY.jsonl`, its record, which is only ever appended to;
 `KEY/`, copies of its artifacts until they are delivered; and `KEY.state.json`, whether MLflow has all of it.

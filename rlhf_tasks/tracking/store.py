@@ -35,7 +35,7 @@ EXPERIMENT = "dvc.exp"
 TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by it
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # or MLflow shows prompts and traces
 COLOR_TAG = "mlflow.runColor"
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by everybody
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # color-blind safe
 NO_ANSWER = (MlflowException, SQLAlchemyError, OSError)  # of MLflow, or of its database
 UNDRAWABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # matplotlib's errors
 
@@ -207,7 +207,7 @@ class Delivery:
         self._client.set_terminated(run, end["status"], end_time=end["time"])
 
     def _end_parent(self, end: Event) -> None:
-        """A pipeline is what the last of its stages is; but a flow decides itself when it has finished."""
+        """The parent run takes the status of its last stage; a flow decides itself when it has finished."""
         info, by_flow = self._client.get_run(self._parent).info, self._header["parent"]["owner"] == "flow"
         is_finished = end["status"] == "FINISHED"
         if (is_finished and by_flow) or (info.status != "RUNNING" and (info.end_time or 0) > end["time"]):

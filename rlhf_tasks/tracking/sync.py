@@ -49,7 +49,7 @@ class Sender(threading.Thread):
 
     @console.part("waiting for MLflow")
     def close(self, seconds: float) -> None:
-        """Deliver the rest, at most so long."""
+        """Flush, waiting at most `seconds`."""
         self._is_over.set()
         self.join(seconds)
         if self.is_alive():
@@ -98,7 +98,7 @@ def new_delivery(record: Record) -> Delivery:
 
 
 def attempt(delivery: Delivery, *, only_over: bool = False) -> str | None:
-    """Deliver what there is of a run; why that failed, or None. Only a mistake in the code prints more."""
+    """Try to deliver a run; return the error or None. Only a mistake in the code prints more."""
     from rlhf_tasks.tracking.store import NO_ANSWER
 
     record, reason = delivery.record, None

@@ -1,9 +1,9 @@
 """A run per stage: metrics, sample tables and artifacts, shown in MLflow. No torch or MLflow here.
 
-A stage writes what it logs to a local record (`record`), a JSONL file, which is the truth. A daemon thread of
-the stage reads the file as it grows and delivers it to MLflow in batches (`sync`). A server that does not
-answer costs training nothing. What was not delivered is delivered by a later run of the project, or by
-`rlhf sync`, which also closes the run of a vanished process as FAILED.
+A stage writes what it logs to a local record (`record`), a JSONL file, the source of truth for logging. A
+daemon thread of the stage reads the file as it grows and delivers it to MLflow in batches (`sync`). An
+unreachable server does not slow training. What was not delivered is delivered by a later run of the project,
+or by `rlhf sync`, which also closes the run of a vanished process as FAILED.
 
 At its end, a stage waits until MLflow has its run, at most a minute, because its container may end with it.
 

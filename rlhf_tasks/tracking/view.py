@@ -19,7 +19,7 @@ MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layou
 MAX_METRICS = 12  # columns; an experiment's tag has 5,000 characters
 NAME, TAGS = "attributes.`Run Name`", ("tags.`verdict`", "tags.`preset`", "tags.`changes`")
 FIRST = sorted(HEADLINES, key=lambda name: name in ("objective/scores", "val/ratio"))
-"""The charts that pages begin with: the KL, the reward and the clip fraction, then the other headlines."""
+"""Charts shown first: the KL, the reward and the clip fraction, then the other headlines."""
 SECTION = {
     "uuid": KEY,
     "name": "PPO",
