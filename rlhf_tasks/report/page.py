@@ -165,7 +165,7 @@ def _measured(judged: Mapping[str, float]) -> dict[str, dict[str, str]]:
     for name in document.without_ends(judged):
         metric = catalogue.find("judge", name)
         words, _, who = document.in_words(f"judge/{name}").rpartition(": ")
-        if metric and {"ANSWERER", "MODEL"} & {*metric.placeholders}:
+        if metric and "MODEL" in metric.placeholders:
             table.setdefault(words, {})[who.lower()] = document.metric(judged, name)
         elif name.startswith("task_drop/"):
             table[document.in_words(f"judge/{name}")] = {"policy": document.metric(judged, name)}

@@ -27,8 +27,7 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
     "OTHER": (_JUDGE, "the name of another judge in `judge.judges`"),
     "A": (r"[a-z0-9]+", "the first contender: `policy` or `sft`"),
     "B": (r"[a-z0-9]+", "the second contender: `sft` or `reference`; for `rlhf promote` also `champion`"),
-    "ANSWERER": (r"policy|sft|reference|base", "whose responses: `policy`, `sft`, `reference` or `base`"),
-    "MODEL": (r"base|sft|policy", "which language model: `base`, `sft` or `policy`"),
+    "MODEL": (r"policy|sft|reference|base", "`policy`, `sft` or `base`; of responses also `reference`"),
     "REWARD": (r"reward|reward_heldout", "which reward model: `reward` or `reward_heldout`"),
     "ORIGIN": (
         r"given|sft_samples|policy_samples",
