@@ -1,4 +1,4 @@
-"""`rlhf judge MODEL`: one contender against another on the test prompts, by the judges of params.yaml.
+"""`rlhf judge MODEL`: one model against another on the test prompts, by the judges of params.yaml.
 
 `compare_models` is also how promotion judges a policy that the pipeline has not judged.
 """
@@ -48,7 +48,7 @@ class Checkpoint:
 
 ResponseFile = Mapping[str, str]
 """Responses by prompt key."""
-Contender = Checkpoint | ResponseFile | Literal["reference"]
+Model = Checkpoint | ResponseFile | Literal["reference"]
 
 
 def compare_models(
@@ -64,7 +64,7 @@ def compare_models(
 ) -> EvaluationResults:
     """Print and return the comparisons of `model` with `against` by each judge, or by those called `names`.
 
-    Each contender is a checkpoint folder, `OWNER/NAME@COMMIT`, a `.jsonl` file of responses, or `reference`;
+    Each model is a checkpoint folder, `OWNER/NAME@COMMIT`, a `.jsonl` file of responses, or `reference`;
     the results name it as given. `out` is a .jsonl file for every comparison with its texts.
     Relative paths are below `paths.root`. Functions of judges are files below `functions_root`, by default
     `paths.root`.
@@ -72,15 +72,15 @@ def compare_models(
     The results hold comparisons, judge kappas and optimized judges.
 
     Raises:
-        UserError: if a contender, a judge or the data does not exist, `out` has another suffix, or a judge
+        UserError: if a model, a judge or the data does not exist, `out` has another suffix, or a judge
             fails too often.
     """
     if out is not None and out.suffix != ".jsonl":
         raise UserError(f"--out {out}: give a file whose name ends with .jsonl")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    contenders = {name: _contender(name, paths) for name in (model, against)}
-    checkpoints = [one for one in contenders.values() if isinstance(one, Checkpoint)]
-    files = [one for one in contenders.values() if isinstance(one, Mapping)]
+    models = {name: _model(name, paths) for name in (model, against)}
+    checkpoints = [one for one in models.values() if isinstance(one, Checkpoint)]
+    files = [one for one in models.values() if isinstance(one, Mapping)]
     rows = _rows(paths, num_examples or config.judge.num_examples, files)
     summary.check_verifiers(config.judge, rows, names)
     kept = columns.of_rows(rows)
@@ -105,12 +105,12 @@ def compare_models(
     shared = shared_ends([(one.source, one.revision) for one in checkpoints])
     ends = dict(zip(checkpoints, shared, strict=True))
     sample, texts = as_judged(config, paths, device), dict[str, list[str]]()
-    for name, contender in contenders.items():
-        if isinstance(contender, Checkpoint):
-            source, revision = contender.source, contender.revision
-            texts[name] = sample(source, prompts, revision=revision, ends=ends[contender]).texts
-        elif isinstance(contender, Mapping):
-            texts[name] = [contender[prompt_key(prompt)] for prompt in prompts]
+    for name, one in models.items():
+        if isinstance(one, Checkpoint):
+            source, revision = one.source, one.revision
+            texts[name] = sample(source, prompts, revision=revision, ends=ends[one]).texts
+        elif isinstance(one, Mapping):
+            texts[name] = [one[prompt_key(prompt)] for prompt in prompts]
         else:  # rows with the same prompt each have their own reference
             texts[name] = [row["reference"] for row in rows]
             if None in texts[name]:
@@ -135,7 +135,7 @@ def compare_models(
     return results
 
 
-def _contender(name: str, paths: Paths) -> Contender:
+def _model(name: str, paths: Paths) -> Model:
     if name == REFERENCE:
         return REFERENCE
     if name.endswith(".jsonl"):

@@ -83,9 +83,9 @@ def sample(
     revision: str | None = None,
     ends: Iterable[int] = (),
 ) -> Responses:
-    """One response to each prompt. Contenders that are sampled with one seed can be compared fairly.
+    """One response to each prompt. Models that are sampled with one seed can be compared fairly.
 
-    A response ends with the checkpoint's own ends and with `ends`, those of all contenders.
+    A response ends with the checkpoint's own ends and with `ends`, those of all models that are compared.
 
     Raises:
         ContractError: if the checkpoint cannot be read.
@@ -127,7 +127,7 @@ def sample(
 
 
 def as_judged(config: JudgeView, paths: Paths, device: torch.device) -> Callable[..., Responses]:
-    """`sample` with the settings of stage judge, and so with one seed for all contenders."""
+    """`sample` with the settings of stage judge, and so with one seed for all models."""
     return partial(
         sample,
         paths=paths,
@@ -172,12 +172,12 @@ BASE = "base"
 
 
 @dataclass(frozen=True)
-class Contenders:
-    """The responses of all contenders to the same test prompts."""
+class ModelResponses:
+    """The responses of all models to the same test prompts."""
 
     prompts: list[str]
     texts: dict[str, list[str]]
-    """By contender, the references included where the data has them."""
+    """By model, the references included where the data has them."""
     sampled: dict[str, Responses]
     columns: Columns
     """The kept columns of the prompts' rows."""
@@ -185,7 +185,7 @@ class Contenders:
     """The name of each prompt's set in a mixture; empty otherwise."""
 
 
-def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> Contenders:
+def sample_models(config: JudgeView, paths: Paths, device: torch.device) -> ModelResponses:
     rows = read_table(paths, "prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
     names = (*SAMPLED, *([BASE] if config.judge.bar == BASE else []))
@@ -197,13 +197,13 @@ def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> 
     texts = {name: responses.texts for name, responses in sampled.items()}
     if rows[0]["reference"] is not None:  # of prompts alone, no row has one
         texts = {"reference": [row["reference"] for row in rows]} | texts
-    return Contenders(prompts, texts, sampled, columns.of_rows(rows), sets_of(rows))
+    return ModelResponses(prompts, texts, sampled, columns.of_rows(rows), sets_of(rows))
 
 
 def sample_policy(
     config: JudgeView, paths: Paths, who: str, prompts: list[str], seed: int, device: torch.device
 ) -> Responses:
-    """Responses at the judge's temperature; contenders are sampled with the same seed."""
+    """Responses at the judge's temperature; models are sampled with the same seed."""
     of_run = (*SAMPLED, BASE)
     shared = shared_ends([(paths.models / name, None) for name in of_run])
     ends = shared[of_run.index(who)]

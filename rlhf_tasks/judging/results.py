@@ -4,7 +4,7 @@ Stage judge writes it, and derives metrics/judge.json from it by `EvaluationResu
 report read it. `rlhf judge MODEL` and `rlhf promote` return and use the same type for policies that the
 pipeline did not train.
 
-Contenders are `sft`, `policy` and `reference` in the stage; `rlhf judge MODEL` uses the names it is given.
+The models are `sft`, `policy` and `reference` in the stage; `rlhf judge MODEL` uses the names it is given.
 Models of `retention` are `base`, `sft` and `policy`. Intervals are 95% intervals.
 """
 
@@ -175,9 +175,9 @@ class Accuracy(_Part):
     """The shares of right responses by one verifier."""
 
     right: dict[str, Interval]
-    """By contender."""
+    """By model."""
     formatted: dict[str, Interval]
-    """Share of responses that the format matches, by contender; empty for a verifier without a format."""
+    """Share of responses that the format matches, by model; empty for a verifier without a format."""
     gain: Interval
     """Accuracy of the policy minus that of SFT, on the same prompts."""
     by: dict[str, Accuracy] = {}
@@ -207,9 +207,9 @@ class EvaluationResults(_Part):
     selecting_judges: dict[str, str] = {}
     """Judges by which PPO chose its checkpoint: judge → its folder, or its kind."""
     responses: dict[str, ResponseStatistics] = {}
-    """By contender; not of the references."""
+    """By model; not of the references."""
     facets: dict[str, dict[str, dict[str, float]]] = {}
-    """What a judge measures of a contender's responses: judge → contender → measure → mean."""
+    """What a judge measures of a model's responses: judge → model → measure → mean."""
     accuracies: dict[str, Accuracy] = {}
     """By judge of kind verifier."""
     retention: dict[str, RetentionResult] = {}
@@ -294,8 +294,8 @@ class EvaluationResults(_Part):
             if one.cost is not None:
                 yield f"{one.stem}/cost/replies", one.cost.replies
                 yield f"{one.stem}/cost/tokens", one.cost.tokens
-        for judge, contenders in self.facets.items():
-            for who, measures in contenders.items():
+        for judge, models in self.facets.items():
+            for who, measures in models.items():
                 yield from ((f"{judge}/{who}/{measure}", value) for measure, value in measures.items())
         for judge, whole in self.accuracies.items():
             for where, accuracy in {

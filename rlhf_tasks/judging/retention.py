@@ -122,7 +122,7 @@ def perplexities_by_sft(
     settings: config.Retention,
     device: torch.device,
 ) -> dict[str, float]:
-    """The perplexity by the SFT model in `folder` of each contender's responses, in ids of its tokenizer."""
+    """The perplexity by the SFT model in `folder` of each model's responses, in ids of its tokenizer."""
     tokenizer, count = load_tokenizer(folder), settings.num_examples
     model = place(load_causal(folder), device).eval()
     queries = encode(tokenizer, prompts[:count])

@@ -152,7 +152,7 @@ def diagnose(
 def by_length(scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[str, Sequence[str]]) -> Rows:
     """Mean score of responses of similar length, in characters, with its 95% interval (normal).
 
-    `scores` are by judge and contender, NaN for a failure. Bins hold equal counts of responses.
+    `scores` are by judge and model, NaN for a failure. Bins hold equal counts of responses.
     """
     rows = []
     for (judge, who), column in scores.items():

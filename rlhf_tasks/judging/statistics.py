@@ -261,8 +261,8 @@ def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayL
         P(A wins) = σ(θ + φ·x)
 
     is fitted to the (N,) outcomes, ties as ½; the rate is σ(θ), the one at d = 0. This is AlpacaEval 2's
-    model of one contender against one baseline, without its term for the difficulty of each instruction,
-    which needs many other contenders. Its weak penalty on φ is ½φ² here, so that φ stays finite for a judge
+    regression for one model against one baseline, without its term for the difficulty of each instruction,
+    which needs many other models. Its weak penalty on φ is ½φ² here, so that φ stays finite for a judge
     that only prefers length. The interval is σ(θ ± 1.96·√Var θ) with the heteroskedasticity-robust variance
     of θ (HC1), which the ½ of a tie does not invalidate (Papke & Wooldridge 1996). Rows with a NaN are left
     out.

@@ -28,7 +28,7 @@ from rlhf_tasks.tracking import Tracker
 
 
 class Key(NamedTuple):
-    """What identifies the comparisons of two contenders by one judge."""
+    """What identifies the comparisons of two models by one judge."""
 
     judge: str
     a: str
@@ -47,7 +47,7 @@ def compare(
     max_failure_share: float,
     columns: Columns = NONE,
 ) -> dict[Key, Comparisons]:
-    """One judge's comparisons of each pair of contenders; `texts` are the responses by contender.
+    """One judge's comparisons of each pair of models; `texts` are the responses by model.
     `columns` are those of the prompts' rows.
 
     Raises:
@@ -65,7 +65,7 @@ def compare(
 def summarize(
     compared: ByKey, texts: Mapping[str, Sequence[str]], sets: Sequence[str] = ()
 ) -> tuple[ComparisonResult, ...]:
-    """The results of all comparisons; `texts` are the responses by contender, `sets` those of the prompts.
+    """The results of all comparisons; `texts` are the responses by model, `sets` those of the prompts.
 
     Lengths, for the rate at equal length, are in characters. Only a pairwise judge has position bias and
     cost.
@@ -129,7 +129,7 @@ def comparison_table(
 ) -> pa.Table:
     """One row per comparison; null where a judge has no such number, and for the outcome of a failure.
 
-    `texts` are the responses by contender. `kept` are columns of the prompts' rows, shown as `column/NAME`.
+    `texts` are the responses by model. `kept` are columns of the prompts' rows, shown as `column/NAME`.
     """
     rows = []
     for (judge, a, b), c in compared.items():
@@ -231,9 +231,9 @@ def judged_rows(paths: Paths, num_examples: int, labeled: Collection[str]) -> li
 
 
 def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Columns) -> dict[str, Accuracy]:
-    """The accuracy of each contender by each verifier, also by the values of the columns in its `by`.
+    """The accuracy of each model by each verifier, also by the values of the columns in its `by`.
 
-    `texts` are the responses by contender. The gain is of `policy` over `sft`. Accuracies have Wilson's
+    `texts` are the responses by model. The gain is of `policy` over `sft`. Accuracies have Wilson's
     interval. Outcomes of right against wrong average to (1 + gain) / 2, so that the gain's interval is that
     of the win rate, with ties as ½.
     """
@@ -251,7 +251,7 @@ def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Colu
 
 
 def _accuracy(right: Mapping[str, Mask], formatted: Mapping[str, Mask], rows: Mask) -> Accuracy:
-    """The accuracy on some of the rows; all are (N,), by contender."""
+    """The accuracy on some of the rows; all are (N,), by model."""
     shares = [
         {who: statistics.wilson(int(values[rows].sum()), int(rows.sum())) for who, values in found.items()}
         for found in (right, formatted)

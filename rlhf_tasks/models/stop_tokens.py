@@ -1,7 +1,7 @@
 """What ends a response: the one place that decides it, for sampling, training, scoring, judging and export.
 
 A response ends with any of these tokens: the tokenizer's EOS, all ids of the checkpoint's generation config,
-the end of a turn in its chat template, and `ppo.stop_token`. Two contenders that are compared end with the
+the end of a turn in its chat template, and `ppo.stop_token`. Two models that are compared end with the
 tokens of both. Training and scoring read a response in one form, whatever token ended it: `close_responses`.
 """
 

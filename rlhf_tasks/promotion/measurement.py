@@ -159,7 +159,7 @@ def collect(candidate: Candidate, stale: str | None) -> Evidence:
 def with_opponent(candidate: Candidate, known: Evidence, opponent: Opponent, folder: Path | None) -> Evidence:
     """The evidence, and the comparisons with a model in a folder, or with the references.
 
-    The gate's judges compare; the results name the contenders `policy` and `opponent`.
+    The gate's judges compare; the results name the models `policy` and `opponent`.
     """
     from rlhf_tasks.judging import head_to_head
 

@@ -24,7 +24,7 @@ from rlhf_tasks.tracking import catalogue
 
 FOLDER = Path(__file__).parent
 MODELS = {"base": "Base model", "sft": "SFT model", "policy": "Policy", "reference": "References"}
-"""Titles of the contenders. References are the responses of the data; no model is called a reference."""
+"""Titles of the models. References are the responses of the data; no model is called a reference."""
 
 
 def environment() -> jinja2.Environment:

@@ -36,9 +36,9 @@ from rlhf_tasks.judging.judges.comparisons import (
 from rlhf_tasks.judging.responses import (
     BASE,
     SAMPLED,
-    Contenders,
+    ModelResponses,
     response_statistics,
-    sample_contenders,
+    sample_models,
     sample_policy,
 )
 from rlhf_tasks.judging.retention import Probes, perplexities_by_sft
@@ -56,13 +56,13 @@ MIN_PROMPTS_FOR_GAIN = 3
 
 @dataclass(frozen=True)
 class Judged:
-    """What the judges say of the contenders."""
+    """What the judges say of the models."""
 
     comparisons: dict[summary.Key, Comparisons] = field(default_factory=dict)
     scores: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    """By judge and contender."""
+    """By judge and model."""
     facets: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """By judge and contender."""
+    """By judge and model."""
 
 
 def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -101,7 +101,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         console.say(f"WARNING: {text}")
         tracker.event("judge_is_the_optimised_reward", text, step=0)
     # 2. Responses, and what the language models retain.
-    sampled = sample_contenders(config, paths, dist.device)
+    sampled = sample_models(config, paths, dist.device)
     models = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
     retention, task_changes = probes.measure_all(models, dist.device) if probes else ({}, {})
     own_ids = {who: sampled.sampled[who].ids for who in SAMPLED}
@@ -187,7 +187,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     return results.metrics()
 
 
-def _judge(config: JudgeView, judges: Sequence[Judge], sampled: Contenders) -> Judged:
+def _judge(config: JudgeView, judges: Sequence[Judge], sampled: ModelResponses) -> Judged:
     judged, prompts, texts, kept = Judged(), sampled.prompts, sampled.texts, sampled.columns
     for judge in judges:
         pairs = [(a, b) for a, b in (*PAIRS, ("policy", BASE)) if b in texts]
@@ -202,7 +202,7 @@ def _judge(config: JudgeView, judges: Sequence[Judge], sampled: Contenders) -> J
 
 
 def _with_length_gain(
-    result: typed.ComparisonResult, judged: Judged, sampled: Contenders
+    result: typed.ComparisonResult, judged: Judged, sampled: ModelResponses
 ) -> typed.ComparisonResult:
     """Policy against SFT, with how much higher it scores at equal length; others, or too few, unchanged."""
     policy, sft = (judged.scores.get((result.judge, who)) for who in ("policy", "sft"))
@@ -237,7 +237,7 @@ def _compare_with_people(
     return typed.HumanLabels(labels=len(labels), judges=decided)
 
 
-def _response_table(sampled: Contenders, judged: Judged) -> pa.Table:
+def _response_table(sampled: ModelResponses, judged: Judged) -> pa.Table:
     """A row per prompt: its kept columns, all responses and all scores."""
     table: dict[str, Any] = {"index": list(range(len(sampled.prompts))), "prompt": sampled.prompts}
     shown = [columns.shown(columns.of_row(sampled.columns, i)) for i in table["index"]]
