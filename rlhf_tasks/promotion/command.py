@@ -106,11 +106,13 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     elif bar not in compared:
         folder = candidate.paths.base if bar == "base" else None
         evidence = measurement.with_opponent(candidate, evidence, bar, folder)
-    suspects = {part for name in criteria.named for part in with_parts(settings.judge.judges, name)}
-    verdict = gate.decide(criteria, evidence, suspects=suspects, champion=champion is not None, bar=bar)
+    judges_to_check = {part for name in criteria.named for part in with_parts(settings.judge.judges, name)}
+    verdict = gate.decide(
+        criteria, evidence, judges_to_check=judges_to_check, champion=champion is not None, bar=bar
+    )
     if not again and ROLLED_BACK in version.tags:
         at = version.tags[ROLLED_BACK]
-        verdict = verdict.withheld(f"it was rolled back (at {at}; --again permits it)")
+        verdict = verdict.blocked(f"it was rolled back (at {at}; --again permits it)")
 
     # 3. The record: a file, and tags and text of the version. The alias moves last.
     against = f"version {champion.number}" if champion else "no champion yet"

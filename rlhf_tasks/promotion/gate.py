@@ -113,7 +113,7 @@ class Verdict:
         failed = [criterion.complaint for criterion in self.criteria if not criterion.passed]
         return "; ".join(failed) if failed else f"all {len(self.criteria)} criteria are met"
 
-    def withheld(self, reason: str) -> Verdict:
+    def blocked(self, reason: str) -> Verdict:
         """The same verdict, refused for a reason that is not one of the policy's values."""
         return replace(self, criteria=(*self.criteria, Criterion("withheld", reason, 1.0, "<=", 0.0)))
 
@@ -168,7 +168,7 @@ def decide(
     promotion: Promotion,
     evidence: Evidence,
     *,
-    suspects: Collection[str],
+    judges_to_check: Collection[str],
     champion: bool,
     bar: Literal["base", "reference"] = "base",
 ) -> Verdict:
@@ -177,7 +177,7 @@ def decide(
     Args:
         promotion: The criteria.
         evidence: What was measured of the policy.
-        suspects: The gate's judges and those that they combine. None may be what PPO optimized.
+        judges_to_check: The gate's judges and those that they combine. None may be what PPO optimized.
         champion: Whether there is a champion that the policy must beat.
         bar: What it must beat without one.
     """
@@ -193,7 +193,7 @@ def decide(
             f"The data has no demonstrations, so {' and '.join(lacking)} cannot be measured and counts for "
             "nothing here; judge.retention.general and judge.retention.questions measure other texts."
         )
-    return Verdict(tuple(_criteria(promotion, evidence, suspects, champion, bar)), " ".join(notes))
+    return Verdict(tuple(_criteria(promotion, evidence, judges_to_check, champion, bar)), " ".join(notes))
 
 
 def _without_demonstrations(promotion: Promotion, results: EvaluationResults) -> list[str]:
@@ -210,7 +210,7 @@ def _without_demonstrations(promotion: Promotion, results: EvaluationResults) ->
 def _criteria(
     promotion: Promotion,
     evidence: Evidence,
-    suspects: Collection[str],
+    judges_to_check: Collection[str],
     champion: bool,
     bar: Literal["base", "reference"],
 ) -> Iterator[Criterion]:
@@ -247,7 +247,7 @@ def _criteria(
     if not promotion.trial:
         least = max(least, promotion.least_examples)
     yield from _bounded("examples", "judged examples", fewest, ">=", least)
-    optimized = [name for name in sorted(suspects) if name in evidence.results.optimised_judges]
+    optimized = [name for name in sorted(judges_to_check) if name in evidence.results.optimised_judges]
     title = "judges that are the optimized reward" + (f" ({', '.join(optimized)})" if optimized else "")
     yield Criterion("optimised_judges", title, float(len(optimized)), "<=", 0.0)
 

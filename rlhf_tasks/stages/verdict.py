@@ -21,9 +21,13 @@ def run(config: VerdictView, paths: Paths, tracker: Tracker) -> dict[str, float]
         atomic.write_json(paths.verdict, {})
         console.say("promotion is null, so there is no gate to pass")
         return {}
-    suspects = {part for name in config.promotion.named for part in with_parts(config.judges, name)}
+    judges_to_check = {part for name in config.promotion.named for part in with_parts(config.judges, name)}
     verdict = gate.decide(
-        config.promotion, evidence.read(paths), suspects=suspects, champion=False, bar=config.bar
+        config.promotion,
+        evidence.read(paths),
+        judges_to_check=judges_to_check,
+        champion=False,
+        bar=config.bar,
     )
     atomic.write_json(paths.verdict, verdict.tree())
     tracker.table("gate", verdict.rows())

@@ -39,7 +39,7 @@ def decide(
     return gate.decide(
         settings(**changes),
         Evidence(results=measured, kl=known),
-        suspects=planted.JUDGES,
+        judges_to_check=planted.JUDGES,
         champion=champion is not None,
     )
 
