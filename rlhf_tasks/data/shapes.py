@@ -38,8 +38,16 @@ Row = dict[str, Any]
 PROMPTS = ("prompt", "instruction", "question", "query", "history", "problem", "post", "inputs")
 CONTEXTS = ("input", "context")
 ANSWERS = (
-    "completion", "output", "response", "solution", "answer", "target", "reference", "targets", "assistant",
-)  # fmt: skip
+    "completion",
+    "output",
+    "response",
+    "solution",
+    "answer",
+    "target",
+    "reference",
+    "targets",
+    "assistant",
+)
 ASKED_BY = {"input": (*ANSWERS, "preferred_output", "chosen"), "user": ("assistant",)}
 """Columns that are the prompt if a table has no other, and has the answer beside them."""
 SIDES = (
@@ -56,9 +64,13 @@ STEMS = ("response", "answer", "human_ref", "completion", "output", "summary", "
 SUFFIXES = (("_0", "_1"), ("_1", "_2"), ("_a", "_b"), ("_A", "_B"), ("0", "1"), ("1", "2"), ("A", "B"))
 SYSTEMS = ("system", "system_prompt")
 TEXTS = {
-    *PROMPTS, *CONTEXTS, *ANSWERS, *SYSTEMS, *itertools.chain(*SIDES),
+    *PROMPTS,
+    *CONTEXTS,
+    *ANSWERS,
+    *SYSTEMS,
+    *itertools.chain(*SIDES),
     *(f"{stem}{suffix}".casefold() for stem in STEMS for two in SUFFIXES for suffix in two),
-}  # fmt: skip
+}
 """The columns that rules read as text, or as messages: a prompt or an answer may be JSON itself."""
 VOTES = ("better_response_id", "winner", "choice", "preference", "chosen_id")
 SIGNED = ("overall_preference", "preference_strength")
@@ -1273,6 +1285,16 @@ def _prompts(shape: _Shape) -> list[Reading]:
 
 
 _KINDS: Sequence[Callable[[_Shape], list[Reading]]] = (
-    _pairs, _unpaired, _summaries, _voted, _rated_objects, _rated_texts, _tree, _rated_rows, _solutions,
-    _instructions, _conversations, _prompts,
-)  # fmt: skip
+    _pairs,
+    _unpaired,
+    _summaries,
+    _voted,
+    _rated_objects,
+    _rated_texts,
+    _tree,
+    _rated_rows,
+    _solutions,
+    _instructions,
+    _conversations,
+    _prompts,
+)

@@ -27,10 +27,11 @@ from rlhf_tasks.data.rows import (
 from rlhf_tasks.errors import UserError
 
 SPLIT_NAMES: Mapping[str, Split] = {
-    "train": "train", "training": "train",
+    "train": "train",
+    "training": "train",
     **dict.fromkeys(("validation", "valid", "val", "eval", "dev"), "validation"),
     "test": "test",
-}  # fmt: skip
+}
 """The names of splits in files and hub sets."""
 
 Ranks = npt.NDArray[np.bytes_]

@@ -159,7 +159,7 @@ def generate(
         "preferences": [_post(rng, "train", seen) for _ in range(num_preferences)],
         "validation": [_post(rng, "validation", seen) for _ in range(num_validation)],
         "test": [_post(rng, "test", seen) for _ in range(num_test)],
-    }  # fmt: skip
+    }
     tables: dict[str, dict[Split, list[dict[str, Any]]]] = {"sft": {}, "preferences": {}, "prompts": {}}
     for split in ("train", "validation", "test"):
         own = posts[split if split != "train" else "prompts"]

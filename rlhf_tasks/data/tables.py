@@ -252,13 +252,14 @@ def split_row(
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
         return prompt, answers
-    start = len(prompt)
-    return prompt, {
-        name: [{"role": "assistant", "content": answer}]
-        if isinstance(answer, str)
-        else answer[start:] if answer[:start] == prompt else answer
-        for name, answer in answers.items()
-    }  # fmt: skip
+    return prompt, {name: _messages_after(prompt, answer) for name, answer in answers.items()}
+
+
+def _messages_after(prompt: list[Message], answer: Any) -> Any:
+    """An answer as messages: a text, or messages, which may begin with those of the prompt."""
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
 
 
 def _asked_after(talk: Sequence[Message], start: int) -> list[int]:

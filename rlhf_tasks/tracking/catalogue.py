@@ -57,10 +57,16 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
 """Words in capitals in a metric's name: what they match, and what they stand for."""
 _PLACEHOLDER = re.compile(r"(?<![A-Za-z])[A-Z]+(?![A-Za-z])")
 WORDS: Mapping[str, str] = {
-    "sft": "SFT", "gold": "the gold judge", "reward_model": "the reward model",
-    "reward": "the reward model that PPO optimizes", "reward_heldout": "the held-out reward model",
-    "given": "given pairs", "sft_samples": "SFT samples", "sft_text": "SFT text", "general": "general text",
-}  # fmt: skip
+    "sft": "SFT",
+    "gold": "the gold judge",
+    "reward_model": "the reward model",
+    "reward": "the reward model that PPO optimizes",
+    "reward_heldout": "the held-out reward model",
+    "given": "given pairs",
+    "sft_samples": "SFT samples",
+    "sft_text": "SFT text",
+    "general": "general text",
+}
 """How people read what stands for a placeholder; other values are words already."""
 ENDS: Mapping[str, str] = {"low": ", low end of the interval", "high": ", high end of the interval"}
 

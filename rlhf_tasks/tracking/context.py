@@ -18,8 +18,16 @@ from rlhf_tasks.project import git, lineage, processes
 from rlhf_tasks.project.paths import Paths
 
 PACKAGES = (
-    "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "mlflow", "dvc", "prefect",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "tokenizers",
+    "mlflow",
+    "dvc",
+    "prefect",
+)
 STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of every process that its stages start
 RUN_NAME = "RLHF_RUN_NAME"  # display name of a run of the pipeline; a flow's is that of its experiment
 EXPERIMENT_NAME = "DVC_EXP_NAME"  # of the run's experiment; `dvc exp run` sets it too
