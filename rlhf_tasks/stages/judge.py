@@ -21,9 +21,8 @@ from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import human_labels, statistics, summary
+from rlhf_tasks.judging import human_labels, reward_diagnostics, statistics, summary
 from rlhf_tasks.judging import results as typed
-from rlhf_tasks.judging import reward_models as diagnostics
 from rlhf_tasks.judging.judges.build import ScoringJudge, build_judges
 from rlhf_tasks.judging.judges.comparisons import (
     Comparisons,
@@ -113,15 +112,15 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     summary.log_curve(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
     people = _compare_with_people(labels, judges, rows)
     # 4. The reward models, on pairs and by the length of responses.
-    rewards = diagnostics.load_rewards(paths, dist.device)
-    pairs: dict[str, diagnostics.Pairs] = {}
+    rewards = reward_diagnostics.load_rewards(paths, dist.device)
+    pairs: dict[str, reward_diagnostics.Pairs] = {}
     for who in SAMPLED if rewards and config.data_source == "synthetic" else ():
         # two samples of each policy per prompt, ordered by the gold judge, which knows this data alone
         second = sample_policy(config, paths, who, sampled.prompts, config.seed + 1, dist.device).texts
         first = sampled.texts[who]
-        pairs[f"{who}_samples"] = diagnostics.order_by(gold_scores, sampled.prompts, first, second)
-    given = diagnostics.labeled_pairs(paths) if rewards else {}
-    diagnosed, bins = diagnostics.diagnose(rewards, given, pairs)
+        pairs[f"{who}_samples"] = reward_diagnostics.order_by(gold_scores, sampled.prompts, first, second)
+    given = reward_diagnostics.labeled_pairs(paths) if rewards else {}
+    diagnosed, bins = reward_diagnostics.diagnose(rewards, given, pairs)
     scores, gaps = dict(judged.scores), None
     of_policy = contracts.optimized_rewards(paths.policy)
     if "reward" in rewards and contracts.fingerprint(paths.reward) in of_policy:
@@ -138,7 +137,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             if (key.a, key.b) == ("policy", "sft")
         }
         gaps = typed.RewardGaps(win_rate_by_reward=by_reward, by_judge=by_judge)
-    lengths = diagnostics.by_length(scores, sampled.texts)
+    lengths = reward_diagnostics.by_length(scores, sampled.texts)
     # 5. The results document and the tables.
     results = typed.EvaluationResults(
         comparisons=tuple(
@@ -170,9 +169,9 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         with whole(paths.judge_results) as folder:
             results.write(folder / paths.evaluation_results.name)
             pq.write_table(compared.select(summary.COMPARISONS.names), folder / "comparisons.parquet")
-            calibration = pa.Table.from_pylist(bins, diagnostics.CALIBRATION)
+            calibration = pa.Table.from_pylist(bins, reward_diagnostics.CALIBRATION)
             pq.write_table(calibration, folder / "calibration.parquet")
-            by_length = pa.Table.from_pylist(lengths, diagnostics.LENGTHS)
+            by_length = pa.Table.from_pylist(lengths, reward_diagnostics.LENGTHS)
             pq.write_table(by_length, folder / "lengths.parquet")
             responses = _response_table(sampled, judged)
             pq.write_table(responses, folder / paths.judged_responses.name)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rlhf_tasks.judging import reward_models
-from rlhf_tasks.judging.reward_models import Pairs
+from rlhf_tasks.judging import reward_diagnostics
+from rlhf_tasks.judging.reward_diagnostics import Pairs
 from rlhf_tasks.scoring.protocol import Responses
 
 
@@ -21,7 +21,7 @@ def lead(confidence: float) -> float:
 def test_a_calibrated_model_has_no_error() -> None:
     """Of ten pairs at 80% eight are right, of ten at 60% six."""
     leads = [lead(0.8)] * 8 + [-lead(0.8)] * 2 + [lead(0.6)] * 6 + [-lead(0.6)] * 4
-    error, bins = reward_models.calibration(leads)
+    error, bins = reward_diagnostics.calibration(leads)
     assert len(bins) == 1, "twenty pairs are one bin"
     assert bins[0]["confidence"] == pytest.approx(0.7)
     assert bins[0]["right"] == pytest.approx(0.7)
@@ -30,7 +30,7 @@ def test_a_calibrated_model_has_no_error() -> None:
 
 def test_bins_rise_by_confidence_and_the_error_is_their_mean_gap() -> None:
     sure, unsure = [lead(0.9)] * 10 + [-lead(0.9)] * 10, [lead(0.6)] * 18 + [-lead(0.6)] * 2
-    error, (first, second) = reward_models.calibration([*sure, *unsure])
+    error, (first, second) = reward_diagnostics.calibration([*sure, *unsure])
     assert (first["confidence"], first["right"]) == pytest.approx((0.6, 0.9))
     assert (second["confidence"], second["right"]) == pytest.approx((0.9, 0.5))
     assert first["low"] < 0.9 < first["high"] < 1
@@ -39,9 +39,9 @@ def test_bins_rise_by_confidence_and_the_error_is_their_mean_gap() -> None:
 
 
 def test_pairs_of_equal_scores_are_left_out_of_calibration_and_count_half_in_agreement() -> None:
-    assert reward_models.calibration([0.0, 0.0]) == (0.0, [])
-    assert reward_models.calibration([0.0, 2.0, 0.0])[1][0]["pairs"] == 1
-    assert reward_models.agreement([0.0, 2.0, -1.0, 3.0]).value == 2.5 / 4
+    assert reward_diagnostics.calibration([0.0, 0.0]) == (0.0, [])
+    assert reward_diagnostics.calibration([0.0, 2.0, 0.0])[1][0]["pairs"] == 1
+    assert reward_diagnostics.agreement([0.0, 2.0, -1.0, 3.0]).value == 2.5 / 4
 
 
 def score_length(rows: Responses) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_diagnostics_are_by_model_and_origin() -> None:
     given = Pairs(["p", "p"], ["long one", "a"], ["x", "long one"])
     labeled = {"given": given, "sft_samples": given}
     samples = {"sft_samples": Pairs(["p"], ["yes."], ["no"]), "policy_samples": Pairs([], [], [])}
-    results, rows = reward_models.diagnose({"reward": score_length}, labeled, samples)
+    results, rows = reward_diagnostics.diagnose({"reward": score_length}, labeled, samples)
     assert [(one.model, one.origin) for one in results] == [("reward", "given"), ("reward", "sft_samples")]
     of_given, of_samples = results
     assert of_given.agreement is None, "gold did not label those pairs"
@@ -63,25 +63,25 @@ def test_diagnostics_are_by_model_and_origin() -> None:
         ("reward", "sft_samples", 1.0),
     }
     assert of_samples.calibration_error == pytest.approx(1 - 1 / (1 + math.exp(-2)))
-    assert reward_models.diagnose({}, labeled, samples) == ((), [])
+    assert reward_diagnostics.diagnose({}, labeled, samples) == ((), [])
 
 
 def test_two_samples_are_ordered_by_score_and_equal_ones_are_left_out() -> None:
     def number(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         return [float(text) for text in responses]
 
-    pairs = reward_models.order_by(number, ["a", "b", "c"], ["1", "2", "3"], ["2", "2", "1"])
+    pairs = reward_diagnostics.order_by(number, ["a", "b", "c"], ["1", "2", "3"], ["2", "2", "1"])
     assert pairs == Pairs(["a", "c"], ["2", "3"], ["1", "1"])
 
 
 def test_scores_are_averaged_over_responses_of_similar_length() -> None:
     texts = {"sft": ["x" * n for n in range(40, 0, -1)]}
     scores = {("gold", "sft"): [float(n) for n in range(40, 0, -1)]}
-    short, long = reward_models.by_length(scores, texts)
+    short, long = reward_diagnostics.by_length(scores, texts)
     assert (short["length"], short["score"], short["answers"]) == (10.5, 10.5, 20)
     assert (long["length"], long["score"]) == (30.5, 30.5)
     deviation = math.sqrt(sum((n - 10.5) ** 2 for n in range(1, 21)) / 19)
     assert short["high"] - short["score"] == pytest.approx(1.96 * deviation / math.sqrt(20))
-    failed = reward_models.by_length({("gold", "sft"): [math.nan] * 39 + [1.0]}, texts)
+    failed = reward_diagnostics.by_length({("gold", "sft"): [math.nan] * 39 + [1.0]}, texts)
     assert [(row["length"], row["low"], row["answers"]) for row in failed] == [(1.0, 1.0, 1)]
-    assert reward_models.by_length({("gold", "sft"): [math.nan] * 40}, texts) == []
+    assert reward_diagnostics.by_length({("gold", "sft"): [math.nan] * 40}, texts) == []
