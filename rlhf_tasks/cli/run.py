@@ -52,9 +52,9 @@ def run(
     else:
         console.say(f"Nothing has changed: the results of all {total} stages are here")
     if (status := _repro(paths, name)) == 0:
-        from rlhf_tasks.report import card
+        from rlhf_tasks.report import run_card
 
-        card.show(paths, settings)
+        run_card.show(paths, settings)
     return status
 
 

@@ -20,7 +20,7 @@ from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, git
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, figures, identity
+from rlhf_tasks.report import document, figures, run_facts
 from rlhf_tasks.report.figures import Curve, Figure
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.curves import read_csv
@@ -91,7 +91,7 @@ def _of_commit(root: Path, revision: str, name: str) -> Result:
     kinds = ("metrics/", "plots/", "params.yaml")
     texts = {path: git.show(root, revision, path) for k in kinds for path in git.files(root, revision, k)}
     code = git.commit(root, f"{revision}^") or ""
-    return replace(_of_texts(name, texts), code=code[: identity.SHOWN_HASH])
+    return replace(_of_texts(name, texts), code=code[: run_facts.SHOWN_HASH])
 
 
 def _of_texts(name: str, texts: Mapping[str, str]) -> Result:

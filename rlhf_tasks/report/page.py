@@ -12,7 +12,7 @@ from rlhf_tasks.config.scorers import OPTIMISED
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, figures, identity
+from rlhf_tasks.report import document, figures, run_facts
 from rlhf_tasks.report.document import number
 from rlhf_tasks.report.figures import Curve, Figure
 from rlhf_tasks.report.files import Files, Rows
@@ -47,9 +47,9 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     first, more = figures.split(figures.of_run(curves))
     return {
         # 1. The story.
-        "run": identity.facts(view, lineage, name, paths.root),
+        "run": run_facts.facts(view, lineage, name, paths.root),
         "view": view,
-        "base": identity.base_model(view.model),
+        "base": run_facts.base_model(view.model),
         "gate": files.json(paths.verdict),
         "metrics": metrics,
         "results": results,
@@ -82,9 +82,9 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     }
 
 
-def _duration(lineage: identity.Lineage) -> str | None:
+def _duration(lineage: run_facts.Lineage) -> str | None:
     """From the start of the first stage to that of the verdict; None if a stage is older than its inputs."""
-    times = list(identity.starts(lineage).values())
+    times = list(run_facts.starts(lineage).values())
     if len(times) < 2 or times != sorted(times):
         return None
     return _span((times[-1] - times[0]).total_seconds())

@@ -15,7 +15,7 @@ from rlhf_tasks.judging import harness
 from rlhf_tasks.project import atomic, disk, durations, dvc_files, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command
-from rlhf_tasks.report import card
+from rlhf_tasks.report import run_card
 from rlhf_tasks.tracking import catalogue, context, curves
 from rlhf_tasks.training import checkpoint, failures, launch, signals
 
@@ -86,7 +86,7 @@ def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
         command.record_verdict(paths, settings)
     # a flow, and `rlhf run`, show what they have done themselves: DVC may also have restored this stage
     if stage == STAGES[-1] and not {context.STAGE_RUN, context.RUN_NAME} & {*os.environ}:
-        card.show(paths, settings)
+        run_card.show(paths, settings)
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_tasks import config
-from rlhf_tasks.report import identity
+from rlhf_tasks.report import run_facts
 from tests import small
 from tests.flows import toy
 
@@ -19,7 +19,7 @@ LINEAGE = {
 
 def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     view = small.view("report", {"seed": 7})
-    assert identity.facts(view, LINEAGE, "mine", tmp_path) == {
+    assert run_facts.facts(view, LINEAGE, "mine", tmp_path) == {
         "Date": "2 January 2026, 03:04 UTC",
         "Run": "mine",
         "Preset": "none",
@@ -28,10 +28,10 @@ def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out
         "Base model": "gpt_neox from random weights, 4 layers of width 96",
         "Commit": "aaaaaaaaaa",
     }
-    assert identity.facts(view, LINEAGE, "", tmp_path)["Run"] == "ppo-20260102T030405-aa"
+    assert run_facts.facts(view, LINEAGE, "", tmp_path)["Run"] == "ppo-20260102T030405-aa"
     files = small.view("report", {"data.source": "files", "data.path": "mine/rows", "judge.judges": HELDOUT})
-    assert identity.facts(files, {}, "", tmp_path)["Data"] == "mine/rows", "named only where it is read"
-    assert set(identity.facts(view, {"judge": {}}, "", tmp_path)) == {"Preset", "Seed", "Data", "Base model"}
+    assert run_facts.facts(files, {}, "", tmp_path)["Data"] == "mine/rows", "named only where it is read"
+    assert set(run_facts.facts(view, {"judge": {}}, "", tmp_path)) == {"Preset", "Seed", "Data", "Base model"}
 
 
 def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> None:
@@ -43,6 +43,6 @@ def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> N
     lineage = {"ppo": {**LINEAGE["ppo"], "git.rev": commit, "git.dirty": True}}
     tree = small.params({"seed": 2, "ppo.kl_coef": 0.5}, gate=True)
     view = config.ReportView.of(config.validate(tree, "test"))
-    facts = identity.facts(view, lineage, "", tmp_path)
+    facts = run_facts.facts(view, lineage, "", tmp_path)
     assert facts["Commit"].endswith(" with uncommitted changes")
     assert facts["Changes of params.yaml"] == "ppo.kl_coef: 0.03 → 0.5; seed: 1 → 2"

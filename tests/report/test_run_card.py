@@ -10,7 +10,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.project import atomic, durations
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import card
+from rlhf_tasks.report import run_card
 from tests.promotion import planted
 
 
@@ -28,7 +28,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
 
 
 def shown(paths: Paths, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    card.show(paths, config.load(paths.params))
+    run_card.show(paths, config.load(paths.params))
     return capsys.readouterr().out.splitlines()
 
 

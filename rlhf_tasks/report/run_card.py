@@ -13,7 +13,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import durations
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, identity
+from rlhf_tasks.report import document, run_facts
 from rlhf_tasks.tracking import catalogue, context
 
 OPPONENTS = {"reference": "the data's references", "sft": "the SFT model"}
@@ -29,7 +29,7 @@ def show(paths: Paths, settings: Config) -> None:
 def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     ppo = _json(paths.metrics("ppo"))
     episodes = f", {ppo['episode']:,.0f} episodes of PPO" if "episode" in ppo else ""
-    yield "Trained", f"{identity.base_model(settings.model)}{episodes}; data: {settings.data.in_words}"
+    yield "Trained", f"{run_facts.base_model(settings.model)}{episodes}; data: {settings.data.in_words}"
     try:
         results = EvaluationResults.read(paths.evaluation_results)
     except UserError:
