@@ -22,7 +22,7 @@ def data(
     The section `data` of params.yaml decides, and the tokenizer is the base model's; for a model from
     scratch, which has none yet, words stand for tokens. Nothing is changed.
     """
-    from rlhf_tasks.data import look, tokenizer
+    from rlhf_tasks.data import preview, tokenizer
     from rlhf_tasks.project.imports import load_function
 
     params = Path("params.yaml")
@@ -30,7 +30,7 @@ def data(
     own = None
     if settings.data.format is not None and ":" in settings.data.format:
         own = load_function(settings.data.format, "data.format", Path())
-    rendering, split = tokenizer.scratch_rendering(), look.words
+    rendering, split = tokenizer.scratch_rendering(), preview.words
     if settings.model.base != "scratch":
         model = tokenizer.ready(settings.model, settings.data.chat_date)
         rendering = tokenizer.ready_rendering(model, settings.model.base)
@@ -46,7 +46,7 @@ def data(
     if config.is_hub_id(path) and (all_rows or out is not None):
         raise UserError(f"--all and --write read files; fetch {path} into a folder first, and give that")
     whole = all_rows or out is not None
-    corpus = look.look(Path(path), settings.data, rendering, split, own, whole=whole)
+    corpus = preview.show(Path(path), settings.data, rendering, split, own, whole=whole)
     if out is not None:
-        look.write(corpus, out)
+        preview.write(corpus, out)
     return 0

@@ -25,7 +25,7 @@ Tokens = Callable[[str, str], tuple[Sequence[str], Sequence[str]]]
 """Prompt and response → the tokens of each, as texts."""
 
 
-def look(
+def show(
     path: Path,
     data: Data,
     rendering: Rendering,
