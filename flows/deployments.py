@@ -26,7 +26,7 @@ from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import automations, devices, request, settings, workplace
+from flows import automations, devices, request, run_folder, settings
 from flows.pipeline import pipeline
 from flows.slots import find_limit
 from flows.sweep import sweep
@@ -222,5 +222,5 @@ def crash_lost_runs() -> None:
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=is_open, work_pool_filter=where):
             lost: State[Any] = Crashed(message="its worker is gone; retry the run to resume it")
-            workplace.clean_run(run.id, lost)
+            run_folder.clean_run(run.id, lost)
             client.set_flow_run_state(run.id, lost, force=True)

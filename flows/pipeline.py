@@ -25,12 +25,12 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from prefect.utilities.urls import url_for
 
-from flows import promotion, request, results, settings, stage_tasks, watch, workplace
-from flows.programs import OutOfTime
+from flows import promotion, request, results, run_folder, settings, stage_tasks, watch
 from flows.progress import Progress
 from flows.results import Outcome
 from flows.slots import Slots
 from flows.stage_tasks import Dvc, StageFailed, StageRefused
+from flows.subprocesses import OutOfTime
 from rlhf_tasks.config import Config, TaskPolicy
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -47,8 +47,8 @@ DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "res
     name=settings.PIPELINE,
     description="Bring every stage of dvc.yaml up to date: data, SFT, reward model, PPO, judge, report.",
     persist_result=False,
-    on_cancellation=[workplace.clean],
-    on_crashed=[workplace.clean],
+    on_cancellation=[run_folder.clean],
+    on_crashed=[run_folder.clean],
 )
 def pipeline(
     preset: request.PresetName = request.DEFAULT,
@@ -118,15 +118,15 @@ def pipeline(
         tags = {"preset": asked.preset or "none", **({"changes": ", ".join(changes)} if changes else {})}
         tags |= {tracking.NAME: title, tracking.NOTE: tracking.note(facts)}
         with (
-            workplace.opened(root, run, commit, text, values) as workspace,
+            run_folder.open_folder(root, run, commit, text, values) as workspace,
             tracking.open_run(Paths(root), run, values.tracking, tags) as tracked,
         ):
             # 3. The stages, then the experiment, the remote and the gate.
             folder = workspace.folder if workspace else root
-            environment = workplace.stage_environment(workspace, run, chosen)
+            environment = run_folder.stage_environment(workspace, run, chosen)
             dvc = Dvc(folder, environment, values.service.grace_seconds, deadline=deadline)
             how = run_stages(list(dvc_files.graph(folder)), values, dvc)
-            saved, experiment = workplace.saved_experiment(workspace, chosen, name is not None)
+            saved, experiment = run_folder.save_experiment(workspace, chosen, name is not None)
             outcome = Outcome(
                 name=saved,
                 how=how,

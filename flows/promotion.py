@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows import devices, programs, results
+from flows import devices, results, subprocesses
 from flows.slots import Slots
 from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
@@ -58,7 +58,7 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
     The task waits for a slot only if it has to judge.
     """
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
-    run = partial(programs.run, folder=folder, grace_seconds=service.grace_seconds)
+    run = partial(subprocesses.run, folder=folder, grace_seconds=service.grace_seconds)
     status, lines = run([*command, "--unless-judging"], environment=environment)
     if status == UNDECIDED:
         with Slots() as slots:

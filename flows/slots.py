@@ -29,7 +29,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Pending, Running
 
 from flows import devices, settings
-from flows.programs import OutOfTime
+from flows.subprocesses import OutOfTime
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.training import launch as launching

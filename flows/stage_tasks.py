@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import task_run
 from prefect.states import Cancelled, Completed
 
-from flows import devices, programs, settings, stage_plan
+from flows import devices, settings, stage_plan, subprocesses
 from rlhf_tasks import console
 from rlhf_tasks.config import TaskPolicy
 from rlhf_tasks.project import dvc_files
@@ -90,7 +90,7 @@ class Dvc:
                     return
                 self.follow(doing)
 
-            status, lines = programs.run(
+            status, lines = subprocesses.run(
                 command,
                 self.folder,
                 {**self.environment, **seen, **files},
@@ -146,7 +146,7 @@ def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[An
             get_run_logger().info("%s", line)
     try:
         dvc.reproduce(name, gpus)
-    except programs.OutOfTime:
+    except subprocesses.OutOfTime:
         return Cancelled(name=settings.OUT_OF_TIME, message="the run's deadline is over")
     if plan == "restore":
         return Completed(name="Cached", message="DVC restored its outs from an earlier run")

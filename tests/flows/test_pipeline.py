@@ -23,14 +23,14 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
 from flows import pipeline as flows_pipeline
 from flows import (
-    programs,
     request,
     results,
+    run_folder,
     settings,
     stage_tasks,
+    subprocesses,
     sweep,
     watch,
-    workplace,
 )
 from flows.stage_tasks import Dvc, StageFailed
 from rlhf_tasks import config
@@ -167,7 +167,7 @@ def test_a_deadline_ends_a_run_with_its_state_and_a_later_one_goes_on(
         def monotonic(self) -> float:
             return time.monotonic() + 3600 * (root / "begun").exists()
 
-    monkeypatch.setattr(programs, "time", Clock())
+    monkeypatch.setattr(subprocesses, "time", Clock())
     lines = [
         "trap 'touch ../../../kept; exit 130' INT",
         "touch ../../../begun",
@@ -228,7 +228,7 @@ class SlowDvc(Dvc):
 
     def reproduce(self, stage: str, gpus: Sequence[str] = ()) -> None:
         command = ["sh", "-c", "echo $$ >> tries; exec sleep 600"]
-        programs.run(command, Path.cwd(), toy.run_environment(), 5.0)
+        subprocesses.run(command, Path.cwd(), toy.run_environment(), 5.0)
 
 
 def test_a_stage_that_exceeds_its_timeout_is_ended_with_its_processes_and_retried(root: Path) -> None:
@@ -406,6 +406,6 @@ def test_an_interrupted_flow_interrupts_its_stage_and_the_next_run_restores_what
 def test_runs_that_were_scheduled_together_have_different_names() -> None:
     """Their ids begin with the same millisecond."""
     ids = ["01a1fdb4-5afd-7904-8b6e-2f1d0c9a7e31", "01a1fdb4-5afd-7737-9c42-6a5b4c3d2e1f"]
-    assert len({workplace.workspace_name(run) for run in ids}) == 2
+    assert len({run_folder.workspace_name(run) for run in ids}) == 2
     names = [Request(seed=2).name(run) for run in ids]
     assert names == ["default-seed=2-7e31", "default-seed=2-2e1f"]

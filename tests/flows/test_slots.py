@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Completed, Crashed, Running
 
-from flows import deployments, devices, settings, slots, stage_tasks, sweep, workplace
+from flows import deployments, devices, run_folder, settings, slots, stage_tasks, sweep
 from flows.pipeline import pipeline
 from flows.slots import WAITING, Slots, limit_of
 from flows.stage_tasks import Dvc, StageFailed
@@ -256,7 +256,7 @@ def test_the_slots_of_a_killed_run_are_free_as_soon_as_its_stages_have_ended(
         with Slots() as held:
             held.hold(2, print)
             assert limit(client) == (2, 2)
-            workplace.clean_run(
+            run_folder.clean_run(
                 uuid.UUID(str(flow_run.get_id())), Crashed()
             )  # as if this process were killed
             assert limit(client) == (2, 0)
@@ -274,7 +274,7 @@ def test_tasks_end_as_their_run_does(client: SyncPrefectClient, root: Path) -> N
         run, task = other_run(client), stage_tasks.stage_task("ppo", POLICY)
         before: list[State[Any]] = [Completed(), Running(), Crashed()]
         tasks = [client.create_task_run(task, run.id, uuid.uuid4().hex, state=state).id for state in before]
-        workplace.clean(pipeline, run, end)
+        run_folder.clean(pipeline, run, end)
         found = [client.read_task_run(task).state for task in tasks]
         assert [s.type.value for s in found if s is not None] == ["COMPLETED", expected, expected]
     assert toy.git(root, "status", "--porcelain") == ""

@@ -33,7 +33,9 @@ ENDED = "it ended with its run"
 
 
 @contextmanager
-def opened(root: Path, run: str, commit: str | None, text: str, values: Config) -> Iterator[Workspace | None]:
+def open_folder(
+    root: Path, run: str, commit: str | None, text: str, values: Config
+) -> Iterator[Workspace | None]:
     """A workspace of the commit, which is removed in the end; None for the checkout, which is then locked.
 
     `text` is the params.yaml of the run.
@@ -74,7 +76,7 @@ def stage_environment(workspace: Workspace | None, run: str, name: str) -> dict[
     }
 
 
-def saved_experiment(workspace: Workspace | None, name: str, given: bool) -> tuple[str, str | None]:
+def save_experiment(workspace: Workspace | None, name: str, given: bool) -> tuple[str, str | None]:
     """The name and the commit of the run's experiment.
 
     They are those of an earlier experiment if the result is the same and the user gave no name. No commit if

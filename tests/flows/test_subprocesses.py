@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows import programs, stage_tasks
+from flows import stage_tasks, subprocesses
 from flows.stage_tasks import Dvc, StageFailed, StageRefused
 from rlhf_tasks.project import dvc_cli
 from rlhf_tasks.training import checkpoint
@@ -84,7 +84,7 @@ def test_output_is_logged_and_the_input_of_a_program_is_empty(
 ) -> None:
     script = "echo a; echo; echo b >&2; wc -c; printf 'no end'; exit 3"
     with caplog.at_level(logging.INFO):
-        status, lines = programs.run(["sh", "-c", script], tmp_path, toy.run_environment(), 1.0)
+        status, lines = subprocesses.run(["sh", "-c", script], tmp_path, toy.run_environment(), 1.0)
     assert (status, lines) == (3, ["a", "b", "0", "no end"])
     assert caplog.messages == lines
 
@@ -92,9 +92,9 @@ def test_output_is_logged_and_the_input_of_a_program_is_empty(
 def test_a_process_that_outlives_its_program_does_not_hold_it_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(subprocesses, "DRAIN_SECONDS", 0.1)
     script = "echo a; (while [ ! -e stop ]; do sleep 0.1; done) &"
-    assert programs.run(["sh", "-c", script], tmp_path, toy.run_environment(), 1.0) == (0, ["a"])
+    assert subprocesses.run(["sh", "-c", script], tmp_path, toy.run_environment(), 1.0) == (0, ["a"])
     (tmp_path / "stop").touch()
 
 
@@ -132,11 +132,11 @@ def test_a_try_says_what_it_begins_with(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_deadline_interrupts_a_program_and_its_progress_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "FOLLOW_SECONDS", 0.1)
+    monkeypatch.setattr(subprocesses, "FOLLOW_SECONDS", 0.1)
     followed = list[bool]()
     script = "trap 'touch kept; exit 130' INT; while true; do sleep 0.1; done"
-    with pytest.raises(programs.OutOfTime):
-        programs.run(
+    with pytest.raises(subprocesses.OutOfTime):
+        subprocesses.run(
             ["sh", "-c", script],
             tmp_path,
             toy.run_environment(),
