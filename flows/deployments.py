@@ -26,7 +26,7 @@ from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import automations, devices, request, run_folder, settings
+from flows import automations, devices, form, run_folder, settings
 from flows.pipeline import pipeline
 from flows.slots import find_limit
 from flows.sweep import sweep
@@ -111,7 +111,7 @@ def apply(
                 job_variables=variables,
                 entrypoint_type=EntrypointType.MODULE_PATH,
             )
-            _register(client, flow, deployment, form(flow, values, seconds))
+            _register(client, flow, deployment, build_form(flow, values, seconds))
 
 
 def name_in(pool: str, name: str) -> str:
@@ -164,7 +164,9 @@ def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any, schema
     client.update_deployment(existing.id, update)
 
 
-def form(flow: Flow[..., Any], values: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, Any]:
+def build_form(
+    flow: Flow[..., Any], values: Mapping[str, Any], seconds: Mapping[str, float]
+) -> dict[str, Any]:
     """The fields of the run form; the server refuses any others. Texts name values, ranges and presets.
 
     A field that may be None is a plain one without a default: Prefect's server takes that as well as None
@@ -186,7 +188,7 @@ def form(flow: Flow[..., Any], values: Mapping[str, Any], seconds: Mapping[str, 
             field.update(kind if kind["type"] != "null" else {})
     for name, field in common.items():
         bounds = " and ".join(f"{sign} {field[key]:,}" for key, sign in BOUNDS.items() if key in field)
-        default = config.in_yaml(values[request.COMMON[name]])
+        default = config.in_yaml(values[form.COMMON[name]])
         field["description"] += f" Default: {default}, from params.yaml. Range: {bounds}."
     if "preset" in fields:
         took = {name: f" ({console.duration(most)} here)" for name, most in seconds.items()}
@@ -207,7 +209,7 @@ def preset_seconds(client: SyncPrefectClient, pool: str) -> dict[str, float]:
     for run in runs:
         given, took = run.parameters, run.total_run_time.total_seconds()
         if not given.get("overrides") and not given.get("common"):
-            name = given.get("preset", request.DEFAULT)
+            name = given.get("preset", form.DEFAULT)
             seconds[name] = max(seconds.get(name, 0.0), took)
     return seconds
 

@@ -25,7 +25,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from prefect.utilities.urls import url_for
 
-from flows import promotion, request, results, run_folder, settings, stage_tasks, watch
+from flows import form, promotion, results, run_folder, settings, stage_tasks, watch
 from flows.progress import Progress
 from flows.results import Outcome
 from flows.slots import Slots
@@ -51,16 +51,16 @@ DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "res
     on_crashed=[run_folder.clean],
 )
 def pipeline(
-    preset: request.PresetName = request.DEFAULT,
-    common: request.Common = request.NONE,
-    seed: request.Seed | None = None,
-    overrides: request.Overrides = {},  # noqa: B006  Prefect shows it in the form
-    where: request.Where = "workspace",
-    revision: request.Revision | None = None,
-    name: request.ExperimentName | None = None,
+    preset: form.PresetName = form.DEFAULT,
+    common: form.Common = form.NONE,
+    seed: form.Seed | None = None,
+    overrides: form.Overrides = {},  # noqa: B006  Prefect shows it in the form
+    where: form.Where = "workspace",
+    revision: form.Revision | None = None,
+    name: form.ExperimentName | None = None,
     push: bool = False,
     promote: bool = True,
-    max_hours: request.Hours | None = None,
+    max_hours: form.Hours | None = None,
 ) -> State[Any]:
     """Bring every stage of dvc.yaml up to date, one after the other.
 
@@ -85,10 +85,10 @@ def pipeline(
     deadline = math.inf if max_hours is None else time.monotonic() + 3600 * max_hours
     try:
         # 1. What the run works on, as it finds it at its start.
-        asked = request.asked(preset, seed, common, overrides)
+        request = form.build_request(preset, seed, common, overrides)
         root, run = Path.cwd(), str(flow_run.get_id())
-        commit = request.commit_of(root, where, revision, name)
-        text, values, changes = request.resolve(root, asked, commit)
+        commit = form.commit_of(root, where, revision, name)
+        text, values, changes = form.resolve(root, request, commit)
         data, notes = watch.fingerprint(root, values), list[str]()
         if commit is not None:
             workspaces.check_data(values.data.path)
@@ -101,7 +101,7 @@ def pipeline(
                 get_run_logger().warning("the run does not see the uncommitted changes of %s", unseen)
 
         # 2. Its name and description in Prefect and MLflow.
-        chosen = name or asked.name(run)
+        chosen = name or request.name(run)
         title, page = chosen, url_for("flow-run", run)
         if flow_run.get_parent_flow_run_id():  # a run of a sweep keeps the name that the sweep gave it
             title = str(flow_run.get_name())
@@ -109,13 +109,13 @@ def pipeline(
             with get_client(sync_client=True) as client:
                 client.update_flow_run(UUID(run), name=chosen)
         facts = {
-            "preset": asked.preset or "none",
+            "preset": request.preset or "none",
             "seed": str(values.seed),
             "changes": ", ".join(f"`{change}`" for change in changes),
             "commit": commit or git.commit(root) or "none",
             "Prefect run": f"[{title}]({page})" if page else None,
         }
-        tags = {"preset": asked.preset or "none", **({"changes": ", ".join(changes)} if changes else {})}
+        tags = {"preset": request.preset or "none", **({"changes": ", ".join(changes)} if changes else {})}
         tags |= {tracking.NAME: title, tracking.NOTE: tracking.note(facts)}
         with (
             run_folder.open_folder(root, run, commit, text, values) as workspace,
@@ -159,14 +159,14 @@ def pipeline(
                 notes.append(f"the gate has not decided; `rlhf promote{which}` decides later")
             pages = tracked.pages(results.run_keys(folder, list(how)))
             results.show(replace(outcome, notes=notes), folder, pages)
-            watch.note(root, asked, values, data)
+            watch.note(root, request, values, data)
         return outcome.state()
     except OutOfTime as error:
         ended = StageFailed(f"max_hours={max_hours:g} is over; {error}")
-        request.silence(ended)
+        form.silence(ended)
         return Cancelled(name=settings.OUT_OF_TIME, message=str(ended), data=ended)
     except (UserError, StageFailed) as error:
-        return request.refused(error)
+        return form.fail_with(error)
 
 
 def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]:
@@ -258,7 +258,7 @@ def run_in_checkout() -> int:
     Raises:
         UserError: if params.yaml is invalid, before Prefect starts anything; and if the server is gone.
     """
-    request.resolve(Path.cwd(), Request(), None)
+    form.resolve(Path.cwd(), Request(), None)
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
     if address := os.environ.get("PREFECT_API_URL"):

@@ -25,7 +25,7 @@ from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import request, settings, watch
+from flows import form, settings, watch
 from flows.slots import Slots, find_limit
 from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
@@ -72,9 +72,9 @@ class Cell:
 def sweep(
     grid: Grid = {},  # noqa: B006  Prefect shows it in the form
     seeds: Seeds = [1, 2, 3],  # noqa: B006
-    preset: request.PresetName = request.DEFAULT,
-    name: request.ExperimentName = "sweep",
-    revision: request.Revision | None = None,
+    preset: form.PresetName = form.DEFAULT,
+    name: form.ExperimentName = "sweep",
+    revision: form.Revision | None = None,
     metrics: list[str] = [],  # noqa: B006
     parallel: Annotated[int, Field(ge=0)] = 0,
     promote: bool = False,
@@ -101,7 +101,7 @@ def sweep(
         root = Path.cwd()
         listed = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
         commit = git.resolve(root, revision)
-        found = cells(root, name, request.preset_of(preset), listed, seeds, commit)
+        found = cells(root, name, form.preset_of(preset), listed, seeds, commit)
 
         # 2. The runs, a few at once.
         todo = [cell for cell in found if not git.find_experiment(root, cell.experiment)]
@@ -138,7 +138,7 @@ def sweep(
         done = f"{len(found) - len(todo)} of them done before"
         return Completed(message=f"{len(rows)} setting(s), {len(found)} runs, {done}")
     except (UserError, SweepFailed) as error:
-        return request.refused(error)
+        return form.fail_with(error)
 
 
 def num_runs(values: Config) -> int:
@@ -185,7 +185,7 @@ def cells(
     for overrides, seed in itertools.product(listed, seeds):
         setting = ", ".join(f"{key}={value}" for key, value in overrides.items()) or "unchanged"
         try:
-            _, values, _ = request.resolve(root, Request(preset, seed, dict(overrides)), commit)
+            _, values, _ = form.resolve(root, Request(preset, seed, dict(overrides)), commit)
         except UserError as error:
             problems.append(f"{setting}: {error}")
             continue

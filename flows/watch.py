@@ -22,7 +22,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from prefect.variables import Variable
 
-from flows import request, settings
+from flows import form, settings
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -42,20 +42,20 @@ def fingerprint(root: Path, values: Config) -> str:
     return hashing.json_sha256({"path": content, "hub": hub})
 
 
-def variable(root: Path, request_: Request, values: Config) -> str:
+def variable(root: Path, request: Request, values: Config) -> str:
     """The Prefect variable that holds the fingerprint of the last completed run of this request.
 
     The project's address distinguishes the projects of one server, as in the owners of deployments.
     """
     project = [git.address(root), values.tracking.experiment, values.data.source, values.data.path]
-    changes = [request_.preset, request_.seed, request_.overrides or {}]
+    changes = [request.preset, request.seed, request.overrides or {}]
     return f"rlhf_data_{hashing.json_sha256([*project, *changes])[:12]}"
 
 
-def note(root: Path, request_: Request, values: Config, data: str) -> None:
+def note(root: Path, request: Request, values: Config, data: str) -> None:
     """Record that a run completed on data with this fingerprint."""
     last = {"data": data, "flow_run": str(flow_run.get_id())}
-    Variable.set(variable(root, request_, values), last, overwrite=True)
+    Variable.set(variable(root, request, values), last, overwrite=True)
 
 
 @flow(
@@ -65,7 +65,7 @@ def note(root: Path, request_: Request, values: Config, data: str) -> None:
     persist_result=False,
 )
 def data_watch(
-    preset: request.PresetName = request.DEFAULT, deployment: str = f"{settings.PIPELINE}/pipeline"
+    preset: form.PresetName = form.DEFAULT, deployment: str = f"{settings.PIPELINE}/pipeline"
 ) -> State[Any]:
     """Check the data once. A failed run of a change is repeated at the next check, up to three times in all.
 
@@ -73,16 +73,16 @@ def data_watch(
         preset: Changes of params.yaml, for the check and the run. default: the preset of the deployment.
         deployment: The deployment that a change runs, with its own parameters.
     """
-    parameters = {} if preset == request.DEFAULT else {"preset": preset}
+    parameters = {} if preset == form.DEFAULT else {"preset": preset}
     try:
         given = {"where": "workspace", **parameters_of(deployment), **parameters}
         fields = (given.get(name) for name in ("preset", "seed", "common", "overrides"))
-        asked = request.asked(*fields)
-        commit = request.commit_of(Path.cwd(), given["where"], given.get("revision"), given.get("name"))
-        _, values, _ = request.resolve(Path.cwd(), asked, commit)
+        request = form.build_request(*fields)
+        commit = form.commit_of(Path.cwd(), given["where"], given.get("revision"), given.get("name"))
+        _, values, _ = form.resolve(Path.cwd(), request, commit)
     except UserError as error:
-        return request.refused(error)
-    now, key = fingerprint(Path.cwd(), values), variable(Path.cwd(), asked, values)
+        return form.fail_with(error)
+    now, key = fingerprint(Path.cwd(), values), variable(Path.cwd(), request, values)
     last: Any = Variable.get(key, {})
     before = last.get("data")
     get_run_logger().info("data (%s): %s; at the last completed run: %s", values.data.in_words, now, before)

@@ -25,7 +25,7 @@ from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.states import Completed, Running
 from prefect.variables import Variable
 
-from flows import automations, deployments, pipeline, request, settings, sweep, watch
+from flows import automations, deployments, form, pipeline, settings, sweep, watch
 from rlhf_tasks import presets
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.config import Config
@@ -297,11 +297,11 @@ def check(**parameters: Any) -> str:
     return str(state.message)
 
 
-def complete(root: Path, request_: Request) -> None:
+def complete(root: Path, request: Request) -> None:
     """Record a completed run of this request, as such a run does at its end."""
-    _, values, _ = request.resolve(root, request_, git.resolve(root, None))
+    _, values, _ = form.resolve(root, request, git.resolve(root, None))
     last = {"data": watch.fingerprint(root, values), "flow_run": "an-id"}
-    Variable.set(watch.variable(root, request_, values), last, overwrite=True)
+    Variable.set(watch.variable(root, request, values), last, overwrite=True)
 
 
 UNCHANGED = "the data is that of the last completed run"

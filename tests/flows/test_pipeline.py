@@ -21,9 +21,8 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
-from flows import pipeline as flows_pipeline
 from flows import (
-    request,
+    form,
     results,
     run_folder,
     settings,
@@ -32,6 +31,7 @@ from flows import (
     sweep,
     watch,
 )
+from flows import pipeline as flows_pipeline
 from flows.stage_tasks import Dvc, StageFailed
 from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
@@ -75,11 +75,11 @@ def test_invalid_parameters_fail_before_anything_starts(root: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'kl_coef'"):
         flows_pipeline.pipeline(overrides={"ppo.kl_cof": 1.0})
     with pytest.raises(UserError, match="a run in the checkout does not change it"):
-        request.resolve(root, Request(seed=3), None)
+        form.resolve(root, Request(seed=3), None)
     with pytest.raises(UserError, match="name cannot be given for a run in the checkout"):
-        request.commit_of(root, "checkout", None, "mine")
+        form.commit_of(root, "checkout", None, "mine")
     with pytest.raises(UserError, match="is not a commit, branch or tag"):
-        request.commit_of(root, "workspace", "no-such", None)
+        form.commit_of(root, "workspace", "no-such", None)
     assert not (root / ".rlhf").exists()
 
 
@@ -148,11 +148,13 @@ def test_rlhf_flow_refuses_an_invalid_params_yaml_in_one_message(
 
 
 def test_common_fields_are_overrides_and_an_empty_one_is_none() -> None:
-    asked = request.asked("smoke", None, {"kl_coef": 0.5, "learning_rate": None}, {"judge.num_examples": 9})
-    assert asked == Request("smoke", None, {"ppo.kl_coef": 0.5, "judge.num_examples": 9})
-    assert request.asked("default", 3, None, None) == Request(None, 3, {})
+    request = form.build_request(
+        "smoke", None, {"kl_coef": 0.5, "learning_rate": None}, {"judge.num_examples": 9}
+    )
+    assert request == Request("smoke", None, {"ppo.kl_coef": 0.5, "judge.num_examples": 9})
+    assert form.build_request("default", 3, None, None) == Request(None, 3, {})
     with pytest.raises(UserError, match=r"ppo\.kl_coef: `common` and `overrides` both give it"):
-        request.asked("default", None, request.Common(kl_coef=0.5), {"ppo.kl_coef": 0.5})
+        form.build_request("default", None, form.Common(kl_coef=0.5), {"ppo.kl_coef": 0.5})
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -272,8 +274,8 @@ def test_the_checkout_has_one_run_at_a_time(root: Path) -> None:
 
 
 def test_every_field_of_the_form_has_a_type_and_a_description() -> None:
-    for form in (flows_pipeline.pipeline, sweep.sweep, watch.data_watch):
-        fields = form.parameters.model_dump()["properties"]
+    for one in (flows_pipeline.pipeline, sweep.sweep, watch.data_watch):
+        fields = one.parameters.model_dump()["properties"]
         assert [name for name, field in fields.items() if not field.get("description")] == []
         # Prefect's form has no editor for a nullable object or list, and no choice for a nullable enum.
         nullable = [part for field in fields.values() for part in field.get("anyOf", [])]
@@ -291,7 +293,7 @@ def test_stages_of_service_must_exist(root: Path) -> None:
     toy.write_params(root, service={"stages": {"pppo": {"retries": 1}}})
     toy.commit(root)
     with pytest.raises(UserError, match="names pppo; the stages of"):
-        request.resolve(root, Request(), "HEAD")
+        form.resolve(root, Request(), "HEAD")
 
 
 def test_the_policy_of_a_stage_replaces_the_common_values(root: Path) -> None:

@@ -65,7 +65,9 @@ Common: Any = create_model(
 NONE = Common()
 
 
-def asked(preset: str | None, seed: int | None, common: Any, overrides: dict[str, Any] | None) -> Request:
+def build_request(
+    preset: str | None, seed: int | None, common: Any, overrides: dict[str, Any] | None
+) -> Request:
     """The request of the form's fields.
 
     Raises:
@@ -127,7 +129,7 @@ def commit_of(root: Path, where: Where, revision: str | None, name: str | None) 
     return None
 
 
-def refused(error: Exception) -> State[Any]:
+def fail_with(error: Exception) -> State[Any]:
     """The failed state for a mistake that the user can fix: one message, in the log and in the state.
 
     The caller of the flow gets the error itself.
