@@ -124,7 +124,7 @@ def _write_results(
 
 def _print_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float) -> None:
     """One line with the first headlines; all metrics and outs go to the log."""
-    names = catalogue.ordered(stage, metrics)
+    names = catalogue.order(stage, metrics)
     if names:
         console.table(f"metrics of {stage}", ["metric", "value"], [(name, metrics[name]) for name in names])
     outs = [path for path in dvc_files.graph(paths.root)[stage].outs if (paths.root / path).exists()]

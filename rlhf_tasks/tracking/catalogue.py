@@ -187,7 +187,7 @@ def headlines(names: Iterable[str], stages: Iterable[Stage] = STAGES) -> list[st
     return [f"{stage}/{name}" for stage in own for name in select_headlines(stage, own[stage])]
 
 
-def ordered(stage: Stage, names: Iterable[str]) -> list[str]:
+def order(stage: Stage, names: Iterable[str]) -> list[str]:
     """A stage's logged names: the headlines first, then the others in the catalogue's order, train first."""
     known, own = sorted(names), metrics(stage)
     chosen = select_headlines(stage, known)

@@ -29,7 +29,7 @@ from rlhf_tasks.tracking.record import (
     as_text,
     pending,
 )
-from rlhf_tasks.tracking.sync import Sender, delivered
+from rlhf_tasks.tracking.sync import Sender, deliver_run
 
 NAME, NOTE = "mlflow.runName", "mlflow.note.content"
 NUM_SAMPLES = 20
@@ -156,7 +156,7 @@ def open_run(paths: Paths, flow_run: str, settings: Tracking, tags: Mapping[str,
         "inputs": {},
         "tags": {"git.rev": git.commit(paths.root) or "none"},
     }
-    with delivered(record, header) as sender:
+    with deliver_run(record, header) as sender:
         pipeline = Pipeline(record, settings, key(flow_run), sender)
         pipeline.tags(tags)
         yield pipeline

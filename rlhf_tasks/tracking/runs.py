@@ -45,7 +45,7 @@ def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> Stored
     Raises:
         UserError: if MLflow does not answer.
     """
-    with _found(uri, home, name) as (client, run):
+    with _find_run(uri, home, name) as (client, run):
         if client is None or run is None:
             return None
         inside = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{run.info.run_id}'"
@@ -73,7 +73,7 @@ def tags(uri: str | None, home: Path, identity: str) -> dict[str, str]:
     Raises:
         UserError: if MLflow does not answer.
     """
-    with _found(uri, home, identity) as (_, run):
+    with _find_run(uri, home, identity) as (_, run):
         return {} if run is None else dict(run.data.tags)
 
 
@@ -98,7 +98,7 @@ def pages(
 
 
 @contextmanager
-def _found(
+def _find_run(
     uri: str | None, home: Path, name: str
 ) -> Iterator[tuple[MlflowClient, Run | None] | tuple[None, None]]:
     """A client and the run; raises UserError if MLflow does not answer inside the block."""

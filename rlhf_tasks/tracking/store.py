@@ -235,7 +235,7 @@ class Delivery:
         latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
         tags |= self._send_artifacts(latest)
         if MLFLOW_RUN_NOTE in tags:
-            tags[MLFLOW_RUN_NOTE] = self._described(tags[MLFLOW_RUN_NOTE])
+            tags[MLFLOW_RUN_NOTE] = self._describe(tags[MLFLOW_RUN_NOTE])
         if tags:
             texts = [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]
             self._client.log_batch(self._run, tags=texts)
@@ -295,7 +295,7 @@ class Delivery:
                     self._client.log_artifact(self._run, str(figure))
         return tags
 
-    def _described(self, note: str) -> str:
+    def _describe(self, note: str) -> str:
         """A description with links to artifacts before it, and the figure, which any MLflow server shows."""
         links = list[str]()
         for title, name in {"Samples": SAMPLES, "Report": REPORT}.items():

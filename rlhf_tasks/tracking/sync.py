@@ -128,7 +128,7 @@ def sync(home: Path) -> tuple[int, dict[str, str]]:
 
 
 @contextmanager
-def delivered(record: Record, header: Event) -> Iterator[Sender]:
+def deliver_run(record: Record, header: Event) -> Iterator[Sender]:
     """A run that a thread delivers: FINISHED when the block ends, FAILED on an error, KILLED on a signal."""
     record.begin(header)
     sender, status, reason = Sender(record), "FINISHED", ""

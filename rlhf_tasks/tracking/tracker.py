@@ -27,7 +27,7 @@ from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, pipeline
 from rlhf_tasks.tracking.record import NullRecord, Record, as_text
-from rlhf_tasks.tracking.sync import delivered
+from rlhf_tasks.tracking.sync import deliver_run
 
 
 class Tracker:
@@ -118,7 +118,7 @@ def open_run(paths: Paths, stage: Stage, view: StageView, *, key: str | None = N
         return
     record = Record(paths.home, key or lineage.new_key(stage))
     header = context.header(paths, stage, view, record.key)
-    with delivered(record, header) as sender:
+    with deliver_run(record, header) as sender:
         tracker = Tracker(stage, record)
         try:
             yield tracker
