@@ -188,7 +188,7 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
             progress.begin(name)
             try:
                 plan, *plans = plans or dvc.plans(names[number:])
-                needed = slots.needed(name, values) if plan == "run" and policies[name].gpu_slots else 0
+                needed = slots.num_slots(name, values) if plan == "run" and policies[name].gpu_slots else 0
                 if needed and slots.hold(needed, progress.show):
                     plan = dvc.plans([name])[0]  # another run may have made the same meanwhile
                 gpus = slots.held if needed and plan == "run" else []

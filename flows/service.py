@@ -108,7 +108,7 @@ class Service:
                 console.say(f"{name}: ready")
             keep_pages_local(self.home / "prefect" / "ui")
             console.say("updating deployments")
-            with worker.logged_in(settings.SERVER_LOGIN, f"the Prefect server at {self.url('prefect')}"):
+            with worker.check_login(settings.SERVER_LOGIN, f"the Prefect server at {self.url('prefect')}"):
                 deployments.apply(self.root, gpu_slots)
                 automations.notify(webhook)
             if pending(self.home):

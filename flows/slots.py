@@ -73,7 +73,7 @@ class Slots:
         """The GPUs that the run has."""
         return [gpu for gpu, _ in self._leases if gpu]
 
-    def needed(self, stage: str, values: Config) -> int:
+    def num_slots(self, stage: str, values: Config) -> int:
         """The number of slots that a stage holds: `gpu_slots`, or one for each process that uses a GPU."""
         number, launch = values.service.policy(stage).gpu_slots, values.launch
         if number and stage in launching.TRAINING and self.gpus:

@@ -145,7 +145,7 @@ def num_runs(values: Config) -> int:
     """How many runs with these parameters fit into the limit `gpu`, at least 1."""
     with get_client(sync_client=True) as client:
         limit = find_limit(client, settings.SLOTS)
-    most = max(Slots().needed(stage, values) for stage in STAGES)
+    most = max(Slots().num_slots(stage, values) for stage in STAGES)
     return max(1, (limit.limit if limit is not None else 1) // max(1, most))
 
 

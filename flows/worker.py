@@ -26,7 +26,7 @@ def command(pool: str, environment: Mapping[str, str] = os.environ) -> list[str]
 
 
 @contextmanager
-def logged_in(variable: str, server: str) -> Iterator[None]:
+def check_login(variable: str, server: str) -> Iterator[None]:
     """Raises UserError if the server refuses the login within the block; `variable` has it."""
     from prefect.exceptions import PrefectHTTPStatusError
 
@@ -59,6 +59,6 @@ def register(pool: str, *, makes_pool: bool) -> None:
         os.environ.setdefault(variable, value)
     from flows import deployments
 
-    with logged_in(settings.CLIENT_LOGIN, f"the server of PREFECT_API_URL={address}"):
+    with check_login(settings.CLIENT_LOGIN, f"the server of PREFECT_API_URL={address}"):
         deployments.apply(Path.cwd(), None, pool, makes_pool=makes_pool, is_shared=True)
     console.say(f"deployments are registered at {address} for the pool {pool}")

@@ -59,7 +59,7 @@ def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bo
             if revision is None:
                 label, folder = Path(model).as_posix(), _with_weights(local, model)
                 return _promote(Candidate(local, folder, label, settings, local), again, unless_judging)
-            with experiment.checked_out(root, settings, model, revision) as (merged, paths):
+            with experiment.check_out(root, settings, model, revision) as (merged, paths):
                 label = f"{POLICY} of {model}"
                 return _promote(Candidate(paths, POLICY, label, merged, local), again, unless_judging)
     except Unreachable as error:

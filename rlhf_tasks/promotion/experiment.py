@@ -20,7 +20,7 @@ LOCAL_SECTIONS = ("judge", "promotion", "tracking")
 
 
 @contextlib.contextmanager
-def checked_out(root: Path, settings: Config, name: str, revision: str) -> Iterator[tuple[Config, Paths]]:
+def check_out(root: Path, settings: Config, name: str, revision: str) -> Iterator[tuple[Config, Paths]]:
     """The experiment's config, with the LOCAL_SECTIONS of `settings`, and its files in a worktree.
 
     The experiment's own metrics count if today's judges would measure the same. Otherwise it is judged again

@@ -63,9 +63,9 @@ def test_a_training_stage_needs_a_slot_for_each_of_its_processes_on_this_machine
     toy.write_params(root, service={"gpu_slots": gpu_slots}, launch=launch)
     values = config.load(root / "params.yaml")
     show_gpus(gpus(FIRST, SECOND, THIRD))
-    assert Slots().needed(stage, values) == expected
+    assert Slots().num_slots(stage, values) == expected
     show_gpus("")
-    assert Slots().needed(stage, values) == gpu_slots, "without GPUs the processes share the machine"
+    assert Slots().num_slots(stage, values) == gpu_slots, "without GPUs the processes share the machine"
 
 
 # ------------------------------------------------------------------------- with a Prefect server
