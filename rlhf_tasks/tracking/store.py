@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -86,6 +87,22 @@ def open_experiment(client: MlflowClient, name: str, location: str | None) -> st
     return identity
 
 
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """Where in MLflow a record goes."""
+
+    client: MlflowClient
+    experiment: str
+    parent: str
+    """The id of the pipeline's run."""
+    run: str
+    """The id of the record's own run; that of `parent` if it is the pipeline's."""
+    is_new: bool
+    """Whether the own run was created just now, so that it has no points."""
+    steps: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    """Steps of the points that MLflow has, by run and metric."""
+
+
 class Delivery:
     """One record on its way to MLflow.
 
@@ -97,7 +114,7 @@ class Delivery:
         self.record = record
         self._offset = 0  # bytes that MLflow has for certain
         self._header: Event = {}
-        self._run = ""  # MLflow's id; empty until the run was found or created, and after a failure
+        self._connection: Connection | None = None  # after a failure too
         self._tables = list[str]()
         self._artifacts = set[str]()
 
@@ -123,11 +140,10 @@ class Delivery:
             last = round(self.record.file.stat().st_mtime * 1000)
             events.append({"kind": "end", "time": last, "status": "FAILED", "reason": VANISHED})
         try:
-            if not self._run:
-                self._connect(is_live=not is_over)
-            self._send(events)
+            self._connection = self._connection or self._connect(is_live=not is_over)
+            self._send(self._connection, events)
         except BaseException:
-            self._run = ""
+            self._connection = None
             raise
         self._offset = offset
         if is_over:
@@ -136,144 +152,115 @@ class Delivery:
 
     # ------------------------------------------------------------------------------ runs
 
-    def _connect(self, *, is_live: bool) -> None:
+    def _connect(self, *, is_live: bool) -> Connection:
         """Find or create the run, with its parameters and inputs; RUNNING, as its pipeline if it is live."""
         header, home = self._header, Path(self._header["home"])
-        self._client = open_store(header["uri"], home)
+        client = open_store(header["uri"], home)
         location = None if header["uri"] else (home / "mlartifacts").as_uri()
-        self._experiment = open_experiment(self._client, header["experiment"], location)
+        experiment = open_experiment(client, header["experiment"], location)
         parent, stage = header["parent"], header["stage"]
         start = time.localtime(header["time"] / 1000)
         named = parent.get(EXPERIMENT) or parent.get("name") or time.strftime("repro-%m%d-%H%M%S", start)
         tags = {key: parent[key] for key in (EXPERIMENT, "prefect.flow_run_id") if key in parent}
         tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"], MLFLOW_RUN_NAME: named}
-        tags[COLOR_TAG] = self._next_color()
-        self._parent, _ = self._find_or_create("rlhf.pipeline", parent["key"], tags)
-        known = self._client.get_run(self._parent).data.params
-        self._log_params(self._parent, {k: v for k, v in header["parameters"].items() if k not in known})
+        tags[COLOR_TAG] = _next_color(client, experiment)
+
+        def find_or_create(tag: str, value: str, tags: Mapping[str, str]) -> tuple[str, bool]:
+            """The id of the run with this tag, and whether it was created just now."""
+            found = client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1)
+            if found:
+                return str(found[0].info.run_id), False
+            run = client.create_run(experiment, start_time=header["time"], tags=dict(tags))
+            return str(run.info.run_id), True
+
+        pipeline, _ = find_or_create("rlhf.pipeline", parent["key"], tags)
+        known = client.get_run(pipeline).data.params
+        _log_params(client, pipeline, {k: v for k, v in header["parameters"].items() if k not in known})
         if is_live:
-            self._set_running(self._parent)
-        # Steps of the points that MLflow has, by run and metric.
-        self._steps = dict[tuple[str, str], set[int]]()
-        self._is_new = False
-        if stage == PIPELINE:
-            self._run = self._parent
-            return
-        tags = {**header["tags"], MLFLOW_PARENT_RUN_ID: self._parent, MLFLOW_RUN_NAME: stage}
-        run, self._is_new = self._find_or_create("rlhf.run", header["key"], tags)
-        if self._is_new:
-            self._log_params(run, header["parameters"])
-            if header["inputs"]:
-                self._client.log_inputs(run, [_dataset(p, md5) for p, md5 in header["inputs"].items()])
-        else:
-            self._set_running(run)
-            self._client.set_tag(run, MLFLOW_PARENT_RUN_ID, self._parent)
-        self._run = run
+            _set_running(client, pipeline)
+        run, is_new = pipeline, False
+        if stage != PIPELINE:
+            tags = {**header["tags"], MLFLOW_PARENT_RUN_ID: pipeline, MLFLOW_RUN_NAME: stage}
+            run, is_new = find_or_create("rlhf.run", header["key"], tags)
+            if is_new:
+                _log_params(client, run, header["parameters"])
+                if header["inputs"]:
+                    client.log_inputs(run, [_dataset(p, md5) for p, md5 in header["inputs"].items()])
+            else:
+                _set_running(client, run)
+                client.set_tag(run, MLFLOW_PARENT_RUN_ID, pipeline)
+        return Connection(client=client, experiment=experiment, parent=pipeline, run=run, is_new=is_new)
 
-    def _find_or_create(self, tag: str, value: str, tags: Mapping[str, str]) -> tuple[str, bool]:
-        """The id of the run with this tag, and whether it was created just now."""
-        found = self._client.search_runs([self._experiment], f"tags.`{tag}` = '{value}'", max_results=1)
-        if found:
-            return str(found[0].info.run_id), False
-        run = self._client.create_run(self._experiment, start_time=self._header["time"], tags=dict(tags))
-        return str(run.info.run_id), True
-
-    def _next_color(self) -> str:
-        """A color that the newest pipelines do not have: MLflow's own colors of two runs are often alike."""
-        newest = self._client.search_runs([self._experiment], view.PIPELINES, max_results=len(COLORS) - 1)
-        used = {run.data.tags.get(COLOR_TAG) for run in newest}
-        return next(color for color in COLORS if color not in used)
-
-    def _log_params(self, run: str, values: Mapping[str, Any]) -> None:
-        texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
-        params = [Param(name, text[:MAX_PARAM]) for name, text in texts.items()]
-        for start in range(0, len(params), BATCH_PARAMS):
-            self._client.log_batch(run, params=params[start : start + BATCH_PARAMS])
-
-    def _set_running(self, run: str) -> None:
-        if self._client.get_run(run).info.status != "RUNNING":
-            self._client.update_run(run, status="RUNNING")
-        self._remove_tag(run, REASON)
-
-    def _remove_tag(self, run: str, tag: str) -> None:
-        if tag in self._client.get_run(run).data.tags:
-            self._client.delete_tag(run, tag)
-
-    def _end(self, run: str, end: Event, reason: str) -> None:
-        if reason:
-            self._client.set_tag(run, REASON, reason[:MAX_TAG])
-        else:
-            self._remove_tag(run, REASON)
-        self._client.set_terminated(run, end["status"], end_time=end["time"])
-
-    def _end_parent(self, end: Event) -> None:
+    def _end_parent(self, to: Connection, end: Event) -> None:
         """The parent run takes the status of its last stage; a flow decides itself when it has finished."""
-        info, by_flow = self._client.get_run(self._parent).info, self._header["parent"]["owner"] == "flow"
+        info, by_flow = to.client.get_run(to.parent).info, self._header["parent"]["owner"] == "flow"
         is_finished = end["status"] == "FINISHED"
         if (is_finished and by_flow) or (info.status != "RUNNING" and (info.end_time or 0) > end["time"]):
             return
-        self._end(self._parent, end, "" if is_finished else f"{self._header['stage']}: {end['reason']}")
+        _end(to.client, to.parent, end, "" if is_finished else f"{self._header['stage']}: {end['reason']}")
         if not is_finished and not by_flow:
-            self._remove_tag(self._parent, EXPERIMENT)  # `dvc exp run` saves none if a stage fails
+            _remove_tag(to.client, to.parent, EXPERIMENT)  # `dvc exp run` saves none if a stage fails
 
     # ---------------------------------------------------------------------------- events
 
-    def _send(self, events: Sequence[Event]) -> None:
+    def _send(self, to: Connection, events: Sequence[Event]) -> None:
         """Send these events."""
         points = [event for event in events if event["kind"] == "metrics"]
-        self._send_points(self._run, points)
+        self._send_points(to, to.run, points)
         if self._header["stage"] == "ppo":
-            self._send_points(self._parent, points, only=curves.HEADLINES)
+            self._send_points(to, to.parent, points, only=curves.HEADLINES)
         tags = dict[str, str]()
         for event in events:
             if event["kind"] == "results":
-                self._send_results(event)
+                self._send_results(to, event)
             elif event["kind"] == "tags":
                 tags |= event["values"]
             elif event["kind"] == "event":
                 tags[event["name"]] = f"at {event['step']}: {event['text']}"
         latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
-        tags |= self._send_artifacts(latest)
+        tags |= self._send_artifacts(to, latest)
         if MLFLOW_RUN_NOTE in tags:
-            tags[MLFLOW_RUN_NOTE] = self._describe(tags[MLFLOW_RUN_NOTE])
+            tags[MLFLOW_RUN_NOTE] = self._describe(to, tags[MLFLOW_RUN_NOTE])
         if tags:
             texts = [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]
-            self._client.log_batch(self._run, tags=texts)
+            to.client.log_batch(to.run, tags=texts)
         if events and events[-1]["kind"] == "end":
             end = events[-1]
-            self._end(self._run, end, end["reason"])
-            if self._run == self._parent:
-                names = self._client.get_run(self._parent).data.metrics
-                self._client.set_experiment_tag(self._experiment, view.TAG, view.text(names))
+            _end(to.client, to.run, end, end["reason"])
+            if to.run == to.parent:
+                names = to.client.get_run(to.parent).data.metrics
+                to.client.set_experiment_tag(to.experiment, view.TAG, view.text(names))
             else:
-                self._end_parent(end)
+                self._end_parent(to, end)
 
-    def _send_points(self, run: str, points: Sequence[Event], only: Sequence[str] | None = None) -> None:
+    def _send_points(
+        self, to: Connection, run: str, points: Sequence[Event], only: Sequence[str] | None = None
+    ) -> None:
         """Send one point per metric and step: a resumed stage logs some of them again."""
         metrics = list[Metric]()
         for point in points:
             for name, value in point["values"].items():
                 if only is not None and name not in only:
                     continue
-                steps = self._steps.get((run, name))
+                steps = to.steps.get((run, name))
                 if steps is None:
-                    is_new = self._is_new and run == self._run
-                    history = [] if is_new else self._client.get_metric_history(run, name)
-                    steps = self._steps[run, name] = {point.step for point in history}
+                    is_new = to.is_new and run == to.run
+                    history = [] if is_new else to.client.get_metric_history(run, name)
+                    steps = to.steps[run, name] = {point.step for point in history}
                 if point["step"] not in steps:
                     metrics.append(Metric(name, value, point["time"], point["step"]))
                     steps.add(point["step"])
         for start in range(0, len(metrics), BATCH_METRICS):
-            self._client.log_batch(run, metrics=metrics[start : start + BATCH_METRICS])
+            to.client.log_batch(run, metrics=metrics[start : start + BATCH_METRICS])
 
-    def _send_results(self, results: Event) -> None:
+    def _send_results(self, to: Connection, results: Event) -> None:
         """Send a stage's results to the pipeline's run, which may have them from another process."""
-        held = self._client.get_run(self._parent).data.metrics
+        held = to.client.get_run(to.parent).data.metrics
         new = {name: value for name, value in results["values"].items() if held.get(name) != value}
         metrics = [Metric(name, value, results["time"], 0) for name, value in new.items()]
-        self._client.log_batch(self._parent, metrics=metrics)
+        to.client.log_batch(to.parent, metrics=metrics)
 
-    def _send_artifacts(self, artifacts: Mapping[str, Event]) -> dict[str, str]:
+    def _send_artifacts(self, to: Connection, artifacts: Mapping[str, Event]) -> dict[str, str]:
         """Send copies of files, with a figure of each CSV file of curves; returns tags that describe them."""
         tags = dict[str, str]()
         for name, artifact in artifacts.items():
@@ -284,7 +271,7 @@ class Delivery:
             file = self.record.files / name
             if not file.exists():  # MLflow got it before the run was resumed
                 continue
-            self._client.log_artifact(self._run, str(file), artifact["folder"])
+            to.client.log_artifact(to.run, str(file), artifact["folder"])
             if artifact["folder"] == "plots":  # MLflow's charts have no preset layout
                 figure, rows = self.record.files / "curves.png", curves.read_csv(file.read_text("utf-8"))
                 try:
@@ -292,19 +279,52 @@ class Delivery:
                 except UNDRAWABLE as error:
                     tags["rlhf.figure"] = f"{figure.name} cannot be drawn: {type(error).__name__}: {error}"
                 else:
-                    self._client.log_artifact(self._run, str(figure))
+                    to.client.log_artifact(to.run, str(figure))
         return tags
 
-    def _describe(self, note: str) -> str:
+    def _describe(self, to: Connection, note: str) -> str:
         """A description with links to artifacts before it, and the figure, which any MLflow server shows."""
         links = list[str]()
         for title, name in {"Samples": SAMPLES, "Report": REPORT}.items():
             if name in self._artifacts:
-                page = view.run_page("", self._experiment, self._run, f"/artifacts/{name}")
+                page = view.run_page("", to.experiment, to.run, f"/artifacts/{name}")
                 links.append(f"[{title}]({page.removeprefix('/')})")
-        figure = f"![Curves of PPO](get-artifact?path=curves.png&run_uuid={self._run})"
+        figure = f"![Curves of PPO](get-artifact?path=curves.png&run_uuid={to.run})"
         parts = [" · ".join(links), note, figure if "plots/ppo.csv" in self._artifacts else ""]
         return "\n\n".join(part for part in parts if part)
+
+
+def _next_color(client: MlflowClient, experiment: str) -> str:
+    """A color that the newest pipelines do not have: MLflow's own colors of two runs are often alike."""
+    newest = client.search_runs([experiment], view.PIPELINES, max_results=len(COLORS) - 1)
+    used = {run.data.tags.get(COLOR_TAG) for run in newest}
+    return next(color for color in COLORS if color not in used)
+
+
+def _log_params(client: MlflowClient, run: str, values: Mapping[str, Any]) -> None:
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
+    params = [Param(name, text[:MAX_PARAM]) for name, text in texts.items()]
+    for start in range(0, len(params), BATCH_PARAMS):
+        client.log_batch(run, params=params[start : start + BATCH_PARAMS])
+
+
+def _set_running(client: MlflowClient, run: str) -> None:
+    if client.get_run(run).info.status != "RUNNING":
+        client.update_run(run, status="RUNNING")
+    _remove_tag(client, run, REASON)
+
+
+def _remove_tag(client: MlflowClient, run: str, tag: str) -> None:
+    if tag in client.get_run(run).data.tags:
+        client.delete_tag(run, tag)
+
+
+def _end(client: MlflowClient, run: str, end: Event, reason: str) -> None:
+    if reason:
+        client.set_tag(run, REASON, reason[:MAX_TAG])
+    else:
+        _remove_tag(client, run, REASON)
+    client.set_terminated(run, end["status"], end_time=end["time"])
 
 
 def _dataset(path: str, md5: str) -> DatasetInput:
