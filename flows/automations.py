@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
@@ -80,7 +80,11 @@ def notify(webhook: str | None) -> None:
 
 
 def _trigger(
-    ends: tuple[str, ...], posture: Posture, *, within: timedelta, after: Collection[str] = ()
+    ends: tuple[str, ...],
+    posture: Literal[Posture.Reactive, Posture.Proactive],
+    *,
+    within: timedelta,
+    after: Collection[str] = (),
 ) -> EventTrigger:
     """A trigger for the final states of this project's flow runs.
 

@@ -76,10 +76,10 @@ def lineage(
     ),
 ) -> int:
     """Show the data, code and runs that made a model, its verdict, and how to restore it."""
-    from rlhf_tasks.project import provenance
+    from rlhf_tasks.project import lineage_chain
 
     root = project().root.absolute()
-    print("\n".join(provenance.lines(provenance.find(root, target))))
+    print("\n".join(lineage_chain.lines(lineage_chain.find(root, target))))
     return 0
 
 
@@ -88,7 +88,7 @@ def judge(
         None, metavar="MODEL", help="a checkpoint, OWNER/NAME@COMMIT, or .jsonl with `prompt`, `completion`"
     ),
     against: str | None = Option(
-        None, metavar="MODEL", help="the second contender: a MODEL, or `reference` (default)"
+        None, metavar="MODEL", help="the second model: a MODEL, or `reference` (default)"
     ),
     num_examples: int | None = Option(None, min=1, help="test prompts to use (default: judge.num_examples)"),
     judges: list[str] | None = Option(

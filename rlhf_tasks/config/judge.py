@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from rlhf_tasks.config import types as t
-from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED, Checks, Scorer, reward_folders
+from rlhf_tasks.config.scorers import HELDOUT, OPTIMIZED, Checks, Scorer, reward_folders
 from rlhf_tasks.config.types import Section, check_source
 
 RESERVED = (
@@ -65,7 +65,7 @@ class RewardModelJudge(NamedJudge):
     @property
     def is_of_pipeline(self) -> bool:
         """Whether stage reward makes the model."""
-        return Path(self.path).as_posix() in (OPTIMISED, HELDOUT)
+        return Path(self.path).as_posix() in (OPTIMIZED, HELDOUT)
 
 
 class FunctionJudge(NamedJudge):
@@ -158,7 +158,7 @@ Judge = Annotated[
 ]
 
 
-def optimised_by(scorers: Sequence[Scorer], judge: Judge) -> str | None:
+def optimized_by(scorers: Sequence[Scorer], judge: Judge) -> str | None:
     """The reward model or function of a judge that is also a scorer of PPO; None for any other judge."""
     if isinstance(judge, FunctionJudge):
         functions = [scorer.function for scorer in scorers if scorer.kind == "function"]

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config import types as t
-from rlhf_tasks.config.judge import Selection, optimised_by
+from rlhf_tasks.config.judge import Selection, optimized_by
 from rlhf_tasks.config.scorers import RewardModelScorer, Scorer, conflicts
 from rlhf_tasks.config.types import Section
 
@@ -395,7 +395,7 @@ class Ppo(Section):
     target_kl: t.PositiveFloat | None = None
     """Policy/approxkl_avg of an epoch, in nats per token, above which no epoch follows; null: no limit."""
     reference_sync: ReferenceSync | None = None
-    """Movement of the reference towards the policy; null: the reference is fixed."""
+    """Movement of the reference toward the policy; null: the reference is fixed."""
     ratio_from: Literal["rollout", "reference"] = "rollout"
     """Denominator of the probability ratio: the policy of the rollout, or the reference."""
 
@@ -490,7 +490,7 @@ class Ppo(Section):
                 f"truncation.kind={self.truncation.kind} needs the value of a critic, and advantages.kind="
                 f"{self.advantages.kind} has none; set it to eos_trick_replace, eos_trick_subtract or none"
             )
-        if self.select_by is not None and (name := optimised_by(self.scorers, self.select_by.judge)):
+        if self.select_by is not None and (name := optimized_by(self.scorers, self.select_by.judge)):
             yield f"select_by: {name} is also a scorer, and PPO does not select by what it optimizes"
 
     def _size_problems(self) -> Iterator[str]:

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rlhf_tasks.config import types as t
-from rlhf_tasks.config.judge import CombinedJudge, Judge, Judging, RewardModelJudge, optimised_by
+from rlhf_tasks.config.judge import CombinedJudge, Judge, Judging, RewardModelJudge, optimized_by
 from rlhf_tasks.config.ppo import Lora, Ppo
-from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
+from rlhf_tasks.config.scorers import OPTIMIZED, reward_folders
 from rlhf_tasks.config.types import Section, check_source
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -461,7 +461,7 @@ class Promotion(Section):
                 )
             for one in judging.judges:
                 if one.name in with_parts(judging.judges, name) and (
-                    reward := optimised_by(ppo.scorers, one)
+                    reward := optimized_by(ppo.scorers, one)
                 ):
                     yield (
                         f"promotion.{key}={name!r} uses {reward}, which PPO optimizes, so it cannot show "
@@ -655,7 +655,7 @@ class Config(Section):
     def _reward_model_problems(self) -> Iterator[str]:
         """A reward model is trained if and only if something uses it."""
         users = {
-            "ppo.scorers": OPTIMISED in reward_folders(self.ppo.scorers),
+            "ppo.scorers": OPTIMIZED in reward_folders(self.ppo.scorers),
             "ppo.advantages.critic.init": getattr(self.ppo.critic, "init", None) == "reward",
             "judge.judges": any(
                 isinstance(one, RewardModelJudge) and one.is_of_pipeline for one in self.judge.judges

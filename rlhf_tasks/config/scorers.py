@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from rlhf_tasks.config import types as t
 from rlhf_tasks.config.types import Section
 
-OPTIMISED, HELDOUT = "models/reward", "models/reward_heldout"
+OPTIMIZED, HELDOUT = "models/reward", "models/reward_heldout"
 """The reward model that a scorer of kind reward_model optimizes, and the one that PPO never optimizes."""
 COLUMNS_OF_SAMPLES = ("episode", "prompt", "response", "score", "reward_heldout")
 """Columns of samples.parquet that are not scorers."""
@@ -156,7 +156,7 @@ def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
 def reward_folders(scorers: Sequence[Scorer]) -> list[str]:
     """The folder of each reward model that PPO optimizes, as configured; models/reward for a null path."""
     models = [one for one in scorers if isinstance(one, RewardModelScorer)]
-    return [OPTIMISED if one.path is None else Path(one.path).as_posix() for one in models]
+    return [OPTIMIZED if one.path is None else Path(one.path).as_posix() for one in models]
 
 
 def conflicts(scorers: Sequence[Scorer], response_length: int) -> Iterator[str]:
@@ -173,8 +173,8 @@ def conflicts(scorers: Sequence[Scorer], response_length: int) -> Iterator[str]:
                 f"scorers: length_penalty starts above max_tokens − buffer = {one.max_tokens - one.buffer} "
                 f"tokens, which no response exceeds with response_length={response_length}; lower max_tokens"
             )
-        if isinstance(one, RewardModelScorer) and one.path and Path(one.path).as_posix() == OPTIMISED:
-            yield f"scorers: path={OPTIMISED} is the default; remove path, or set it to null"
+        if isinstance(one, RewardModelScorer) and one.path and Path(one.path).as_posix() == OPTIMIZED:
+            yield f"scorers: path={OPTIMIZED} is the default; remove path, or set it to null"
     folders = reward_folders(scorers)
     for folder, count in Counter(folders).items():
         if count > 1:

@@ -1,7 +1,7 @@
 """A synthetic TL;DR task whose right answers are known.
 
 A post states four facts (who, thing, place, plan), each a word of its own lexicon, among other words and
-sentences. Writers summarise posts imperfectly: they omit facts, get some wrong, and some ramble.
+sentences. Writers summarize posts imperfectly: they omit facts, get some wrong, and some ramble.
 References and demonstrations come from the same writers. The gold judge reads a post and a summary and
 scores coverage, faithfulness and brevity. It labels preferences (with noise, as people do) and judges at
 the end; the policy never sees it.
@@ -89,7 +89,7 @@ TOO_LONG_PENALTY = 0.1
 
 @dataclass(frozen=True)
 class Writer:
-    """The errors of a summariser: the chance to omit a fact, to get it wrong, and to ramble."""
+    """The errors of a summarizer: the chance to omit a fact, to get it wrong, and to ramble."""
 
     omit: float
     invent: float
@@ -163,16 +163,16 @@ def generate(
     tables: dict[str, dict[Split, list[dict[str, Any]]]] = {"sft": {}, "preferences": {}, "prompts": {}}
     for split in ("train", "validation", "test"):
         own = posts[split if split != "train" else "prompts"]
-        summarised = [(p["prompt"], _summary(rng, p)) for p in own]
+        summarized = [(p["prompt"], _summary(rng, p)) for p in own]
         tables["prompts"][split] = [
-            {"prompt": prompt, "reference": summary, "source": "synthetic"} for prompt, summary in summarised
+            {"prompt": prompt, "reference": summary, "source": "synthetic"} for prompt, summary in summarized
         ]
         if keep:
             for row, post in zip(tables["prompts"][split], own, strict=True):
                 row[KEY] = {name: post[name] for name in keep}
         tables["sft"][split] = [
             {"prompt": prompt, "completion": summary, "source": "synthetic"}
-            for prompt, summary in (summarised[:num_sft] if split == "train" else summarised)
+            for prompt, summary in (summarized[:num_sft] if split == "train" else summarized)
         ]
         compared = posts[split if split != "train" else "preferences"]
         tables["preferences"][split] = [_pair(rng, p) for p in compared]

@@ -34,7 +34,7 @@ from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_config, pl
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, ends_of, has_ended
 from rlhf_tasks.models.tensors import distinct
-from rlhf_tasks.project import atomic, hashing, reference
+from rlhf_tasks.project import atomic, hashing, ready_models
 from rlhf_tasks.project.paths import Paths
 
 DECISIVE_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # besides the weights, these decide a sample
@@ -142,13 +142,13 @@ def _key(
     folder: Path, revision: str | None, prompts: Sequence[str], settings: dict[str, Any], device: torch.device
 ) -> str | None:
     """The digest of what decides these responses; None where the weights have no fingerprint."""
-    if revision is None and not (reference.read(folder) or any(folder.glob("*.safetensors"))):
+    if revision is None and not (ready_models.read(folder) or any(folder.glob("*.safetensors"))):
         return None
     files = sorted(
         file
         for kind in DECISIVE_FILES
         for file in folder.glob(kind)
-        if file.name not in (contracts.IDENTITY, reference.FILE)
+        if file.name not in (contracts.IDENTITY, ready_models.FILE)
     )
     return hashing.json_sha256(
         {

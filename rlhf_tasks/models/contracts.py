@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from rlhf_tasks import console
 from rlhf_tasks.config import is_hub_id
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import packaged, reference
+from rlhf_tasks.project import packaged, ready_models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,7 +79,7 @@ def fingerprint(folder: Path) -> str:
     Raises:
         ContractError: for damaged weights, or weights in another format than safetensors.
     """
-    if (known := reference.read(folder)) is not None:
+    if (known := ready_models.read(folder)) is not None:
         return str(known["fingerprint"])
     files = sorted(folder.glob("*.safetensors"))
     if not files and any(folder.glob("*.bin")):
@@ -144,7 +144,7 @@ def model_card(
 
 def _is_place(key: str, value: Any) -> bool:
     """Whether it says where on a machine a ready model is."""
-    named = key in reference.KEYS and value not in (None, "scratch")
+    named = key in ready_models.KEYS and value not in (None, "scratch")
     return named and not value.startswith(packaged.PREFIX) and not is_hub_id(value)
 
 

@@ -1,7 +1,7 @@
 """Creates, loads, adapts and saves the models of the pipeline.
 
 A checkpoint is a Hugging Face folder (safetensors, config, tokenizer, model card) with the rlhf.json of
-contracts.py. A ready model is a reference to its weights (project/reference.py), which loading follows.
+contracts.py. A ready model is a reference to its weights (project/ready_models.py), which loading follows.
 The bytes do not change from run to run. Weights that would be newly initialized at load are an error: PPO
 would train on the noise of a new reward head.
 
@@ -59,7 +59,7 @@ from rlhf_tasks.models.contracts import IDENTITY, ContractError, fingerprint
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.foreign import ANY_WEIGHTS, SCORE_HEADS, Head, find_head, put_head, refuse_others
 from rlhf_tasks.models.stop_tokens import ends_of
-from rlhf_tasks.project import atomic, disk, packaged, reference
+from rlhf_tasks.project import atomic, disk, packaged, ready_models
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -145,7 +145,7 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
     Raises:
         ContractError: if it cannot be read, or weights are missing from it.
     """
-    folder, file = packaged.gguf(str(reference.locate(source)))
+    folder, file = packaged.gguf(str(ready_models.locate(source)))
     if not file:
         model = _load(AutoModelForCausalLM, source, revision)
     else:
@@ -157,7 +157,7 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.load_state_dict(read.state_dict())
         model.generation_config = read.generation_config
-    if (known := reference.read(source)) is not None:
+    if (known := ready_models.read(source)) is not None:
         model.generation_config = GenerationConfig.from_pretrained(source)
         if file:
             _keep_converted(model, Path(source), known["fingerprint"])
@@ -199,7 +199,7 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
 
 
 def _head(source: str | Path, revision: str | None, config: PretrainedConfig) -> Head | None:
-    folder = _fetch(str(reference.locate(source)), revision, ["*.json", "*.safetensors"])
+    folder = _fetch(str(ready_models.locate(source)), revision, ["*.json", "*.safetensors"])
     return find_head(folder, getattr(config, "value_head_prefix", None))
 
 
@@ -207,7 +207,7 @@ def _load(
     auto: Any, source: str | Path, revision: str | None, *, without_head: bool = False
 ) -> PreTrainedModel:
     """A model in float32; heads that score texts beside it are refused, or left out (`without_head`)."""
-    config, place = load_config(source, revision), reference.locate(source)
+    config, place = load_config(source, revision), ready_models.locate(source)
     names = (*SCORE_HEADS, getattr(config, "value_head_prefix", None))
     how: dict[str, Any] = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
     how |= {} if place == source else {"config": config}
@@ -528,15 +528,15 @@ def _save_reference(model: PreTrainedModel, folder: Path, source: Ready) -> None
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     own = fingerprint(place) if any(place.glob("*.safetensors")) else None
-    known = reference.describe(folder, place, source, own)
-    atomic.write_json(folder / reference.FILE, known)
+    known = ready_models.describe(folder, place, source, own)
+    atomic.write_json(folder / ready_models.FILE, known)
     if is_gguf:
         _keep_converted(model, folder, known["fingerprint"])
 
 
 def _keep_converted(model: PreTrainedModel, folder: Path, fingerprint: str) -> None:
     """Keep what the GGUF file of a reference was converted to, for its next load."""
-    kept = reference.converted(folder, fingerprint)
+    kept = ready_models.converted(folder, fingerprint)
     if kept is None:
         return
     with FileLock(kept.with_suffix(".lock")):  # several ranks may have converted it
@@ -551,12 +551,12 @@ def copy_checkpoint(folder: Path, to: Path) -> None:
     Raises:
         UserError: if these weights are not at hand.
     """
-    place = Path(reference.locate(folder))
+    place = Path(ready_models.locate(folder))
     shutil.copytree(folder, to, dirs_exist_ok=True, copy_function=shutil.copyfile)
     if place == folder:
         return
-    (to / reference.FILE).unlink()
-    files = reference.weights(place)
+    (to / ready_models.FILE).unlink()
+    files = ready_models.weights(place)
     if any(file.suffix == ".safetensors" for file in files):
         for file in files:
             shutil.copyfile(file, to / file.name)

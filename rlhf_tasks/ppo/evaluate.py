@@ -192,7 +192,7 @@ class Evaluator:
             elif self._config.guards is not None and self._config.guards.gap_max is not None:
                 raise UserError(
                     f"ppo.guards.gap_max={self._config.guards.gap_max:g} is in standard deviations of the "
-                    "optimised and the held-out score before training, and one of them is the same for all "
+                    "optimized and the held-out score before training, and one of them is the same for all "
                     "selection prompts; set it to null, or change ppo.scorers"
                 )
         if self._judge is not None:

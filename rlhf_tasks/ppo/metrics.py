@@ -93,7 +93,7 @@ def standardized_gaps(
 
     μ and σ are the `moments` of the initial policy's responses: there the mean gap is 0, whatever the zero
     and the scale of the two scores. Gao et al. 2022, arXiv 2210.10760, section 2, compare proxy and gold
-    rewards as a function of the KL, recentred at the initial policy, the gold one in standard deviations.
+    rewards as a function of the KL, recentered at the initial policy, the gold one in standard deviations.
     """
     (mean, deviation), (heldout_mean, heldout_deviation) = start, heldout_start
     if not deviation or not heldout_deviation:  # all responses had one score

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView, Split
 from rlhf_tasks.config.judge import RewardModelJudge
-from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
+from rlhf_tasks.config.scorers import OPTIMIZED, reward_folders
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import Ids
@@ -53,12 +53,12 @@ def _check_reward_models(config: PpoView, paths: Paths) -> None:
     Raises:
         UserError: naming the folder.
     """
-    folders = [folder for folder in reward_folders(config.ppo.scorers) if folder != OPTIMISED]
+    folders = [folder for folder in reward_folders(config.ppo.scorers) if folder != OPTIMIZED]
     if not folders:
         return
     others = []  # the reward models of the pipeline that they must differ from
     if config.has_reward_model:
-        others += [OPTIMISED] if is_rewarded(config.ppo) else []
+        others += [OPTIMIZED] if is_rewarded(config.ppo) else []
         others.append(paths.relative(paths.reward_heldout))
     known = {contracts.fingerprint(paths.root / folder): folder for folder in others}
     for folder in folders:
@@ -161,4 +161,4 @@ def check_models(
 
 def is_rewarded(settings: Ppo) -> bool:
     """Whether models/reward is what PPO optimizes, or part of it."""
-    return OPTIMISED in reward_folders(settings.scorers)
+    return OPTIMIZED in reward_folders(settings.scorers)

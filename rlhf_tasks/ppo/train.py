@@ -296,7 +296,7 @@ def train(
                     sync = config.reference_sync
                     if sync is not None and state.update % sync.every == 0:
                         assert state.moving_reference is not None
-                        sharding.move_towards(state.moving_reference.model, actor_critic.policy, sync.alpha)
+                        sharding.move_toward(state.moving_reference.model, actor_critic.policy, sync.alpha)
 
                     # 11. Metrics, an evaluation and samples when they are due, and the guards. The axis
                     # counts undone episodes too, so that a roll back overwrites no point of a curve. Rollouts

@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, Config, ModelView, Stage
-from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED
+from rlhf_tasks.config.scorers import HELDOUT, OPTIMIZED
 from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
@@ -47,7 +47,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "ppo.ptx.text": (),
     "ppo.select_by.judge.path": (),
     "ppo.select_by.judge.prompt": ("tldr", "hhh"),
-    "judge.judges.path": (OPTIMISED, HELDOUT),
+    "judge.judges.path": (OPTIMIZED, HELDOUT),
     "judge.judges.prompt": ("tldr", "hhh"),
     "judge.labels": (),
     "judge.retention.general": ("english",),

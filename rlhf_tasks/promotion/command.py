@@ -20,7 +20,7 @@ from rlhf_tasks.config import Config, Promotion
 from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project import atomic, dvc_files, git, hashing, provenance, reference
+from rlhf_tasks.project import atomic, dvc_files, git, hashing, lineage_chain, ready_models
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import experiment, gate, measurement, weights
 from rlhf_tasks.promotion.measurement import Candidate
@@ -69,7 +69,7 @@ def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bo
 
 def _with_weights(local: Paths, model: str) -> str:
     """The path of a checkpoint that holds its weights: for a reference, of a copy in .rlhf/policies."""
-    known = reference.read(local.root / model)
+    known = ready_models.read(local.root / model)
     if known is None:
         return Path(model).as_posix()
     from rlhf_tasks.models.load import copy_checkpoint
@@ -218,7 +218,7 @@ def _origin(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], s
     if not weights.is_cached(root, md5):
         tags[weights.FOLDER] = str(candidate.folder.resolve())
         console.say(f"{model} is not in the DVC cache: this folder is the only place to restore it from")
-    revision, experiment = provenance.revision_with(root, model, md5) or (None, None)
+    revision, experiment = lineage_chain.revision_with(root, model, md5) or (None, None)
     tags |= {weights.REVISION: revision} if revision else {}
     tags |= {weights.EXPERIMENT: experiment} if experiment else {}
     tags |= {"rlhf.name": name} if (name := run_name()) else {}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, git, hashing, provenance
+from rlhf_tasks.project import dvc_files, git, hashing, lineage_chain
 from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.lineage_chain import Chain
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.project.provenance import Chain
 from rlhf_tasks.promotion import weights
 from rlhf_tasks.promotion.command import POLICY, check, criteria_of, verdict_file
 from rlhf_tasks.promotion.gate import Verdict
@@ -107,7 +107,7 @@ def _champion(paths: Paths) -> Source:
 
 def _chain(root: Path, name: str) -> Chain | None:
     try:
-        return provenance.find(root, name)
+        return lineage_chain.find(root, name)
     except UserError as error:
         console.say(f"the card will have no lineage: {error}")
         return None
@@ -134,6 +134,6 @@ def card(source: Source, home: Path) -> str:
         parts.append("## Verdict\n\nThe gate has not judged this policy.")
     parts.append(f"## Lineage\n\nmd5 of the original folder: `{source.md5}`")
     if source.chain is not None:
-        text = "\n".join(itertools.takewhile(bool, provenance.lines(source.chain)))
+        text = "\n".join(itertools.takewhile(bool, lineage_chain.lines(source.chain)))
         parts.append(f"```\n{text}\n```")
     return "\n\n".join(parts) + "\n"

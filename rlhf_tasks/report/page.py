@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_tasks.config import STAGES, ReportView, flatten
-from rlhf_tasks.config.scorers import OPTIMISED
+from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -182,7 +182,7 @@ def _diagnostics(rows: Rows, columns: tuple[str, str, str, str]) -> Iterator[Fig
             own = [row for row in rows if (row[by], row[line]) == (one, name)]
             points = ([row[key] for row in own] for key in (x, y, "low", "high"))
             curves.append(Curve(catalogue.placeholder_in_words(name), *points))
-        scorer = "the reward that PPO optimized" if one == OPTIMISED else catalogue.placeholder_in_words(one)
+        scorer = "the reward that PPO optimized" if one == OPTIMIZED else catalogue.placeholder_in_words(one)
         if y == "right":
             yield Figure(f"Calibration: {scorer}", "", x, curves, guide="y = x")
         else:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.config.judge import Retention
-from rlhf_tasks.config.scorers import OPTIMISED
+from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
@@ -128,7 +128,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             who: rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
             for who, texts in sampled.texts.items()
         }
-        scores |= {(OPTIMISED, who): values for who, values in own.items()}
+        scores |= {(OPTIMIZED, who): values for who, values in own.items()}
         # PPO's win rate over SFT by the reward that it optimized, minus each judge's
         by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
         by_judge = {

@@ -87,7 +87,7 @@ def _draw_panel(
         points = [(row[axis], row[name]) for row in rows if name in row]
         axes.plot(*zip(*points, strict=True), label=name, lw=1.2, marker="." if len(points) < 20 else "")
     if panel.guide is not None:
-        axes.axhline(panel.guide, color="grey", linewidth=0.8, linestyle="--")
+        axes.axhline(panel.guide, color="gray", linewidth=0.8, linestyle="--")
     axes.set_title(panel.title, fontsize=9)
     axes.set_xlabel(axis, fontsize=8)
     axes.tick_params(labelsize=7)

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks.config import Config, Lora, Ppo, is_hub_id
-from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
+from rlhf_tasks.config.scorers import OPTIMIZED, reward_folders
 from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import from_scratch
@@ -31,7 +31,7 @@ from rlhf_tasks.models.logprobs import GPU_LOGITS
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.precision import tokens_that_fit
 
-Layout = Literal["ddp", "zero2", "fsdp2", "zero3"]  # from the simplest to those that spread most
+Parallelism = Literal["ddp", "zero2", "fsdp2", "zero3"]  # from the simplest to those that spread most
 SHARDING = ("fsdp2", "zero3")
 FP32, BF16 = 4, 2
 BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size; overlap_comm uses two
@@ -134,7 +134,7 @@ class Run:
     ppo: Ppo
     longest: int  # tokens of a prompt
     num_gpus: int
-    layout: Layout = "ddp"
+    parallelism: Parallelism = "ddp"
     is_bf16: bool = True
     has_reward_model: bool = True  # models/reward and models/reward_heldout are loaded
     offload: bool = False
@@ -186,26 +186,26 @@ def memory(run: Run) -> dict[str, float]:
     Sampling has no gradients and activations, and training no cache, so that the peak is less than the sum.
     """
     policy, ppo, n, width = run.policy, run.ppo, run.num_gpus, run.width
-    is_sharded, is_deepspeed = run.layout in SHARDING, run.layout.startswith("zero")
+    is_sharded, is_deepspeed = run.parallelism in SHARDING, run.parallelism.startswith("zero")
     adapters = ppo.lora.r * policy.activations if ppo.lora else 0
     reference = 0 if ppo.lora else policy.parameters
     folders = reward_folders(ppo.scorers)
-    num_rewards = sum(folder != OPTIMISED for folder in folders) + 2 * run.has_reward_model
+    num_rewards = sum(folder != OPTIMIZED for folder in folders) + 2 * run.has_reward_model
     rewards = FP32 * num_rewards * (policy.trunk + policy.hidden)
     stored = width if is_deepspeed else FP32
     weights = stored * (policy.parameters + adapters + run.critic + reference) + rewards
-    if run.layout == "ddp" and run.is_bf16:  # autocast's copies of policy and critic
+    if run.parallelism == "ddp" and run.is_bf16:  # autocast's copies of policy and critic
         weights += BF16 * (policy.parameters + run.critic)
-    share = 1 if run.layout == "ddp" else n
+    share = 1 if run.parallelism == "ddp" else n
     buckets = 2 * width * min(BUCKET, run.trained) if is_deepspeed else 0
-    exchanged = FP32 * run.trained if run.layout == "ddp" and n > 1 else 0
+    exchanged = FP32 * run.trained if run.parallelism == "ddp" and n > 1 else 0
     parts = {
         "weights": weights / (n if is_sharded else 1),
         "gradients": stored * run.trained / share + buckets + exchanged,
         "optimizer": (3 if is_deepspeed else 2) * FP32 * run.trained / share,
     }
     offloaded = 0.0
-    if run.offload and run.layout != "ddp":
+    if run.offload and run.parallelism != "ddp":
         moved = {"gradients": parts["gradients"] - buckets, "optimizer": parts["optimizer"]}
         moved |= {"weights": parts["weights"]} if is_sharded else {}
         offloaded = sum(moved.values())
@@ -215,12 +215,12 @@ def memory(run: Run) -> dict[str, float]:
     tokens = min(max(ppo.micro_batch_tokens, row), max(1, batch // ppo.num_mini_batches // n) * row)
     # one process frees the policy's activations before the critic's pass; ranks need both in one pass
     has_two = ppo.critic is not None and ppo.critic.kind == "separate"
-    passes = 2 if has_two and (n > 1 or run.layout != "ddp") else 1
+    passes = 2 if has_two and (n > 1 or run.parallelism != "ddp") else 1
     kept, recomputed = width * policy.activations, 0
     # checkpointing keeps each layer's input, which autocast leaves in float32, and one layer's own
     if ppo.gradient_checkpointing:
         recomputed = kept // policy.layers
-        kept = (FP32 if run.layout == "ddp" else width) * policy.layers * policy.hidden
+        kept = (FP32 if run.parallelism == "ddp" else width) * policy.layers * policy.hidden
     parts["activations"] = tokens * (passes * kept + recomputed)
     rows = batch // n if ppo.sampler.kind == "policy" else 0
     if ppo.sampler.kind == "policy":
@@ -241,7 +241,7 @@ def memory(run: Run) -> dict[str, float]:
         embeddings = policy.vocab * policy.hidden
         live = width * (embeddings + policy.head + 2 * policy.layer)
         live += (width + FP32) * max(embeddings, policy.layer)  # a whole gradient, and its float32 copy
-        if run.layout == "zero3":  # policy and critic are whole before they are partitioned
+        if run.parallelism == "zero3":  # policy and critic are whole before they are partitioned
             live, start = width * min(LIVE, both), FP32 * both
     parts["gathered"] = max(gathered, live)
     sample = parts["cache"] + sampling + gathered
@@ -258,11 +258,11 @@ def candidates(run: Run) -> Iterator[Run]:
     for offload in sorted({run.offload, True}):
         for checkpointing in sorted({run.ppo.gradient_checkpointing, True}):
             ppo = run.ppo.model_copy(update={"gradient_checkpointing": checkpointing})
-            for layout in get_args(Layout):
-                if layout == "ddp" and offload:
+            for parallelism in get_args(Parallelism):
+                if parallelism == "ddp" and offload:
                     continue
-                if run.num_gpus > 1 or layout == "ddp" or (offload and layout != "fsdp2"):
-                    yield replace(run, offload=offload, ppo=ppo, layout=layout)
+                if run.num_gpus > 1 or parallelism == "ddp" or (offload and parallelism != "fsdp2"):
+                    yield replace(run, offload=offload, ppo=ppo, parallelism=parallelism)
 
 
 def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
@@ -281,7 +281,7 @@ def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
     place, needed, given = "each GPU", parts["peak"], USABLE * gpu
     if needed <= given:
         place, needed, given = "its machine", parts["machine"], machine
-    return None, f"{least.layout} needs {needed / GB:,.0f} GB of {given / GB:,.0f} on {place}"
+    return None, f"{least.parallelism} needs {needed / GB:,.0f} GB of {given / GB:,.0f} on {place}"
 
 
 def describe(run: Run, gpu: float, machine: float) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def describe(run: Run, gpu: float, machine: float) -> dict[str, Any]:
     return {
         "fits": found is not None,
         "problem": problem or None,
-        "launch.parallelism": chosen.layout,
+        "launch.parallelism": chosen.parallelism,
         "launch.offload": chosen.offload,
         "ppo.gradient_checkpointing": chosen.ppo.gradient_checkpointing,
         **{f"GB of {name}": round(size / GB, 2) for name, size in memory(chosen).items()},

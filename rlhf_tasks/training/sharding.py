@@ -251,7 +251,7 @@ def _assign(weight: Tensor, value: Tensor | None) -> None:
 
 
 @torch.no_grad()
-def move_towards(own: nn.Module, other: nn.Module, alpha: float) -> None:
+def move_toward(own: nn.Module, other: nn.Module, alpha: float) -> None:
     """own ← (1 − alpha) · own + alpha · other, weight by weight. Collective."""
     for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
         if isinstance(mine, DTensor):

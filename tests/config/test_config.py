@@ -16,7 +16,7 @@ from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training.distributed import Distributed
 from tests import small
-from tests.ppo.toy import ENGINE
+from tests.ppo.toy import VLLM_SAMPLER
 
 FUNCTION = {"kind": "function", "function": "m:f"}
 
@@ -348,7 +348,7 @@ def test_a_loss_is_named_by_its_import_path_and_reduced_by_a_setting(key: str, v
 
 def test_a_server_by_its_address_or_by_its_command_is_accepted() -> None:
     for own in ({}, {"url": None, "command": ["/opt/vllm/bin/vllm", "serve"]}):
-        sampler = config.validate(small.params({"ppo.sampler": ENGINE | own}), "test").ppo.sampler
+        sampler = config.validate(small.params({"ppo.sampler": VLLM_SAMPLER | own}), "test").ppo.sampler
         assert sampler.kind == "vllm"
         assert sampler.command == (("/opt/vllm/bin/vllm", "serve") if own else None)
 
@@ -373,4 +373,4 @@ def test_a_server_by_its_address_or_by_its_command_is_accepted() -> None:
 def test_what_a_server_cannot_do_is_refused_before_training(
     changes: Mapping[str, Any], sampler: Mapping[str, Any], problem: str
 ) -> None:
-    assert problem in problems({"ppo.sampler": {**ENGINE, **sampler}, **changes})
+    assert problem in problems({"ppo.sampler": {**VLLM_SAMPLER, **sampler}, **changes})

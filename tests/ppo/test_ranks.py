@@ -20,7 +20,7 @@ from rlhf_tasks.ppo.vllm import VllmError
 from tests import small
 from tests.ppo.ranks import OneOfTwo, run_ranks
 from tests.ppo.test_sampler import Counted
-from tests.ppo.toy import ENGINE, QUERIES, InMemory, Memory, Toy, given, rollout_of, toy, without_critic
+from tests.ppo.toy import QUERIES, VLLM_SAMPLER, InMemory, Memory, Toy, given, rollout_of, toy, without_critic
 from tests.small import EOS
 
 NUM_ROWS, WIDTH = 16, 8
@@ -145,7 +145,7 @@ def with_server(server: InMemory, **changes: Any) -> Any:
 
     def make(dist: OneOfTwo) -> Toy:
         own = None if dist.rank else server
-        return toy(dist=dist, server=own, sampler=ENGINE, snapshots=Memory(), **changes)
+        return toy(dist=dist, server=own, sampler=VLLM_SAMPLER, snapshots=Memory(), **changes)
 
     return make
 

@@ -22,7 +22,7 @@ from rlhf_tasks.ppo.rollout import ActorCritic, ReferenceCopy
 from rlhf_tasks.ppo.vllm import VllmError, VllmServer
 from tests import small, toy
 from tests.ppo.test_vllm import QUERIES, SEEDS, alive, make_server, of_servers, until
-from tests.ppo.toy import ENGINE
+from tests.ppo.toy import VLLM_SAMPLER
 from tests.ppo.toy import toy as training
 from tests.training import stages
 
@@ -120,7 +120,7 @@ def test_two_processes_that_share_the_weights_learn_from_one_server(
     settings = toy.write_params()
     for stage in ("prepare", "base", "sft", "preferences", "reward"):
         toy.run(stage, settings)
-    sampler = ENGINE | {"url": None} | section()
+    sampler = VLLM_SAMPLER | {"url": None} | section()
     toy.write_params(launch={"num_processes": 2, "parallelism": "fsdp2"}, ppo={"sampler": sampler})
     stages.rlhf("ppo")
     rows = [row for row in stages.curve("ppo") if row["sampler/logprob_diff_max"]]

@@ -13,7 +13,7 @@ import torch
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo.vllm import VllmError
-from tests.ppo.toy import ENGINE, InMemory, Memory, toy, untimed
+from tests.ppo.toy import VLLM_SAMPLER, InMemory, Memory, toy, untimed
 from tests.small import WORDS
 
 
@@ -38,7 +38,7 @@ def test_importance_weights_are_those_of_the_servers_log_probs(cap: float | None
             samples = super().sample(queries, n, seeds)
             return replace(samples, logprobs=[x - 0.0005 for x in samples.logprobs])
 
-    one = toy(server=Moved(), sampler=ENGINE | {"importance_cap": cap})
+    one = toy(server=Moved(), sampler=VLLM_SAMPLER | {"importance_cap": cap})
     estimator, seen = one.inputs["estimator"], list[torch.Tensor]()
 
     def spy(rewards: Any, rollout: Any, config: Any) -> Any:

@@ -72,7 +72,7 @@ class Planted:
         return parts["planted"]
 
 
-ENGINE: dict[str, Any] = {
+VLLM_SAMPLER: dict[str, Any] = {
     "kind": "vllm",
     "url": "http://127.0.0.1:8000",
     "max_logprob_diff": 1e-3,
@@ -83,7 +83,7 @@ ENGINE: dict[str, Any] = {
 
 def started(*options: str, **changes: Any) -> dict[str, Any]:
     """The section of a server that the stage starts: the stand-in, with these options."""
-    return ENGINE | {"url": None, "command": standin.command(*options), **changes}
+    return VLLM_SAMPLER | {"url": None, "command": standin.command(*options), **changes}
 
 
 class InMemory(VllmServer):
@@ -257,7 +257,7 @@ def toy(
         "clock": time.perf_counter,
     }
     inputs |= {name: changes.pop(name) for name in inputs.keys() & changes.keys() - {"ptx"}}
-    config = small.ppo(**({"sampler": ENGINE} if server else {}) | changes)
+    config = small.ppo(**({"sampler": VLLM_SAMPLER} if server else {}) | changes)
     inputs["estimator"] = inputs["estimator"] or ESTIMATORS[config.advantages.kind]
     inputs["ends"] = response_ends(config, frozen, tokenizer)
     critic = small.scores(seed=3) if config.critic else NoCritic()

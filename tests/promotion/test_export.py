@@ -15,7 +15,7 @@ from rlhf_tasks.cli import main
 from rlhf_tasks.config import Ready
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project import hashing, reference
+from rlhf_tasks.project import hashing, ready_models
 from rlhf_tasks.project.atomic import write_json
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import export, weights
@@ -66,7 +66,8 @@ def refer(project: Path) -> str:
     file, ready = Path("models/sft/model.safetensors"), Ready("sft.from", "foreign/sft", None)
     digest = contracts.fingerprint(Path("models/sft"))
     write_json(
-        Path("models/sft/reference.json"), reference.describe(file.parent, Path("foreign/sft"), ready, digest)
+        Path("models/sft/reference.json"),
+        ready_models.describe(file.parent, Path("foreign/sft"), ready, digest),
     )
     file.unlink()
     main.main(["preset", "--set", "sft.from=foreign/sft"])

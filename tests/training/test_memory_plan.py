@@ -21,9 +21,9 @@ from rlhf_tasks.models.load import TokenScores, load_causal, recompute_activatio
 from rlhf_tasks.ppo.rollout import ReferenceCopy
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.training import memory_plan
-from rlhf_tasks.training.memory_plan import BUCKET, Layout, Run, Sizes, memory
+from rlhf_tasks.training.memory_plan import BUCKET, Parallelism, Run, Sizes, memory
 from tests import small
-from tests.ppo.toy import ENGINE, without_critic
+from tests.ppo.toy import VLLM_SAMPLER, without_critic
 
 GB = 1e9
 TOY = Sizes(
@@ -41,7 +41,7 @@ TOY = Sizes(
 
 def run(policy: Sizes = TOY, **changes: Any) -> Run:
     """No reward model, prompts of 24 tokens and responses of 8, in bf16."""
-    given = {"num_gpus": 1, "layout": "ddp", "offload": False, "longest": 24, "is_bf16": True}
+    given = {"num_gpus": 1, "parallelism": "ddp", "offload": False, "longest": 24, "is_bf16": True}
     fields = {name: changes.pop(name, value) for name, value in given.items()}
     sizes: dict[str, Any] = {"rollout_batch_size": 16, "num_mini_batches": 2, "micro_batch_tokens": 64}
     sizes |= {} if "advantages" in changes else {"advantages__critic__init": "sft"}
@@ -186,13 +186,13 @@ def test_the_peak_is_that_of_a_measured_update_within_15_percent(
     assert memory(planned)["peak"] - no_heldout == pytest.approx(measured, rel=0.15)
 
 
-def states(layout: Layout) -> float:
+def states(parallelism: Parallelism) -> float:
     """Weights, gradients and optimizer of a policy of 7.5 billion on 64 GPUs, without its reference."""
     policy = TOY._replace(trunk=7_500_000_000, head=0)
     batch = {"rollout_batch_size": 128, "total_episodes": 128}
-    found = memory(run(policy, num_gpus=64, layout=layout, **batch, **without_critic("rloo")))
-    reference = {"zero2": 2 * 7.5e9, "zero3": 2 * 7.5e9 / 64, "fsdp2": 4 * 7.5e9 / 64}[layout]
-    buckets = 0 if layout == "fsdp2" else 2 * 2 * BUCKET
+    found = memory(run(policy, num_gpus=64, parallelism=parallelism, **batch, **without_critic("rloo")))
+    reference = {"zero2": 2 * 7.5e9, "zero3": 2 * 7.5e9 / 64, "fsdp2": 4 * 7.5e9 / 64}[parallelism]
+    buckets = 0 if parallelism == "fsdp2" else 2 * 2 * BUCKET
     return found["weights"] - reference + found["gradients"] - buckets + found["optimizer"]
 
 
@@ -209,10 +209,10 @@ def test_sharded_states_need_what_the_papers_say() -> None:
 def test_offload_moves_a_ranks_part_into_the_machines_memory() -> None:
     """Half of 16 bytes for each of 1,300,100 trained numbers, and of the reference's 4. ZeRO-2 keeps its
     weights and buckets on the GPU."""
-    found = memory(run(num_gpus=2, layout="fsdp2", offload=True))
+    found = memory(run(num_gpus=2, parallelism="fsdp2", offload=True))
     assert (found["weights"], found["gradients"], found["optimizer"]) == (0, 0, 0)
     assert found["machine"] == 16 * 1_300_100 + 4 * 700_000 + 2 * 4 * 700_000
-    plain, moved = (memory(run(num_gpus=4, layout="zero2", offload=on)) for on in (False, True))
+    plain, moved = (memory(run(num_gpus=4, parallelism="zero2", offload=on)) for on in (False, True))
     assert moved["weights"] == plain["weights"]
     assert moved["gradients"] == 2 * 2 * 1_300_100, "the buckets"
 
@@ -225,13 +225,13 @@ def test_the_first_settings_that_fit_are_taken() -> None:
     made = run(published("8B"), num_gpus=8)
     peaks = {}
     for each in memory_plan.candidates(made):
-        peaks[each.layout, each.ppo.gradient_checkpointing, each.offload] = memory(each)["peak"]
+        peaks[each.parallelism, each.ppo.gradient_checkpointing, each.offload] = memory(each)["peak"]
     least = float("inf")
     for settings, peak in peaks.items():
         if peak < least:
             found, problem = memory_plan.fitting(made, peak / memory_plan.USABLE, 1e15)
             assert found is not None, problem
-            assert (found.layout, found.ppo.gradient_checkpointing, found.offload) == settings
+            assert (found.parallelism, found.ppo.gradient_checkpointing, found.offload) == settings
             least = peak
     assert memory_plan.fitting(made, 0.9 * least / memory_plan.USABLE, 1e15)[0] is None
 
@@ -243,10 +243,14 @@ def test_70b_fits_with_an_engine_where_the_machines_hold_what_is_offloaded() -> 
     alone, problem = memory_plan.fitting(run(policy, num_gpus=32, **given), 80 * GB, 2000 * GB)
     assert alone is None
     assert problem.endswith(" GB of 72 on each GPU")
-    found, _ = memory_plan.fitting(run(policy, num_gpus=32, sampler=ENGINE, **given), 80 * GB, 2000 * GB)
+    found, _ = memory_plan.fitting(
+        run(policy, num_gpus=32, sampler=VLLM_SAMPLER, **given), 80 * GB, 2000 * GB
+    )
     assert found is not None
-    assert (found.layout, found.offload) == ("fsdp2", True)
-    _, problem = memory_plan.fitting(run(policy, num_gpus=8, sampler=ENGINE, **given), 80 * GB, 2000 * GB)
+    assert (found.parallelism, found.offload) == ("fsdp2", True)
+    _, problem = memory_plan.fitting(
+        run(policy, num_gpus=8, sampler=VLLM_SAMPLER, **given), 80 * GB, 2000 * GB
+    )
     assert problem.startswith("fsdp2 needs 3,")
     assert problem.endswith(" GB of 2,000 on its machine")
 

@@ -151,8 +151,8 @@ def test_written_weights_are_read_again_and_the_frozen_ones_stay(mesh: DeviceMes
 def test_a_sharded_reference_follows_as_a_whole_one_does(mesh: DeviceMesh) -> None:
     whole, policy = small.causal(), small.causal(seed=5)
     split = sharded(copy.deepcopy(whole), mesh)
-    sharding.move_towards(whole, policy, 0.25)
-    sharding.move_towards(split, policy, 0.25)
+    sharding.move_toward(whole, policy, 0.25)
+    sharding.move_toward(split, policy, 0.25)
     expected = whole.state_dict()
     for name, value in sharding.weights_of(split).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)

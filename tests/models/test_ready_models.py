@@ -15,7 +15,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.responses import sample
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import copy_checkpoint, load_causal, load_reward, num_bytes
-from rlhf_tasks.project import disk, hashing, reference
+from rlhf_tasks.project import disk, hashing, ready_models
 from rlhf_tasks.project.paths import Paths
 from tests import toy
 
@@ -220,7 +220,7 @@ def test_a_reference_to_a_hub_model_names_its_id_and_revision(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     toy.run("sft", settings)
     assert asked == {("someone/model", HASH)}
-    known = reference.read("models/sft")
+    known = ready_models.read("models/sft")
     assert known is not None
     assert known["hub"] == {"id": "someone/model", "revision": HASH}
     assert torch.equal(logits("models/sft"), logits("hub/base"))
@@ -260,7 +260,7 @@ def test_a_gguf_file_is_converted_once(project: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     toy.run("base", toy.write_params(model={"base": "model.gguf"}))
     assert not list(Path("models/base").glob("*.safetensors"))
-    assert (reference.read("models/base") or {})["files"].keys() == {"model.gguf"}
+    assert (ready_models.read("models/base") or {})["files"].keys() == {"model.gguf"}
     same = [torch.equal(logits("models/base"), logits("foreign/base")) for _ in range(2)]
     assert (same, converted) == ([True, True], ["model.gguf"])
     shutil.rmtree(".rlhf/models")  # as on another machine

@@ -1,4 +1,4 @@
-"""Stage ppo with an engine: what it writes, how it ends when the engine fails, and that no server is left."""
+"""Stage ppo with vLLM: what it writes, how it ends when the server fails, and that no server is left."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.stages.test_ppo import POLICY, SETTINGS, run
 
 
 def section(*options: str, **changes: Any) -> dict[str, Any]:
-    """An engine that the stage starts, with options of the stand-in."""
+    """A server that the stage starts, with options of the stand-in."""
     return {"ppo.sampler": started(*options, **changes)}
 
 
-def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Path) -> None:
+def test_the_policy_names_the_sampler_and_the_run_has_its_metrics(models_here: Path) -> None:
     _, history = run(**section())
     rows = [row for row in history if "sampler/logprob_diff" in row]
     assert [row["episode"] for row in rows] == [16, 32, 48]
@@ -42,7 +42,7 @@ def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Pa
     assert len(list((models_here / ".rlhf/vllm").iterdir())) == 1, "the log alone is kept"
 
 
-def test_an_engine_that_ends_ends_the_stage_with_one_message_that_names_its_log(
+def test_a_server_that_ends_ends_the_stage_with_one_message_that_names_its_log(
     models_here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contracts.fingerprint(POLICY)
@@ -62,11 +62,11 @@ def test_an_engine_that_ends_ends_the_stage_with_one_message_that_names_its_log(
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_cancelled_stage_leaves_no_server(models_here: Path) -> None:
-    """The engine hangs in the first rollout. The first SIGTERM waits for the update, the second does not."""
+    """The server hangs in the first rollout. The first SIGTERM waits for the update, the second does not."""
     shutil.copy(small.ROOT / "dvc.yaml", Path())
     marker = models_here / "marker"
-    engine = section("--canned", "--fault", "hang", "--marker", str(marker))
-    changes = SETTINGS | engine | {"tracking.enabled": False}
+    server = section("--canned", "--fault", "hang", "--marker", str(marker))
+    changes = SETTINGS | server | {"tracking.enabled": False}
     YAML().dump(small.params(changes), Path("params.yaml"))
     environment = os.environ | {"PYTHONPATH": str(small.ROOT)}
     words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]

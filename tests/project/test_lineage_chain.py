@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from rlhf_tasks.cli import main
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
-from rlhf_tasks.project import dvc_cli, git, hashing, provenance
+from rlhf_tasks.project import dvc_cli, git, hashing, lineage_chain
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
 from tests.report import workspace
@@ -67,7 +67,7 @@ def root(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @pytest.mark.parametrize("name", ["second.txt", "mine", KEY, FLOW, f"prefect-{FLOW}"])
 def test_every_name_leads_to_the_same_chain(root: Path, name: str) -> None:
-    chain = provenance.find(root, name)
+    chain = lineage_chain.find(root, name)
     assert chain.experiment == "mine"
     assert [link.stage for link in chain.links] == ["first", "second"]
     assert chain.links[0].inputs["given"] == hashing.dvc_md5(root / "given")
@@ -81,7 +81,7 @@ def test_a_flow_run_that_saved_nothing_leads_to_its_commit(root: Path, name: dic
     record = {"kind": "tags", "values": {"git.rev": head, **name}}
     file = root / f".rlhf/outbox/flow-{FLOW}.jsonl"
     file.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    chain = provenance.find(root, FLOW)
+    chain = lineage_chain.find(root, FLOW)
     assert (chain.revision, chain.experiment) == (head, None)
 
 
@@ -90,10 +90,10 @@ def test_a_flow_run_whose_record_was_cut_off_is_found(root: Path) -> None:
     file = root / f".rlhf/outbox/flow-{FLOW}.jsonl"
     whole = file.read_text(encoding="utf-8")
     file.write_text(whole + '{"kind": "ta', encoding="utf-8")
-    assert provenance.find(root, FLOW).experiment == "mine"
+    assert lineage_chain.find(root, FLOW).experiment == "mine"
     file.write_text('{"kind": "ta\n' + whole, encoding="utf-8")
     with pytest.raises(UserError, match="has a damaged line"):
-        provenance.find(root, FLOW)
+        lineage_chain.find(root, FLOW)
 
 
 @pytest.mark.parametrize("by_environment", [True, False])
@@ -109,16 +109,16 @@ def test_an_mlflow_run_is_found_in_the_store_of_the_stages(
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     client = MlflowClient(embedded_uri(elsewhere if by_environment else root / ".rlhf"))
     made = client.create_run(client.create_experiment("rlhf"), tags={"dvc.exp": "mine"})
-    assert provenance.find(root, made.info.run_id).experiment == "mine"
+    assert lineage_chain.find(root, made.info.run_id).experiment == "mine"
     with pytest.raises(UserError, match="is not known: give an out"):
-        provenance.find(root, "0" * 32)
+        lineage_chain.find(root, "0" * 32)
 
 
 def test_an_mlflow_that_does_not_answer_is_a_user_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(UserError, match=r"cannot be read from MLflow at http://127.0.0.1:9"):
-        provenance.find(root, "0" * 32)
+        lineage_chain.find(root, "0" * 32)
 
 
 def test_the_text_goes_from_data_to_win_rates_and_its_commands_work(
@@ -130,8 +130,8 @@ def test_the_text_goes_from_data_to_win_rates_and_its_commands_work(
     assert places == sorted(places)
     assert "gold: policy vs sft  75.0% (70.0%–80.0%)" in text
     assert "data         source synthetic\n" in text
-    chain = provenance.find(root, "second.txt")
-    get = next(line for line in provenance.commands(chain) if line.startswith("dvc get"))
+    chain = lineage_chain.find(root, "second.txt")
+    get = next(line for line in lineage_chain.commands(chain) if line.startswith("dvc get"))
     target = tmp_path / "back.txt"
     dvc_cli.run(root, *get.split()[1:-1], str(target))
     assert target.read_bytes() == (root / "second.txt").read_bytes()
@@ -150,17 +150,17 @@ def test_a_run_that_is_not_committed_is_found_in_the_working_tree(
     assert "gold: policy vs sft  75.0%" in text
     (root / "given/other.txt").write_text("of this run\n", encoding="utf-8")
     toy.git(root, "add", "given/other.txt")
-    keep = provenance.commands(provenance.find(root, name))[0]
+    keep = lineage_chain.commands(lineage_chain.find(root, name))[0]
     assert keep == "git add dvc.lock metrics/ plots/ && git commit --all"
     subprocess.run(f"{keep} -qm run", shell=True, cwd=root, check=True)
-    assert provenance.find(root, name).revision == git.commit(root)
+    assert lineage_chain.find(root, name).revision == git.commit(root)
     assert toy.git(root, "status", "--porcelain", "--untracked-files=no") == ""
 
 
 def test_a_stage_that_must_run_again_is_noted_and_its_win_rates_are_not_shown(root: Path) -> None:
     (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
     dvc_cli.run(root, "repro", "first")
-    chain = provenance.find(root, "first.txt")
+    chain = lineage_chain.find(root, "first.txt")
     assert (chain.revision, chain.metrics) == (None, {})
     first, second = chain.links
     assert first.outs["first.txt"] == hashing.dvc_md5(root / "first.txt") != second.inputs["first.txt"]
@@ -174,7 +174,7 @@ def test_an_input_that_a_stage_got_later_is_not_a_change(root: Path) -> None:
     """The experiment was saved before dvc.yaml had this input."""
     text = (root / "dvc.yaml").read_text(encoding="utf-8")
     (root / "dvc.yaml").write_text(text.replace("[first.txt, ", "[first.txt, metrics/first.json, "))
-    chain = provenance.find(root, "mine")
+    chain = lineage_chain.find(root, "mine")
     assert chain.links[1].inputs["metrics/first.json"] is None
     assert list(chain.notes) == []
     assert sum(key.endswith("/win_rate") for key in chain.metrics) == 1
@@ -183,7 +183,7 @@ def test_an_input_that_a_stage_got_later_is_not_a_change(root: Path) -> None:
 def test_win_rates_of_an_altered_file_are_not_shown(root: Path) -> None:
     dvc_cli.run(root, "exp", "remove", "mine")
     (root / "metrics/judge.json").write_text("<<<<<<< HEAD", encoding="utf-8")
-    chain = provenance.find(root, "second.txt")
+    chain = lineage_chain.find(root, "second.txt")
     assert chain.metrics == {}
     assert list(chain.notes) == [
         "metrics/judge.json describes other responses, so its win rates are not shown"
@@ -194,7 +194,7 @@ def test_an_altered_out_is_a_user_error(root: Path) -> None:
     (root / "second.txt").unlink()
     (root / "second.txt").write_text("altered\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"differs from dvc\.lock here.*`dvc commit second`"):
-        provenance.find(root, "second.txt")
+        lineage_chain.find(root, "second.txt")
 
 
 def test_an_unknown_name_is_a_user_error_that_says_what_is_known(
