@@ -158,7 +158,7 @@ def gao(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def sentiment_table(found: Sequence[cells.Cell]) -> str:
-    """The cells, and the fits over all of their evaluations, each recentred at the beginning of its run."""
+    """The cells, and the fits over all of their evaluations, each recentered at the beginning of its run."""
     lines, optimized, judged = [], [], []
     for cell in found:
         (_, first, first_judged), *points = cell["points"]

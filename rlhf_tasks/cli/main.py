@@ -123,8 +123,8 @@ def parser() -> Any:
         if stage == "judge":  # it takes arguments
             app.command(rich_help_panel=STAGE_PANEL)(review.judge)
         else:
-            summary = summaries.get(stage, "")
-            help = f"{summary[:1].upper()}{summary[1:]}."
+            summary = summaries.get(stage, "").rstrip(".")
+            help = f"{summary[:1].upper()}{summary[1:]}." if summary else ""
             app.command(stage, help=help, rich_help_panel=STAGE_PANEL)(_run_of(stage))
     return typer.main.get_command(app)
 

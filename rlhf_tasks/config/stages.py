@@ -194,6 +194,7 @@ _OWN = {
     if view is not ModelView
 }
 VIEWS: Mapping[Stage, type[StageView]] = {
-    stage: _OWN.get(stage, type("PlainView", (StageView,), {"stage": stage})) for stage in STAGES
+    stage: _OWN[stage] if stage in _OWN else type("PlainView", (StageView,), {"stage": stage})
+    for stage in STAGES
 }
 """The view of each stage; one that has none here declares no parameters."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import importlib.util
 import json
 import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -307,8 +307,7 @@ def _code(root: Path, module: str, function: str, known: Sequence[str]) -> tuple
     that of the function itself if it has no file.
 
     Raises:
-        UserError: if a file is not Python or imports what nothing has, or that of the function does not
-            define it.
+        UserError: if a file is not Python, or that of the function does not define it.
     """
     found, foreign = dict[str, str](), set[str]()
     todo, seen = [module], set[Path]()
@@ -331,13 +330,7 @@ def _code(root: Path, module: str, function: str, known: Sequence[str]) -> tuple
                 tree = ast.parse(file.read_bytes())
             except (SyntaxError, ValueError) as error:
                 raise UserError(f"{path} is not readable as Python: {error}; correct it") from None
-            package = file.relative_to(root).parent.parts
-            todo += [f"{base}.{name}" if base else name for _, base, name in _imports(tree, package)]
-            if lost := [] if is_known else _lost(root, tree, package):
-                raise UserError(
-                    f"{path} imports {', '.join(lost)}: neither in a file below {root.resolve()} nor in an "
-                    "installed package; write it, or install its package"
-                )
+            todo += _imports(tree, file.relative_to(root).parent.parts)
             if name == module and file.with_suffix("") == places[-1] and not _defines(tree, function):
                 raise UserError(f"{path} has no {function}; define it there, or correct the name")
     return found, foreign
@@ -363,40 +356,15 @@ def _defines(tree: ast.Module, name: str) -> bool:
     return False
 
 
-def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[ast.stmt, str, str]]:
-    """(statement, module, name) of all imports, lazy ones too; a name may be that of a module or a function.
-
-    Of `import a.b` the module is empty; `package` is that of the file.
-    """
+def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
+    """The names of all modules that may be imported, lazily too; a name may also be that of a function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node, "", name.name) for name in node.names)
+            yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from ((node, base, name.name) for name in node.names)
-
-
-def _lost(root: Path, tree: ast.Module, package: tuple[str, ...]) -> list[str]:
-    """The modules without which a file cannot be imported, and which nothing here has.
-
-    An import that is lazy, or within `try` or `if`, may be of what another machine has.
-    """
-    needed = {base or name for node, base, name in _imports(tree, package) if node in tree.body}
-    return sorted(module for module in needed if not _is_there(root, module))
-
-
-def _is_there(root: Path, module: str) -> bool:
-    """Whether a module is of the project, of Python, of an installed package, or outside on Python's path."""
-    top, place = module.split(".")[0], root.joinpath(*module.split("."))
-    if place.is_dir() or place.with_suffix(".py").is_file():
-        return True
-    if top in sys.stdlib_module_names or _distributions({top}):
-        return True
-    spec = importlib.util.find_spec(top)
-    found = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    checkout = Paths(root).home.parent  # a run in a worktree must not read what its commit lacks
-    return any(path and not Path(path).is_relative_to(checkout) for path in found)
+            base = [*above, *([node.module] if node.module else [])]
+            yield from (".".join([*base, name.name]) for name in node.names)
 
 
 def _distributions(modules: Collection[str]) -> list[str]:
@@ -409,11 +377,23 @@ def _distributions(modules: Collection[str]) -> list[str]:
     listed = re.compile(rf"^({'|'.join(map(re.escape, modules))})[/.]", re.MULTILINE)
     found = set()
     for package in importlib.metadata.distributions():
-        top_level = package.read_text("top_level.txt")
-        names = set() if top_level is None else {*top_level.split()}
-        if names.intersection(modules) or (not names and listed.search(package.read_text("RECORD") or "")):
+        names = {*(package.read_text("top_level.txt") or "").split()}
+        if not names and (files := package.read_text("RECORD")) is None:
+            files = "\n".join(map(str, package.files or ()))  # of an egg-info
+        is_listed = bool(names.intersection(modules)) if names else listed.search(files or "") is not None
+        if is_listed and package.name:  # one that was installed by half has no name
             found.add(canonicalize_name(package.name))
     return sorted(found)
+
+
+def function_files(root: Path, values: Mapping[str, Any]) -> set[str]:
+    """The files below `root` of the functions that the parameters name, and those that these import."""
+    found = set[str]()
+    for _, function in functions_named(values):
+        module, _, name = function.partition(":")
+        with suppress(UserError):  # which the stages report
+            found |= _code(root, module, name, ("rlhf_tasks",))[0].keys()
+    return found
 
 
 def module_path(function: str) -> str:

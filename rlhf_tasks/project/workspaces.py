@@ -261,7 +261,8 @@ def _bring_data(path: str, root: Path, folder: Path) -> None:
 def _check_seen(root: Path, folder: Path, settings: Config) -> None:
     """Check that the workspace has all inputs of the stages that the main checkout has.
 
-    They are the deps of dvc.yaml, and the files, folders and functions' modules that the parameters name.
+    They are the deps of dvc.yaml, the files and folders that the parameters name, and the files of functions,
+    with what these import.
 
     Raises:
         UserError: naming the missing ones.
@@ -271,6 +272,7 @@ def _check_seen(root: Path, folder: Path, settings: Config) -> None:
     values = in_force(settings)
     named = [path for _, path in inputs.files_named(values)]
     named += [inputs.module_path(function) for _, function in inputs.functions_named(values)]
+    named += sorted(inputs.function_files(root, values))
     deps = dict.fromkeys([*(dep for node in graph.values() for dep in node.deps), *named])
     given = [dep for dep in deps if not Path(dep).is_absolute() and not dvc_files.is_in(dep, made)]
     lost = [dep for dep in given if os.path.lexists(root / dep) and not (folder / dep).exists()]

@@ -73,8 +73,9 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     # models are loaded.
     preconditions.check(config, paths)
     settings = config.ppo
-    loss, estimator = policy_loss_of(settings, paths.root), estimator_of(settings, paths.root)
     dist = Distributed(config.launch, config.seed)
+    # after the seed: a module may draw random numbers when it is imported
+    loss, estimator = policy_loss_of(settings, paths.root), estimator_of(settings, paths.root)
     rows, validation = (read_table(paths, "prompts", split) for split in ("train", "validation"))
     kept = columns.of_rows(rows)
     judge = None if settings.select_by is None else SelectionJudge(dist, settings.select_by, paths, kept)

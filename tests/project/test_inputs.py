@@ -268,26 +268,6 @@ def test_the_code_of_a_function_is_its_file_and_all_project_files_that_it_import
         inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score"))
 
 
-def test_a_module_that_a_function_needs_and_nothing_has_is_named_before_anything_runs(tmp_path: Path) -> None:
-    """A run of a commit lacks a file that was never added to git; it would end in stage ppo."""
-    write(tmp_path, {"dvc.yaml": "stages: {ppo: {cmd: x, deps: []}}\n", "pack/near.py": "import nowhere"})
-    may_be_lost = "def late():\n    import nowhere\ntry:\n    import nowhere\nexcept ImportError:\n    pass\n"
-    write(tmp_path, {"own.py": f"import json, torch.nn, pack\n{may_be_lost}f = json.loads\n"})
-    inputs.collect(Paths(tmp_path), "ppo", ppo_values("own:f"))
-    for line, lost in {
-        "import helper": "helper",
-        "from helper.deep import x": "helper.deep",
-        "from pack.far import x": "pack.far",
-        "import pack.far": "pack.far",
-    }.items():
-        write(tmp_path, {"own.py": f"{line}\nf = 1\n"})
-        with pytest.raises(UserError, match=rf"function: own\.py imports {lost}: neither in a file below"):
-            inputs.collect(Paths(tmp_path), "ppo", ppo_values("own:f"))
-    write(tmp_path, {"own.py": "import pack.near\nf = 1\n"})
-    with pytest.raises(UserError, match=r"function: pack/near\.py imports nowhere"):
-        inputs.collect(Paths(tmp_path), "ppo", ppo_values("own:f"))
-
-
 def test_the_packages_that_the_files_of_a_function_import_are_known_by_version(tmp_path: Path) -> None:
     """A shipped function's too, though its file is a dep of the stage; but not what other deps import."""
     files = {

@@ -336,7 +336,7 @@ def test_only_verdict_and_report_read_the_criteria() -> None:
     readers = [
         name for name, reads in config.VIEWS.items() if any("promotion" in key for key in reads.reads())
     ]
-    assert readers == ["verdict", "report", "ppo"], (
+    assert readers == ["ppo", "verdict", "report"], (
         "PPO reads the trial mark, which it writes into the policy"
     )
 
