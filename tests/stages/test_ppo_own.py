@@ -97,7 +97,8 @@ def test_from_the_command_to_backward_are_at_most_twelve_frames_in_six_files(
     shutil.copy(small.ROOT / "dvc.yaml", Path())
     monkeypatch.setenv("RLHF_STATE_DIR", "state")
     YAML().dump(small.params(SETTINGS | {"tracking.enabled": False}), Path("params.yaml"))
-    stacks, backward = list[list[str]](), torch.Tensor.backward
+    stacks: list[list[str]] = []
+    backward: Any = torch.Tensor.backward
 
     def recorded(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
         files = [frame.filename for frame in traceback.extract_stack()]
