@@ -25,7 +25,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -382,21 +381,20 @@ def accumulate_gradients(
     for attempt in dist.attempts(state.budget, state.optimizer):
         with attempt:
             sums, ptx_sums = TokenSums(), TokenSums()  # what a failed attempt has added counts nowhere
-            work: list[Callable[[], Tensor]] = [
-                partial(ppo_loss, dist, config, state, rollout, micro, weights, loss, is_warmup, sums)
-                for micro in rollout.split(dist, own_rows, state.budget)
-            ]
+            work: list[tuple[Rollout | LanguageModeling, MicroRows]]
+            work = [(rollout, micro) for micro in rollout.split(dist, own_rows, state.budget)]
             if ptx is not None and ptx_rows:
-                num_tokens = ptx.num_targets(ptx_rows)
-                work += [
-                    partial(ptx_loss, dist, config, state, ptx, micro, num_tokens, ptx_sums)
-                    for micro in dist.split(
-                        [ptx.sizes[i] for i in own_ptx_rows], [[i] for i in own_ptx_rows], state.budget
-                    )
-                ]
-            for compute_loss in dist.passes(state.wrapped, work):
-                # without a name: it would keep a failed attempt's graph in memory beside that of the next
-                dist.backward(state.wrapped, compute_loss())
+                sizes = [ptx.sizes[i] for i in own_ptx_rows]
+                parts = dist.split(sizes, [[i] for i in own_ptx_rows], state.budget)
+                work += [(ptx, micro) for micro in parts]
+            for source, micro in dist.passes(state.wrapped, work):
+                # the loss has no name: it would keep a failed attempt's graph in memory beside the next one's
+                dist.backward(
+                    state.wrapped,
+                    ppo_loss(dist, config, state, source, micro, weights, loss, is_warmup, sums)
+                    if isinstance(source, Rollout)
+                    else ptx_loss(dist, config, state, source, micro, source.num_targets(ptx_rows), ptx_sums),
+                )
     return sums, ptx_sums
 
 

@@ -391,6 +391,7 @@ def function_files(root: Path, values: Mapping[str, Any]) -> set[str]:
     found = set[str]()
     for _, function in functions_named(values):
         module, _, name = function.partition(":")
+        found.add(module_path(function))
         with suppress(UserError):  # which the stages report
             found |= _code(root, module, name, ("rlhf_tasks",))[0].keys()
     return found

@@ -271,7 +271,6 @@ def _check_seen(root: Path, folder: Path, settings: Config) -> None:
     made = [out for node in graph.values() for out in node.outs]
     values = in_force(settings)
     named = [path for _, path in inputs.files_named(values)]
-    named += [inputs.module_path(function) for _, function in inputs.functions_named(values)]
     named += sorted(inputs.function_files(root, values))
     deps = dict.fromkeys([*(dep for node in graph.values() for dep in node.deps), *named])
     given = [dep for dep in deps if not Path(dep).is_absolute() and not dvc_files.is_in(dep, made)]
