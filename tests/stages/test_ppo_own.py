@@ -28,21 +28,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "gspo": without_critic("group")
     | {"loss": "examples.gspo:gspo", "loss_reduction": "response_mean", "cliprange": 0.01},
     "estimator": without_critic("examples.estimator:batch_mean", 1),
-    "reward": without_critic("group")
-    | {"scorers": [{"kind": "function", "weight": 1.0, "function": "examples.reward:brevity"}]},
-    "judge": without_critic("group")
-    | {
-        "select_by": {
-            "judge": {
-                "kind": "function",
-                "name": "shorter",
-                "function": "examples.judge:shorter",
-                "pairwise": True,
-            },
-            "max_failure_share": 0.5,
-        }
-    },
+    # most lengths of a group are equal, and Adam's eps hides differences of 0.01
+    "reward": without_critic("examples.estimator:batch_mean", 1)
+    | {"scorers": [{"kind": "function", "weight": 1000.0, "function": "examples.reward:brevity"}]},
 }
+SHORTER = {"kind": "function", "name": "shorter", "function": "examples.judge:shorter", "pairwise": True}
+SELECTION = without_critic("group") | {"select_by": {"judge": SHORTER, "max_failure_share": 0.5}}
 
 
 def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict[str, torch.Tensor]:
@@ -68,6 +59,14 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
     return stages.weights(str(POLICY))
 
 
+def with_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the working folder a project with the examples."""
+    shutil.copy(small.ROOT / "dvc.yaml", Path())
+    monkeypatch.setenv("RLHF_STATE_DIR", "state")
+    shutil.copytree(small.ROOT / "examples", "examples")
+    Path("scorer.py").write_text(SCORER, encoding="utf-8")
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "processes"),
@@ -80,15 +79,26 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
 def test_an_example_takes_the_same_steps_however_its_batch_is_cut(
     name: str, processes: int, models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(small.ROOT / "dvc.yaml", Path())
-    monkeypatch.setenv("RLHF_STATE_DIR", "state")
-    shutil.copytree(small.ROOT / "examples", "examples")
-    Path("scorer.py").write_text(SCORER, encoding="utf-8")
+    with_examples(monkeypatch)
     start = stages.weights("models/sft")
     expected = trained_by(EXAMPLES[name], 1, 16384)
     assert max(float((expected[key] - start[key]).abs().max()) for key in start) > 1e-3
     for key, value in trained_by(EXAMPLES[name], processes, 64).items():
         torch.testing.assert_close(value, expected[key], atol=5e-5, rtol=0)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_judge_of_the_examples_selects_the_same_weights(
+    processes: int, models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prefers fewer words than the references have; of equal win rates the first weights are kept."""
+    with_examples(monkeypatch)
+    expected = trained_by(SELECTION, 1, 16384)
+    for key, value in trained_by(SELECTION, processes, 64).items():
+        torch.testing.assert_close(value, expected[key], atol=5e-5, rtol=0)
+    assert "the best by the judge shorter" in (POLICY / "README.md").read_text(encoding="utf-8")
 
 
 def test_from_the_command_to_backward_are_at_most_twelve_frames_in_six_files(
