@@ -31,7 +31,7 @@ Seed = Annotated[int, Field(ge=0, le=LAST_SEED)]
 Overrides = Annotated[dict[str, Any], Field(examples=[{"ppo.kl_coef": 0.05}])]
 Hours = Annotated[float, Field(gt=0, le=10_000)]
 Where = Literal["workspace", "checkout"]
-ExperimentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+ExperimentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
 Revision = Annotated[str, Field(min_length=1, examples=["HEAD", "v1.0", "3f2a9c1"])]
 
 

@@ -247,7 +247,8 @@ def send(folder: Path) -> str | None:
         return None
     error = state.result(raise_on_failure=False)
     outs = ", ".join(out for node in dvc_files.graph(folder).values() for out in node.outs)
-    return f"{outs} ({str(error).splitlines()[-1]}); `dvc exp apply` the run, then `dvc push`"
+    reasons = str(error).split("ERROR: ")  # DVC's last one is of the whole push; a hint may follow it
+    return f"{outs} ({reasons[-1].splitlines()[0]}); `dvc exp apply` the run, then `dvc push`"
 
 
 def run_in_checkout() -> int:

@@ -18,6 +18,7 @@ from filelock import FileLock
 from prefect import flow
 from prefect.artifacts import Artifact
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.exceptions import ParameterTypeError
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
@@ -271,6 +272,18 @@ def test_the_checkout_has_one_run_at_a_time(root: Path) -> None:
         pytest.raises(UserError, match="another flow run"),
     ):
         flows_pipeline.pipeline(where="checkout")
+
+
+def test_a_push_without_a_remote_names_the_reason(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows_pipeline, "_push", flows_pipeline._push.with_options(retries=0))
+    assert "(failed to push data to the cloud - config file error: no remote" in (flows_pipeline.send(root) or "")
+
+
+def test_a_name_too_long_for_an_experiment_is_refused_before_a_run() -> None:
+    for one in (flows_pipeline.pipeline, sweep.sweep):
+        assert one.validate_parameters({"name": "x" * 100})
+        with pytest.raises(ParameterTypeError, match="at most 100 characters"):
+            one.validate_parameters({"name": "x" * 101})
 
 
 def test_every_field_of_the_form_has_a_type_and_a_description() -> None:
