@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +184,13 @@ class Service:
 
     def wait_for(self, name: str) -> None:
         """Wait until a program does its work. Raises UserError if it ends, or takes too long."""
-        self.daemon(name).wait_until_ready(partial(self.is_healthy, name), self.ready_seconds)
+
+        def is_ready() -> bool:
+            console.show_life()
+            return self.is_healthy(name)
+
+        with console.part(f"{name} is starting"):
+            self.daemon(name).wait_until_ready(is_ready, self.ready_seconds)
 
     # ---------------------------------------------------------------------------------- status
 

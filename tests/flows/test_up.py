@@ -16,6 +16,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import service
 from flows.service import Service
+from rlhf_tasks import console
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
@@ -101,6 +102,20 @@ def test_another_programs_server_on_our_port_is_not_ours(
         assert not here.daemon("prefect").is_running(), "nothing may start after a refusal"
     finally:
         here.daemon("mlflow").stop(0.5)
+
+
+def test_a_long_start_shows_that_it_goes_on(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "SILENT_SECONDS", 0.0)
+    here = Service(root, root / ".rlhf", ready_seconds=0.0)
+    here.daemon("mlflow").start(SLEEP, dict(os.environ), root, port=1)
+    try:
+        with pytest.raises(UserError, match="mlflow is not ready"):
+            here.wait_for("mlflow")
+    finally:
+        here.daemon("mlflow").stop(0.5)
+    assert "mlflow is starting  0s so far" in capsys.readouterr().out
 
 
 def test_status_says_that_nothing_runs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
