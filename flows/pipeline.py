@@ -76,7 +76,8 @@ def pipeline(
             working tree itself, as under a plain `dvc repro`; it takes no changes of parameters.
         revision: The commit of the workspace, by hash, branch or tag. The default is the last commit.
         name: The name of the workspace's DVC experiment. By default it is what the run changes
-            and a short id, such as smoke-kl_coef=0.05-seed=2-7f3a. The flow run gets it too.
+            and a short id, such as smoke-kl_coef=0.05-seed=2-7f3a. The flow run gets it too. If another
+            result of the same commit has the name, the experiment's ends with such an id.
         push: Send the results to the DVC remote at the end.
         promote: Let the gate decide at the end whether the policy becomes the champion.
         max_hours: End the training after this time, with a snapshot: Retry, and a run with the same
@@ -126,7 +127,7 @@ def pipeline(
             environment = run_folder.stage_environment(workspace, run, chosen)
             dvc = Dvc(folder, environment, values.service.grace_seconds, deadline=deadline)
             how = run_stages(list(dvc_files.graph(folder)), values, dvc)
-            saved, experiment = run_folder.save_experiment(workspace, chosen, name is not None)
+            saved, experiment = run_folder.save_experiment(workspace, chosen, name is not None, run)
             outcome = Outcome(
                 name=saved,
                 how=how,
@@ -150,8 +151,10 @@ def pipeline(
                 notes.append("nothing differs from the commit, so the run has no experiment")
             if undelivered:
                 notes.append(f"MLflow lacks part of this run ({undelivered}); `rlhf sync` delivers it")
-            if saved != chosen:
+            if saved != chosen and name is None:
                 notes.append(f"an earlier run has the same result: see experiment {saved}")
+            elif saved != chosen:
+                notes.append(f"experiment {name} is another result of this commit: this run's is {saved}")
             if outcome.unpushed:
                 notes.append(f"not pushed to the DVC remote, and kept here: {outcome.unpushed}")
             if outcome.verdict == results.DEFERRED:

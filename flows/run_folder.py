@@ -76,17 +76,24 @@ def stage_environment(workspace: Workspace | None, run: str, name: str) -> dict[
     }
 
 
-def save_experiment(workspace: Workspace | None, name: str, given: bool) -> tuple[str, str | None]:
+def save_experiment(workspace: Workspace | None, name: str, given: bool, run: str) -> tuple[str, str | None]:
     """The name and the commit of the run's experiment.
 
-    They are those of an earlier experiment if the result is the same and the user gave no name. No commit if
-    the result equals the parent commit, nor for a run in the checkout.
+    They are those of an earlier experiment if the result is the same and the user gave no name. If another
+    result of the same commit has the name, a short id of the run is added. No commit if the result equals
+    the parent commit, nor for a run in the checkout.
     """
     if workspace is None:
         return name, None
     if not given and workspace.like is not None and workspace.is_like():
         return workspace.like[1], workspace.like[0]
-    return name, workspace.save(name) if given or git.changed(workspace.folder) else None
+    if not given and not git.changed(workspace.folder):
+        return name, None
+    base, lock = git.commit(workspace.folder) or "", workspace.folder / workspaces.LOCK
+    taken = {other: commit for commit, other in git.experiments(workspace.root, base)}.get(name)
+    if taken and git.show(workspace.root, taken, workspaces.LOCK) != lock.read_text(encoding="utf-8"):
+        name = f"{name}-{run[-4:]}"
+    return name, workspace.save(name)
 
 
 def workspace_name(flow_run: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -276,7 +277,23 @@ def test_the_checkout_has_one_run_at_a_time(root: Path) -> None:
 
 def test_a_push_without_a_remote_names_the_reason(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows_pipeline, "_push", flows_pipeline._push.with_options(retries=0))
-    assert "(failed to push data to the cloud - config file error: no remote" in (flows_pipeline.send(root) or "")
+    assert "(failed to push data to the cloud - config file error: no remote" in (
+        flows_pipeline.send(root) or ""
+    )
+
+
+def test_a_run_never_replaces_the_experiment_of_another_result(root: Path) -> None:
+    flows_pipeline.pipeline(name="mine", promote=False)
+    first = git.find_experiment(root, "mine")
+    flows_pipeline.pipeline(name="mine", overrides={"ppo.kl_coef": 0.5}, promote=False)
+    assert first is not None
+    assert git.find_experiment(root, "mine") == first
+    (other,) = (name for _, name in git.experiments(root) if name != "mine")
+    assert re.fullmatch("mine-[0-9a-f]{4}", other)
+    page = str(Artifact.get(results.RESULTS_KEY).data)  # type: ignore[union-attr]
+    assert f"> experiment mine is another result of this commit: this run's is {other}" in page
+    flows_pipeline.pipeline(name="mine", promote=False)
+    assert len(git.experiments(root)) == 2, "the same result has the same experiment"
 
 
 def test_a_name_too_long_for_an_experiment_is_refused_before_a_run() -> None:
