@@ -98,8 +98,8 @@ def _ppo_duration(points: figures.Points) -> str | None:
 
 def _span(seconds: float) -> str:
     for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.2g} {unit}"
+        if (count := seconds / length) >= 2:
+            return f"{count:.0f} {unit}" if count >= 10 else f"{count:.2g} {unit}"
     return f"{seconds:.0f} seconds"
 
 

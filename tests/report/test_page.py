@@ -116,6 +116,13 @@ def test_the_evidence_is_complete(whole: Path) -> None:
         assert expected in text
 
 
+@pytest.mark.parametrize(("end", "expected"), [("045500", "115 minutes"), ("050100", "2 hours")])
+def test_a_duration_is_a_plain_number_of_minutes_or_hours(whole: Path, end: str, expected: str) -> None:
+    key = {"rlhf.run": f"verdict-20260102T{end}-aa"}
+    workspace.put_json(whole / "models/lineage/verdict.json", key)
+    assert f"{expected} from the start of the first stage" in shown(whole)
+
+
 def test_older_stages_and_trips_of_guards_are_told(whole: Path) -> None:
     key = {"rlhf.run": "prepare-20260103T030000-aa"}  # the data is newer than the policy
     workspace.put_json(whole / "models/lineage/prepare.json", key)
