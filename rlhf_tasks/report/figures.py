@@ -139,7 +139,7 @@ def ticks(low: float, high: float, count: int = 5) -> dict[float, str]:
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     found = {}
     for value in (k * step for k in range(first, last + 1)):
-        text = f"{value:,.{decimals}f}" if decimals < 5 else f"{value:.2g}".replace("e-0", "e-")
+        text = f"{value:,.{decimals}f}" if decimals < 5 else f"{value:.12g}".replace("e-0", "e-")
         found[value] = text.replace("-", "−")
     return found
 

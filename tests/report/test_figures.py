@@ -28,6 +28,8 @@ def svg(title: str, axis: str, *curves: Curve, **marks: Any) -> str:
         (-1e-7, 3.2, ["0", "1", "2", "3", "4"]),
         (0, 4000, ["0", "1,000", "2,000", "3,000", "4,000"]),
         (0, 2e-6, ["0", "5e−7", "1e−6", "1.5e−6", "2e−6"]),
+        (1e-5, 1e-5, ["9e−6", "9.5e−6", "1e−5", "1.05e−5", "1.1e−5"]),
+        (1, 1.000039, ["1", "1.00001", "1.00002", "1.00003", "1.00004"]),
     ],
 )
 def test_ticks_are_round_and_hold_the_range(low: float, high: float, expected: list[str]) -> None:
