@@ -114,13 +114,14 @@ def address(root: Path) -> str:
 
 
 def output(root: Path, *words: str, strip: bool = True) -> str:
-    """The output of a git command in a folder.
+    """The output of a git command in a folder; letters of paths stay as they are.
 
     Raises:
         UserError: with git's own message, if it fails, or if git is not installed.
     """
+    command = ["git", "-c", "core.quotePath=false", *words]
     try:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UserError(f"`git {' '.join(words)}` cannot start in {root}; install git") from None
     if done.returncode:

@@ -38,6 +38,16 @@ def test_the_address_is_the_remote_without_protocol_and_login(
     assert git.address(tmp_path / "part") == f"{address}/part"
 
 
+def test_files_of_a_commit_have_their_own_names_not_gits_quoted_ones(tmp_path: Path) -> None:
+    root = toy.make(tmp_path / "project")
+    for name in ("metrics/prüfung.json", "metrics/a b.json"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("{}", encoding="utf-8")
+        toy.commit(root)
+        assert name in git.files(root, "HEAD", "metrics/")
+        assert git.show(root, "HEAD", name) == "{}"
+
+
 def test_a_folder_without_a_commit_is_an_error(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     with pytest.raises(UserError, match="has no git commit"):
