@@ -155,7 +155,9 @@ def start(process: psutil.Process) -> str:
         psutil.NoSuchProcess: if it has ended.
     """
     try:
-        fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        # The program's name in it may be cut within a letter.
+        stat = Path(f"/proc/{process.pid}/stat").read_text("utf-8", errors="replace")
+        fields = stat.rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:  # another system, or it has ended
         return f"{process.create_time():.2f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -86,6 +87,19 @@ def test_a_later_process_with_the_same_pid_is_another_one() -> None:
     assert processes.start(own) == processes.start(psutil.Process(own.pid)) != processes.start(first)
     host, pid, _ = processes.name_of(own).rsplit(":", 2)
     assert not processes.is_alive(f"{host}:{pid}:{processes.start(first)}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_a_process_whose_name_is_cut_within_a_letter_has_a_start() -> None:
+    """Linux keeps 15 bytes of a name, in whatever encoding."""
+    set_name, own = 15, psutil.Process()  # PR_SET_NAME
+    before = processes.start(own)
+    name = Path("/proc/self/comm").read_bytes().rstrip()
+    try:
+        ctypes.CDLL(None).prctl(set_name, "Überwachung für".encode(), 0, 0, 0)
+        assert processes.start(own) == before
+    finally:
+        ctypes.CDLL(None).prctl(set_name, name, 0, 0, 0)
 
 
 def test_the_error_of_a_program_that_ends_has_the_end_of_its_log(daemon: Daemon) -> None:
