@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from filelock import FileLock
+
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, hashing
 from rlhf_tasks.project.atomic import whole
@@ -30,6 +32,12 @@ def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
             "known; move the alias `champion`, or remove it"
         )
     target = home / "policies" / md5
+    with FileLock(target.with_suffix(".lock")):
+        return _restored(root, target, md5, tags)
+
+
+def _restored(root: Path, target: Path, md5: str, tags: Mapping[str, str]) -> Path:
+    """`target`, filled from the first place that has these bytes, or their first folder."""
     if _has_bytes(target, md5):
         return target
     problems: list[str] = []

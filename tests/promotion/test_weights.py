@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def test_weights_come_from_the_cache_by_hash(project: Path) -> None:
     assert (folder / "weights").read_text(encoding="utf-8") == "better"
     assert hashing.dvc_md5(folder) == md5
     assert restore(project, md5) == folder, "the second time it exists"
+
+
+def test_several_processes_may_restore_the_same_weights_at_once(project: Path) -> None:
+    """`rlhf export champion` and `rlhf generate champion` take no lock of each other."""
+    for number in range(20):
+        (POLICY / f"part-{number}").write_text(str(number), encoding="utf-8")
+    md5 = hashing.dvc_md5(POLICY)
+    planted.cached(POLICY, project / ".dvc/cache")
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: restore(project, md5), range(8)))
+    assert {hashing.dvc_md5(folder) for folder in folders} == {md5}
 
 
 def test_an_altered_cache_is_not_used(project: Path) -> None:
