@@ -243,8 +243,12 @@ def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Colu
         right = {who: np.array(verifier.correct(own, kept)) for who, own in texts.items()}
         forms = {who: np.array(verifier.formatted(own)) for who, own in texts.items() if verifier.has_format}
         for column in one.by:
-            names = np.array([re.sub(r"[^\w.-]", "_", f"{column}.{value}") for value in kept[column]])
-            by |= {name: _accuracy(right, forms, names == name) for name in dict.fromkeys(names.tolist())}
+            values = np.array([f"{column}.{value}" for value in kept[column]])
+            for value in dict.fromkeys(values.tolist()):
+                name = re.sub(r"[^\w.-]", "_", value)
+                while name in by:  # such as `+` and `*`, which are both `_`
+                    name += "_"
+                by[name] = _accuracy(right, forms, values == value)
         everything = np.ones(len(texts["policy"]), bool)
         result[one.name] = _accuracy(right, forms, everything).model_copy(update={"by": by})
     return result
