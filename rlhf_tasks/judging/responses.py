@@ -29,7 +29,7 @@ from rlhf_tasks.data.batches import load_tokenizer, read_table, sets_of
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.judging.results import ResponseStatistics
-from rlhf_tasks.models import contracts, load, sampling
+from rlhf_tasks.models import contracts, load, sampling, stop_tokens
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_config, place
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, ends_of, has_ended
@@ -38,7 +38,7 @@ from rlhf_tasks.project import atomic, hashing, ready_models
 from rlhf_tasks.project.paths import Paths
 
 DECISIVE_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # besides the weights, these decide a sample
-CODE = (str(sampling.__file__), str(batches.__file__), str(load.__file__))
+CODE = [str(module.__file__) for module in (sampling, stop_tokens, batches, load)]
 
 
 @dataclass(frozen=True)
