@@ -109,8 +109,12 @@ def address(root: Path) -> str:
         url = str((root / url).resolve())
     place = re.sub(r"^(\w+://)?([^/@]+@)?", "", url)
     place = re.sub(r":(\d+/)?/*", "/", place, count=1)  # a port, or the form of ssh, HOST:PATH
-    inside = quiet_output(root, "rev-parse", "--show-prefix")
-    return f"{place.rstrip('/').removesuffix('.git')}/{inside}".rstrip("/")
+    return f"{place.rstrip('/').removesuffix('.git')}/{prefix(root)}".rstrip("/")
+
+
+def prefix(root: Path) -> str:
+    """The project's folder in its repository, such as `part/`; empty where it is the whole repository."""
+    return quiet_output(root, "rev-parse", "--show-prefix")
 
 
 def output(root: Path, *words: str, strip: bool = True) -> str:

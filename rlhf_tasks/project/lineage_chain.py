@@ -56,6 +56,8 @@ class Chain:
     metrics: Mapping[str, float]
     """Those of stage judge; empty if they are of other responses."""
     notes: Sequence[str]
+    prefix: str = ""
+    """The project's folder in its repository, such as `part/`."""
 
 
 def find(root: Path, name: str) -> Chain:
@@ -200,7 +202,7 @@ def _of_revision(
     given = config.flatten(config.parse(_text(root, revision, "params.yaml") or "{}", "params.yaml"))
     values = records.get("prepare", {}).get("values", given)
     data = {key: value for key, value in values.items() if key.startswith("data.")}
-    return Chain(revision, name, path, data, links, metrics, notes)
+    return Chain(revision, name, path, data, links, metrics, notes, git.prefix(root))
 
 
 def _before(graph: Mapping[str, dvc_files.Node], stage: str) -> set[str]:
@@ -254,6 +256,7 @@ def commands(chain: Chain) -> list[str]:
         checkout = f"dvc exp apply {chain.experiment}"
     found = [f"{checkout}  # all of it, in this folder"]
     for out in [chain.path] if chain.path else outs:
-        by_dvc = f"dvc get . {out} --rev {short} -o {out.replace('/', '-')}"
-        found.append(f"git show {short}:{out}" if out.startswith(KEPT_BY_GIT) else by_dvc)
+        at = f"{chain.prefix}{out}"  # git and DVC take it from the repository's top
+        by_dvc = f"dvc get . {at} --rev {short} -o {out.replace('/', '-')}"
+        found.append(f"git show {short}:{at}" if out.startswith(KEPT_BY_GIT) else by_dvc)
     return [*found, *search]

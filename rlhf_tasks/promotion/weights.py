@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, hashing
+from rlhf_tasks.project import dvc_cli, git, hashing
 from rlhf_tasks.project.atomic import whole
 
 PATH, EXPERIMENT, REVISION, FOLDER = "dvc.path", "dvc.exp", "dvc.rev", "rlhf.folder"
@@ -53,7 +53,8 @@ def _restored(root: Path, target: Path, md5: str, tags: Mapping[str, str]) -> Pa
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(target, ignore_errors=True)
         try:
-            dvc_cli.run(root, "get", ".", tags[PATH], "--rev", revision, "--out", str(target))
+            path = f"{git.prefix(root)}{tags[PATH]}"  # of a commit, DVC takes paths from the repository's top
+            dvc_cli.run(root, "get", ".", path, "--rev", revision, "--out", str(target))
         except UserError as error:
             problems.append(str(error).splitlines()[-1])
             continue

@@ -202,3 +202,13 @@ def test_an_unknown_name_is_a_user_error_that_says_what_is_known(
 ) -> None:
     assert main.main(["lineage", "no-such"]) == 2
     assert "such as models/policy" in capsys.readouterr().err
+
+
+def test_in_a_part_of_a_repository_the_commands_have_paths_from_its_top() -> None:
+    outs = {"metrics/judge.json": "0", "models/policy": "1"}
+    link = lineage_chain.Link("judge", {}, outs, {})
+    chain = lineage_chain.Chain("ab" * 20, None, None, {}, [link], {}, [], "part/")
+    assert lineage_chain.commands(chain)[1:] == [
+        "git show abababababab:part/metrics/judge.json",
+        "dvc get . part/models/policy --rev abababababab -o models-policy",
+    ]

@@ -13,7 +13,7 @@ import pytest
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import hashing
 from rlhf_tasks.promotion import weights
-from tests.flows.toy import commit
+from tests.flows.toy import commit, git
 from tests.promotion import planted
 
 POLICY = Path("models/policy")
@@ -74,6 +74,21 @@ def test_weights_come_from_a_commit_if_the_cache_is_empty(project: Path) -> None
     shutil.rmtree(POLICY)
     folder = restore(project, md5, path=str(POLICY), rev="HEAD")
     assert hashing.dvc_md5(folder) == md5
+
+
+def test_weights_come_from_a_commit_of_a_project_in_a_part_of_its_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(tmp_path, "init", "-q")
+    part = tmp_path / "part"
+    (part / POLICY).mkdir(parents=True)
+    (part / POLICY / "weights").write_text("better", encoding="utf-8")
+    for words in (("init", "-q", "--subdir"), ("add", "-q", str(POLICY))):
+        subprocess.run([sys.executable, "-m", "dvc", *words], check=True, cwd=part)
+    commit(tmp_path)
+    md5 = hashing.dvc_md5(part / POLICY)
+    monkeypatch.setattr(weights, "_cache", lambda root: None)
+    assert hashing.dvc_md5(restore(part, md5, path=str(POLICY), rev="HEAD")) == md5
 
 
 def test_weights_come_from_their_first_folder_unless_it_changed(project: Path) -> None:
