@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from rlhf_tasks import console
+from rlhf_tasks.cli import main
 from rlhf_tasks.training import checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -33,10 +36,34 @@ stages:
     deps: [models/lineage/sft.json]
     outs: [reports, models/lineage/report.json]
 """
+
+
+class Said(NamedTuple):
+    """What a command printed."""
+
+    out: str
+    err: str
+
+
+Command = Callable[..., Said]
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+@pytest.fixture
+def rlhf(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command of `rlhf` and further words in this process; it must end with `status`."""
+
+    def run(command: str, *words: object, status: int = 0) -> Said:
+        capsys.readouterr()
+        found = main.main([*command.split(), *map(str, words)])
+        said = Said(*capsys.readouterr())
+        assert found == status, said
+        return said
+
+    return run
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import failures
+from tests.conftest import Command
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[[StageView, Paths, Tracker], dict[str, float]]
@@ -62,17 +63,13 @@ def trained(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]
     return {"perplexity": 4.0, "loss": 1.5}
 
 
-def test_a_stage_writes_metrics_plots_and_lineage(
-    quiet_project: Path, stage: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_writes_metrics_plots_and_lineage(quiet_project: Path, stage: Install, rlhf: Command) -> None:
     stage(trained)
-    assert main.main(["sft"]) == 0
-    assert (
-        Path("metrics/sft.json").read_text(encoding="utf-8") == '{\n  "loss": 1.5,\n  "perplexity": 4.0\n}\n'
-    )
+    shown = rlhf("sft").out
+    metrics = Path("metrics/sft.json").read_text(encoding="utf-8")
+    assert metrics == '{\n  "loss": 1.5,\n  "perplexity": 4.0\n}\n'
     assert Path("plots/sft.csv").read_text(encoding="utf-8") == "step,train/loss\n1,2.0\n"
     assert json.loads(Path("models/lineage/sft.json").read_text())["rlhf.run"].startswith("sft-")
-    shown = capsys.readouterr().out
     line = rf"3/{len(config.STAGES)} sft  done in \ds  perplexity 4  loss 1.5\n"
     assert re.fullmatch(line, shown), "one line per stage"
     (log,) = (quiet_project / ".rlhf/logs").glob("sft-*.log")
@@ -84,7 +81,7 @@ def test_a_stage_writes_metrics_plots_and_lineage(
 @pytest.mark.parametrize(("environment", "is_shown"), [({}, True), ({"RLHF_STAGE_RUN": "a flow"}, False)])
 def test_the_last_stage_shows_the_card_unless_a_flow_does(
     stage: Install,
-    capsys: pytest.CaptureFixture[str],
+    rlhf: Command,
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
     is_shown: bool,
@@ -93,16 +90,14 @@ def test_the_last_stage_shows_the_card_unless_a_flow_does(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     stage(trained)
-    assert main.main(["sft"]) == 0
-    assert "Trained" not in capsys.readouterr().out, "once, at the end of the pipeline"
+    assert "Trained" not in rlhf("sft").out, "once, at the end of the pipeline"
     stage(lambda view, paths, tracker: {})
-    assert main.main(["report"]) == 0
-    assert ("Trained" in capsys.readouterr().out) == is_shown
+    assert ("Trained" in rlhf("report").out) == is_shown
 
 
-def test_a_stage_without_curves_writes_no_plot(stage: Install) -> None:
+def test_a_stage_without_curves_writes_no_plot(stage: Install, rlhf: Command) -> None:
     stage(lambda view, paths, tracker: {"rows": 3})
-    assert main.main(["prepare"]) == 0
+    rlhf("prepare")
     assert not Path("plots").exists()
 
 
@@ -114,31 +109,27 @@ def test_a_metric_that_is_not_finite_fails_the_stage(stage: Install, value: floa
     assert not Path("metrics").exists()
 
 
-def test_a_missing_input_is_named_with_the_stage_that_makes_it(
-    quiet_project: Path, stage: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_input_is_named_with_the_stage_that_makes_it(stage: Install, rlhf: Command) -> None:
     stage(trained)
-    (quiet_project / "data/sft").rename(quiet_project / "data/moved")
-    assert main.main(["sft"]) == 2
-    message = capsys.readouterr().err
+    Path("data/sft").rename("data/moved")
+    message = rlhf("sft", status=2).err
     assert message.startswith("rlhf: stage sft lacks data/sft (made by `rlhf prepare`)")
     assert not Path("models/sft").exists()
 
 
 def test_all_problems_of_params_yaml_are_reported_before_anything_is_loaded(
-    stage: Install, capsys: pytest.CaptureFixture[str]
+    stage: Install, rlhf: Command
 ) -> None:
     stage(trained)
     text = Path("params.yaml").read_text(encoding="utf-8")
     Path("params.yaml").write_text(text.replace("kl_coef:", "kl_coeff:").replace("seed: 1", "seed: -1"))
-    assert main.main(["sft"]) == 2
-    message = capsys.readouterr().err
+    message = rlhf("sft", status=2).err
     assert "kl_coeff" in message
     assert "seed" in message
     assert "Traceback" not in message
 
 
-@pytest.mark.parametrize("words", [["judge", "models/policy"], ["compare", "."]])
+@pytest.mark.parametrize("command", ["judge models/policy", "compare ."])
 @pytest.mark.parametrize(
     ("out", "why"),
     [
@@ -148,54 +139,44 @@ def test_all_problems_of_params_yaml_are_reported_before_anything_is_loaded(
     ],
 )
 def test_an_output_file_that_cannot_be_written_is_refused_before_anything_runs(
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    out: str,
-    why: str,
+    project: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command, command: str, out: str, why: str
 ) -> None:
     Path("folder.jsonl").mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "shut")
-    assert main.main([*words, "--out", out]) == 2
-    message = capsys.readouterr().err
+    message = rlhf(command, "--out", out, status=2).err
     assert f"rlhf: --out {out}: " in message
     assert why in message
 
 
 @pytest.mark.parametrize("command", ["sync", "mlflow", "status", "down", "lineage x", "compare x"])
 def test_a_folder_below_the_project_is_refused(
-    quiet_project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    quiet_project: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command, command: str
 ) -> None:
     """`rlhf sync` would otherwise report that it had nothing to deliver."""
     (quiet_project / "docs").mkdir()
     monkeypatch.chdir(quiet_project / "docs")
-    assert main.main(command.split()) == 2
-    assert "run from the project's folder" in capsys.readouterr().err
+    assert "run from the project's folder" in rlhf(command, status=2).err
 
 
-def test_a_folder_without_write_permission_is_one_message(
-    stage: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_write_permission_is_one_message(stage: Install, rlhf: Command) -> None:
     def shut_out(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         raise PermissionError(errno.EACCES, "Permission denied", "models/sft")
 
     stage(shut_out)
-    assert main.main(["sft"]) == 2
-    message = capsys.readouterr().err
+    message = rlhf("sft", status=2).err
     assert message.startswith("rlhf: [Errno 13] Permission denied: 'models/sft'; ")
     assert len(message.splitlines()) == 1
 
 
-def test_ctrl_c_ends_with_130(stage: Install) -> None:
+def test_ctrl_c_ends_with_130(stage: Install, rlhf: Command) -> None:
     def interrupted(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         raise KeyboardInterrupt
 
     stage(interrupted)
-    assert main.main(["sft"]) == 130
+    rlhf("sft", status=130)
 
 
-def test_sigterm_unwinds_the_stage_and_ends_with_143(stage: Install) -> None:
+def test_sigterm_unwinds_the_stage_and_ends_with_143(stage: Install, rlhf: Command) -> None:
     closed = []
 
     def terminated(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -207,26 +188,22 @@ def test_sigterm_unwinds_the_stage_and_ends_with_143(stage: Install) -> None:
         return {}
 
     stage(terminated)
-    assert main.main(["sft"]) == 143
+    rlhf("sft", status=143)
     assert closed == [True]
 
 
 def test_other_ranks_write_and_print_nothing(
-    stage: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stage: Install, rlhf: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     stage(lambda view, paths, tracker: {"loss": 1.0})
-    assert main.main(["sft"]) == 0
-    assert capsys.readouterr().out == ""
+    assert rlhf("sft").out == ""
     assert not Path("metrics").exists()
 
 
 def test_a_mistake_ends_with_2_a_fault_keeps_its_traceback_and_both_are_reported_to_the_starter(
-    quiet_project: Path,
-    stage: Install,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    quiet_project: Path, stage: Install, monkeypatch: pytest.MonkeyPatch, rlhf: Command
 ) -> None:
     """The flow and the launcher read this file; they need not understand what the stage printed."""
     file = quiet_project / "failure.json"
@@ -244,8 +221,7 @@ def test_a_mistake_ends_with_2_a_fault_keeps_its_traceback_and_both_are_reported
         return failure
 
     stage(refusing)
-    assert main.main(["sft"]) == 2
-    assert capsys.readouterr().err == "rlhf: fix it\n"
+    assert rlhf("sft", status=2).err == "rlhf: fix it\n"
     assert written() == {"kind": "user", "message": "fix it"}
     file.unlink()
     stage(faulty)
@@ -254,7 +230,7 @@ def test_a_mistake_ends_with_2_a_fault_keeps_its_traceback_and_both_are_reported
     assert written() == {"kind": "fault", "message": "RuntimeError: boom"}
     file.unlink()
     Path("params.yaml").write_text("seed: -1\n", encoding="utf-8")
-    assert main.main(["sft"]) == 2
+    rlhf("sft", status=2)
     assert written()["kind"] == "user"
 
 
@@ -277,10 +253,13 @@ def test_help_lists_every_command_in_a_group_and_loads_no_heavy_module() -> None
 # -------------------------------------------------------------------------------------- generate
 
 
+Calls = list[tuple[str, dict[str, object]]]
+
+
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """The calls of the model; each response is the prompt in capitals."""
-    calls: list[tuple[str, dict[str, object]]] = []
+    calls: Calls = []
     module = types.ModuleType("rlhf_tasks.models.sampling")
 
     def sample_texts(model: Path, prompts: list[str], **settings: object) -> list[list[str]]:
@@ -292,20 +271,14 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object
     return calls
 
 
-def test_generate_answers_a_prompt(
-    tmp_path: Path, answers: list[tuple[str, dict[str, object]]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["generate", str(tmp_path), "--prompt", "hello", "--num-samples", "2", "--temperature", "0.7"]
-    assert main.main([*words, "--max-new-tokens", "5", "--seed", "3"]) == 0
-    assert capsys.readouterr().out == "HELLO\nHELLO\n"
+def test_generate_answers_a_prompt(tmp_path: Path, answers: Calls, rlhf: Command) -> None:
+    options = "--prompt hello --num-samples 2 --temperature 0.7 --max-new-tokens 5 --seed 3"
+    assert rlhf("generate", tmp_path, *options.split()).out == "HELLO\nHELLO\n"
     assert answers == [("hello", {"temperature": 0.7, "max_new_tokens": 5, "num_samples": 2, "seed": 3})]
 
 
 def test_generate_shows_a_prompt_of_the_data_before_one_types(
-    tmp_path: Path,
-    answers: list[tuple[str, dict[str, object]]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, answers: Calls, rlhf: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("data/prompts").mkdir(parents=True)
@@ -320,8 +293,7 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
 
     monkeypatch.setattr("builtins.input", read)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert main.main(["generate", "."]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = rlhf("generate .").out.splitlines()
     assert lines[2:] == ["  'POST: my boat is here\\nTL;DR:'", "HELLO", "A", "B"]
 
 
@@ -334,24 +306,19 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
         "plan --gpus 8,",
     ],
 )
-def test_options_that_would_be_ignored_are_refused(
-    project: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(command.split()) == 2
-    assert capsys.readouterr().err.startswith("rlhf: --")
+def test_options_that_would_be_ignored_are_refused(project: Path, command: str, rlhf: Command) -> None:
+    assert rlhf(command, status=2).err.startswith("rlhf: --")
 
 
-@pytest.mark.parametrize("words", [["--temperature", "0"], ["--temperature", "nan"], ["--num-samples", "0"]])
-def test_a_number_out_of_range_is_one_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["generate", ".", *words]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"rlhf: Invalid value for '{words[0]}': ")
+@pytest.mark.parametrize("option", ["--temperature 0", "--temperature nan", "--num-samples 0"])
+def test_a_number_out_of_range_is_one_message(option: str, rlhf: Command) -> None:
+    message = rlhf(f"generate . {option}", status=2).err
+    assert message.startswith(f"rlhf: Invalid value for '{option.split()[0]}': ")
     assert len(message.splitlines()) == 1
 
 
-def test_generate_names_the_missing_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["generate", "models/none", "--prompt", "x"]) == 2
-    assert "models/none is not a folder" in capsys.readouterr().err
+def test_generate_names_the_missing_checkpoint(rlhf: Command) -> None:
+    assert "models/none is not a folder" in rlhf("generate models/none --prompt x", status=2).err
 
 
 # --------------------------------------------------------------------------------------- presets
@@ -371,9 +338,11 @@ def preset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_preset_changes_values_and_keeps_comments(project: Path, preset_folder: Path) -> None:
+def test_a_preset_changes_values_and_keeps_comments(
+    project: Path, preset_folder: Path, rlhf: Command
+) -> None:
     before = Path("params.yaml").read_text(encoding="utf-8").splitlines()
-    assert main.main(["preset", "small"]) == 0
+    rlhf("preset small")
     after = Path("params.yaml").read_text(encoding="utf-8").splitlines()
     changed = config.load()
     assert (changed.seed, changed.ppo.kl_coef, changed.model.scratch) == (7, 0.5, None)
@@ -384,23 +353,18 @@ def test_a_preset_changes_values_and_keeps_comments(project: Path, preset_folder
 
 
 def test_presets_that_would_make_params_yaml_invalid_change_nothing(
-    project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
+    project: Path, preset_folder: Path, rlhf: Command
 ) -> None:
     before = Path("params.yaml").read_bytes()
-    assert main.main(["preset", "small", "wrong"]) == 2
-    assert "params.yaml with small, wrong has 1 problem" in capsys.readouterr().err
+    assert "params.yaml with small, wrong has 1 problem" in rlhf("preset small wrong", status=2).err
     assert Path("params.yaml").read_bytes() == before
 
 
 def test_the_message_for_an_unknown_preset_lists_the_known_ones(
-    project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
+    project: Path, preset_folder: Path, rlhf: Command
 ) -> None:
-    assert main.main(["preset", "smal"]) == 2
-    assert "give one of small, wrong" in capsys.readouterr().err
+    assert "give one of small, wrong" in rlhf("preset smal", status=2).err
 
 
-def test_presets_are_listed_with_their_first_line(
-    preset_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["preset"]) == 0
-    assert "small | less of everything" in capsys.readouterr().out
+def test_presets_are_listed_with_their_first_line(preset_folder: Path, rlhf: Command) -> None:
+    assert "small | less of everything" in rlhf("preset").out

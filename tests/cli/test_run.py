@@ -17,6 +17,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.cli import main, run
 from rlhf_tasks.project import durations, dvc_cli, inputs
 from rlhf_tasks.project.paths import Paths
+from tests.conftest import Command
 from tests.flows import toy
 from tests.promotion import planted
 
@@ -53,18 +54,16 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_run_says_what_will_run_and_why(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_what_will_run_and_why(project: Path, rlhf: Command) -> None:
     assert run.changed(Paths()) == {"sft": "it has not run yet", "report": "it has not run yet"}
-    assert main.main(["run"]) == 0
-    head = capsys.readouterr().out.splitlines()[:3]
+    head = rlhf("run").out.splitlines()[:3]
     assert re.fullmatch(r"default-[0-9a-f]{4}: 2 of 2 stages run: sft, report", head[0])
     assert "not known yet" in head[1]
     assert Path("page").exists()
     Path("given").write_text("two", encoding="utf-8")
     for stage in ("sft", "report"):
         durations.record(Paths().home, stage, 40.0)
-    assert main.main(["run", "--dry"]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    shown = rlhf("run --dry").out.splitlines()
     assert shown[2:] == ["sft | given | 40s", "report | after sft | 40s"]
     assert Path("made").read_text(encoding="utf-8") == "one", "nothing ran"
 
@@ -81,26 +80,27 @@ def test_a_run_says_what_will_run_and_why(project: Path, capsys: pytest.CaptureF
         (["smoke", "ppo.total_episodes=8192"], "smoke-total_episodes=8192"),
     ],
 )
-def test_a_runs_name_is_its_preset_and_what_differs(project: Path, changes: list[str], name: str) -> None:
+def test_a_runs_name_is_its_preset_and_what_differs(
+    project: Path, changes: list[str], name: str, rlhf: Command
+) -> None:
     toy.git(project, "add", "params.yaml")
     toy.git(project, "commit", "-qm", "parameters")
-    assert main.main(["preset", *changes]) == 0
+    rlhf("preset", *changes)
     assert run.run_name(Paths(), config.load(Paths().params))[:-5] == name
 
 
-def test_a_run_without_changes_shows_the_card(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_changes_shows_the_card(project: Path, rlhf: Command) -> None:
     dvc_cli.run(project, "repro", "--quiet")
-    assert main.main(["run"]) == 0
-    shown = capsys.readouterr().out
+    shown = rlhf("run").out
     assert shown.startswith("Nothing has changed")
     assert "Trained" in shown
 
 
-def test_a_mistake_in_a_stage_ends_with_2_and_a_fault_with_1(project: Path) -> None:
+def test_a_mistake_in_a_stage_ends_with_2_and_a_fault_with_1(project: Path, rlhf: Command) -> None:
     Path("given").write_text("wrong", encoding="utf-8")
-    assert main.main(["run"]) == 2
+    rlhf("run", status=2)
     Path("stage.py").write_text("raise SystemExit(3)", encoding="utf-8")
-    assert main.main(["run"]) == 1
+    rlhf("run", status=1)
 
 
 def test_each_sigterm_reaches_the_stage_of_a_run_in_the_background_of_a_script(project: Path) -> None:
