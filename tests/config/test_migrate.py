@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlhf_tasks import config
-from rlhf_tasks.cli import main
 from rlhf_tasks.config.migrate import MOVED
 from rlhf_tasks.errors import ConfigError
+from tests.conftest import Command
 
 OLDER = (Path(__file__).parent / "older.yaml").read_text(encoding="utf-8")
 LORA = {"r": 2, "alpha": 4.0}
@@ -50,19 +50,17 @@ def test_an_older_file_is_refused_in_one_message_with_each_new_place() -> None:
     )
 
 
-def test_an_upgrade_keeps_values_and_comments(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_upgrade_keeps_values_and_comments(project: Path, rlhf: Command) -> None:
     file = Path("params.yaml")
     file.write_text(OLDER, encoding="utf-8")
-    assert main.main(["params", "--upgrade"]) == 0
-    out = capsys.readouterr().out
+    out = rlhf("params --upgrade").out
     assert "ppo.lam → ppo.advantages.lam\n" in out
     assert "ppo.engine is left out: it has no effect\n" in out
     assert config.load() == config.validate(dict.fromkeys(("base", "sft", "reward", "ppo"), TOKENS), "new")
     text = file.read_text(encoding="utf-8")
     assert "parallelism: ddp # ddp | zero2 | zero3 | fsdp2" in text
     assert "truncation: {kind: eos_trick_replace, missing_eos_score: -1.0} # eos_trick_replace | " in text
-    assert main.main(["params", "--upgrade"]) == 0
-    assert "nothing to move" in capsys.readouterr().out
+    assert "nothing to move" in rlhf("params --upgrade").out
     assert file.read_text(encoding="utf-8") == text
 
 
@@ -85,10 +83,10 @@ def test_an_upgrade_keeps_values_and_comments(project: Path, capsys: pytest.Capt
     ids=["rloo", "lora"],
 )
 def test_an_upgrade_moves_what_a_kind_has_and_leaves_the_rest(
-    project: Path, old: dict[str, Any], new: dict[str, Any]
+    project: Path, old: dict[str, Any], new: dict[str, Any], rlhf: Command
 ) -> None:
     Path("params.yaml").write_text(with_ppo(old), encoding="utf-8")
-    assert main.main(["params", "--upgrade"]) == 0
+    rlhf("params --upgrade")
     assert config.load().ppo == config.validate({"ppo": new | TOKENS}, "new").ppo
 
 
@@ -118,34 +116,23 @@ def test_an_upgrade_moves_what_a_kind_has_and_leaves_the_rest(
     ],
 )
 def test_an_upgrade_of_a_part_of_a_file_says_what_becomes_of_each_value(
-    project: Path,
-    half: dict[str, Any],
-    new: dict[str, Any],
-    line: str,
-    capsys: pytest.CaptureFixture[str],
+    project: Path, half: dict[str, Any], new: dict[str, Any], line: str, rlhf: Command
 ) -> None:
     Path("params.yaml").write_text(json.dumps({"ppo": half}), encoding="utf-8")
-    assert main.main(["params", "--upgrade"]) == 0
-    assert line in capsys.readouterr().out.splitlines()
+    assert line in rlhf("params --upgrade").out.splitlines()
     assert config.load().ppo == config.validate({"ppo": new}, "new").ppo
 
 
-def test_an_upgrade_that_would_not_be_valid_writes_nothing(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_upgrade_that_would_not_be_valid_writes_nothing(project: Path, rlhf: Command) -> None:
     text = with_ppo({"kl_coef": -1.0})
     Path("params.yaml").write_text(text, encoding="utf-8")
-    assert main.main(["params", "--upgrade"]) == 2
-    assert "ppo.kl_coef" in capsys.readouterr().err
+    assert "ppo.kl_coef" in rlhf("params --upgrade", status=2).err
     assert Path("params.yaml").read_text(encoding="utf-8") == text
 
 
-def test_all_values_in_force_are_printed_with_their_source(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_values_in_force_are_printed_with_their_source(project: Path, rlhf: Command) -> None:
     Path("params.yaml").write_text("ppo: {advantages: {lam: 0.9}, guards: null}\n", encoding="utf-8")
-    assert main.main(["params"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in rlhf("params").out.splitlines()]
     for row in (
         ["ppo.advantages.lam", "0.9", "params.yaml"],
         ["ppo.advantages.gamma", "1.0", "default"],

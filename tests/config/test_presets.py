@@ -12,26 +12,26 @@ import pytest
 from ruamel.yaml import YAML
 
 from rlhf_tasks import config, errors, presets
-from rlhf_tasks.cli import main
 from rlhf_tasks.config.ppo import AdaptiveKl, EosTrickReplace, Gae, Group, Guards
 from rlhf_tasks.data.batches import micro_batches
 from rlhf_tasks.presets import Request
 from tests import toy
+from tests.conftest import Command
 from tests.test_contracts import UNPINNED
 
 ROOT = Path(__file__).parents[2]
+SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
 
 
 def with_preset(name: str) -> config.Config:
-    tree: Any = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    tree: Any = YAML(typ="safe", pure=True).load(SHIPPED)
     config.merge(tree, presets.read(name))
     config.merge(tree, UNPINNED.get(name, {}))
     return config.validate(tree, name)
 
 
-def test_single_values_come_after_presets(project: Path) -> None:
-    words = ["preset", "smoke", "--set", "seed=7", "sft.learning_rate=1.0e-4", "data.max_rows=null"]
-    assert main.main(words) == 0
+def test_single_values_come_after_presets(project: Path, rlhf: Command) -> None:
+    rlhf("preset smoke --set seed=7 sft.learning_rate=1.0e-4 data.max_rows=null")
     settings = config.load()
     assert (settings.seed, settings.sft.learning_rate, settings.data.max_rows) == (7, 1e-4, None)
     assert settings.ppo.total_episodes == with_preset("smoke").ppo.total_episodes
@@ -51,47 +51,39 @@ def test_single_values_come_after_presets(project: Path) -> None:
     ],
 )
 def test_a_value_that_cannot_be_set_changes_nothing(
-    project: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]
+    project: Path, words: str, message: str, rlhf: Command
 ) -> None:
     before = Path("params.yaml").read_text(encoding="utf-8")
-    assert main.main(["preset", "--set", words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in rlhf("preset --set", words, status=2).err
     assert Path("params.yaml").read_text(encoding="utf-8") == before
 
 
 @pytest.mark.parametrize("broken", ["kl_coef: -1.0", "kl_coef: high", "kl_coef: {a: 1}"])
-def test_a_value_can_be_set_to_repair_an_invalid_file(project: Path, broken: str) -> None:
+def test_a_value_can_be_set_to_repair_an_invalid_file(project: Path, broken: str, rlhf: Command) -> None:
     path = Path("params.yaml")
     before = path.read_text(encoding="utf-8")
     valid = re.search(r"kl_coef: [\d.]+", before)
     assert valid is not None
     path.write_text(before.replace(valid[0], broken), encoding="utf-8")
-    assert main.main(["preset", "--set", f"ppo.{valid[0].replace(': ', '=')}"]) == 0
+    rlhf("preset --set", f"ppo.{valid[0].replace(': ', '=')}")
     assert config.load(path) == config.validate(config.parse(before, "before"), "before")
 
 
 @pytest.mark.parametrize("name", ["smoke", "docstrings"])
-def test_a_preset_does_not_turn_on_a_gate_that_is_null(
-    project: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preset_does_not_turn_on_a_gate_that_is_null(project: Path, name: str, rlhf: Command) -> None:
     """`promotion: null` is the user's decision; the rest of the preset applies."""
-    assert main.main(["preset", "--set", "promotion=null"]) == 0
-    assert main.main(["preset", name]) == 0
-    assert "promotion stays null (a preset changes its " in capsys.readouterr().out
+    rlhf("preset --set promotion=null")
+    assert "promotion stays null (a preset changes its " in rlhf("preset", name).out
     settings = config.load()
     assert settings.promotion is None
     assert settings.judge == with_preset(name).judge
     assert presets.read(name)["promotion"], "the preset itself is unchanged"
 
 
-def test_a_preset_applies_to_a_section_that_the_same_command_turns_on(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preset_applies_to_a_section_that_the_same_command_turns_on(project: Path, rlhf: Command) -> None:
     gate = with_preset("smoke").model_dump(mode="json")["promotion"] | {"max_kl": 7.5}
-    assert main.main(["preset", "--set", "promotion=null"]) == 0
-    capsys.readouterr()
-    assert main.main(["preset", "smoke", "--set", f"promotion={json.dumps(gate)}"]) == 0
-    assert "stays null" not in capsys.readouterr().out
+    rlhf("preset --set promotion=null")
+    assert "stays null" not in rlhf("preset smoke --set", f"promotion={json.dumps(gate)}").out
     settings = config.load().promotion
     assert settings is not None
     assert settings.model_dump(mode="json") == gate, "single values win"
@@ -99,29 +91,25 @@ def test_a_preset_applies_to_a_section_that_the_same_command_turns_on(
 
 def test_replacing_a_section_leaves_no_key_of_the_old_one() -> None:
     """A key that only the file's own section has is removed, even an unknown one."""
-    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    own = text.replace("tracking: {", "tracking: {of_old: 1, ")
+    own = SHIPPED.replace("tracking: {", "tracking: {of_old: 1, ")
     sections = {"tracking": {"enabled": False, "uri": None, "experiment": "b"}}
     written, settings = presets.replaced(own, sections, "params.yaml")
     assert settings.tracking.experiment == "b"
     assert config.validate(config.parse(written, "params.yaml"), "params.yaml") == settings
-    assert settings.ppo == config.validate(config.parse(text, "params.yaml"), "params.yaml").ppo
+    assert settings.ppo == config.validate(config.parse(SHIPPED, "params.yaml"), "params.yaml").ppo
 
 
-def test_a_single_value_turns_on_a_section_that_is_null(project: Path) -> None:
-    assert main.main(["preset", "--set", "ppo.guards=null", "ppo.adaptive_kl.target=3.0"]) == 0
-    assert main.main(["preset", "over_optimised", "--set", "ppo.kl_coef=0.01"]) == 0
+def test_a_single_value_turns_on_a_section_that_is_null(project: Path, rlhf: Command) -> None:
+    rlhf("preset --set ppo.guards=null ppo.adaptive_kl.target=3.0")
+    rlhf("preset over_optimised --set ppo.kl_coef=0.01")
     settings = config.load().ppo
     assert (settings.guards, settings.adaptive_kl) == (None, AdaptiveKl(target=3.0)), "no preset does"
-    assert main.main(["preset", "over_optimised", "--set", "ppo.kl_coef=0.01", "ppo.guards.patience=5"]) == 0
+    rlhf("preset over_optimised --set ppo.kl_coef=0.01 ppo.guards.patience=5")
     assert config.load().ppo.guards == Guards(action="warn", patience=5), "then it is on for presets too"
 
 
-def test_the_tldr_preset_names_the_revisions_that_must_be_set(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["preset", "tldr-pythia-1b"]) == 2
-    message = capsys.readouterr().err
+def test_the_tldr_preset_names_the_revisions_that_must_be_set(project: Path, rlhf: Command) -> None:
+    message = rlhf("preset tldr-pythia-1b", status=2).err
     for where in (
         "datasets/trl-lib/tldr-preference",
         "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
@@ -129,7 +117,7 @@ def test_the_tldr_preset_names_the_revisions_that_must_be_set(
     ):
         assert f"git ls-remote https://huggingface.co/{where} HEAD" in message
     pins = [f"{key}={value}" for key, value in config.flatten(UNPINNED["tldr-pythia-1b"]).items()]
-    assert main.main(["preset", "tldr-pythia-1b", "--set", *pins]) == 0
+    rlhf("preset tldr-pythia-1b --set", *pins)
     assert config.load() == with_preset("tldr-pythia-1b")
 
 
@@ -197,15 +185,17 @@ def test_a_preset_of_a_paper_has_the_published_values_and_a_source_for_each(name
 
 @pytest.mark.parametrize(("name", "advantages"), [("rloo", "rloo"), ("grpo", "group")])
 @pytest.mark.parametrize("under", ["docstrings", "smoke", "trl"])
-def test_one_command_trains_without_a_critic(project: Path, name: str, advantages: str, under: str) -> None:
-    assert main.main(["preset", under, name]) == 0
+def test_one_command_trains_without_a_critic(
+    project: Path, name: str, advantages: str, under: str, rlhf: Command
+) -> None:
+    rlhf("preset", under, name)
     settings = config.load().ppo
     assert (settings.advantages.kind, settings.critic) == (advantages, None)
 
 
-def test_a_preset_that_names_no_kind_keeps_the_one_in_force(project: Path) -> None:
-    assert main.main(["preset", "rloo"]) == 0
-    assert main.main(["preset", "smoke"]) == 0
+def test_a_preset_that_names_no_kind_keeps_the_one_in_force(project: Path, rlhf: Command) -> None:
+    rlhf("preset rloo")
+    rlhf("preset smoke")
     assert config.load().ppo.advantages == Group(kind="rloo")
 
 
@@ -221,9 +211,6 @@ def test_a_key_inside_a_section_keeps_its_kind_and_another_kind_replaces_the_sec
         assert "ppo.advantages.kind: gae → rloo" in changes
         with pytest.raises(errors.ConfigError, match=r"advantages\.lam: unknown key"):
             Request(overrides={"ppo.advantages": {"kind": "rloo", "lam": 0.5}}).resolve(text)
-
-
-SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
 
 
 def test_single_values_of_a_request_override_its_preset() -> None:
@@ -249,8 +236,7 @@ def test_single_values_of_a_request_override_its_preset() -> None:
 def test_the_preset_of_a_run_is_found_by_its_values(
     name: str | None, changes: dict[str, Any], found: list[str]
 ) -> None:
-    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    _, settings, _ = Request(name, None, changes).resolve(text)
+    _, settings, _ = Request(name, None, changes).resolve(SHIPPED)
     view = config.ReportView.of(settings)
     assert presets.matching(view.declared) == found
 

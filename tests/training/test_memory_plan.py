@@ -15,7 +15,6 @@ from transformers import AutoConfig
 
 from benchmarks import workloads
 from benchmarks.shapes import Shape
-from rlhf_tasks.cli import main
 from rlhf_tasks.models import logprobs
 from rlhf_tasks.models.load import TokenScores, load_causal, recompute_activations
 from rlhf_tasks.ppo.rollout import ReferenceCopy
@@ -23,6 +22,7 @@ from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.training import memory_plan
 from rlhf_tasks.training.memory_plan import BUCKET, Parallelism, Run, Sizes, memory
 from tests import small
+from tests.conftest import Command
 from tests.ppo.toy import VLLM_SAMPLER, without_critic
 
 GB = 1e9
@@ -266,26 +266,21 @@ def test_what_does_not_divide_the_batch_says_so() -> None:
 # ------------------------------------------------------------------------------------------ command
 
 
-def test_the_command_plans_for_each_number_of_gpus(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["plan", "--gpus", "1,16", "--gpu", "h200", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_command_plans_for_each_number_of_gpus(project: Path, rlhf: Command) -> None:
+    found = json.loads(rlhf("plan --gpus 1,16 --gpu h200 --json").out)
     assert list(found["plans"]) == ["1", "16"]
     own = found["plans"]["1"]
     assert (own["fits"], own["launch.parallelism"], found["memory_gb"]) == (True, "ddp", 141)
-    assert main.main(["plan", "--gpus", "1", "--memory", "0.05"]) == 0
-    out = capsys.readouterr().out
-    assert "on GPUs of 0.05 GB" in out.replace("\n", " ")
-    assert "on each GPU" in out.replace("\n", " ")
+    out = rlhf("plan --gpus 1 --memory 0.05").out.replace("\n", " ")
+    assert "on GPUs of 0.05 GB" in out
+    assert "on each GPU" in out
 
 
-def test_the_config_of_models_sft_or_of_a_given_model_is_read(
-    models_here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_config_of_models_sft_or_of_a_given_model_is_read(models_here: Path, rlhf: Command) -> None:
     YAML().dump(small.params(), models_here / "params.yaml")
     small.causal("llama").save_pretrained("other")
-    for words, model in (([], "models/sft"), (["--model", "other"], "other")):
-        assert main.main(["plan", "--gpus", "1", "--json", *words]) == 0
-        found = json.loads(capsys.readouterr().out)
+    for option, model in (("", "models/sft"), ("--model other", "other")):
+        found = json.loads(rlhf(f"plan --gpus 1 --json {option}").out)
         assert found["parameters"] == sum(p.numel() for p in load_causal(Path(model)).parameters())
-    assert main.main(["plan", "--model", "nowhere/at/all"]) == 2
-    assert "cannot read the config of nowhere/at/all" in capsys.readouterr().err
+    message = rlhf("plan --model nowhere/at/all", status=2).err
+    assert "cannot read the config of nowhere/at/all" in message
