@@ -16,7 +16,10 @@ from rlhf_tasks.data.rows import Corpus, Problems, Role, Row
 from rlhf_tasks.data.shapes import Line, Reading
 from rlhf_tasks.data.splits import fill_splits
 from rlhf_tasks.data.tables import Part, assemble
-from rlhf_tasks.data.tokenizer import scratch_rendering
+
+NAMED = config.Columns(
+    prompt="prompt", completion="completion", chosen="chosen", rejected="rejected", keep=()
+)
 
 
 class Converted(NamedTuple):
@@ -56,18 +59,6 @@ def jsonl(path: Path, *rows: Any) -> Path:
 
 def demonstrations(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"question {i} ?", "completion": f" answer {i}"} for i in range(count)]
-
-
-@pytest.fixture
-def plain() -> Rendering:
-    return scratch_rendering()
-
-
-@pytest.fixture
-def columns() -> config.Columns:
-    return config.Columns(
-        prompt="prompt", completion="completion", chosen="chosen", rejected="rejected", keep=()
-    )
 
 
 @pytest.fixture

@@ -186,9 +186,8 @@ def test_tools_and_their_calls_reach_the_template(rendering: Any) -> None:
 
 @pytest.mark.parametrize("row", [{"messages": ASKED}, {"messages": [ASKED[0], ASKED[3]], "tools": [TOOL]}])
 def test_tools_that_a_template_does_not_write_are_refused(row: dict[str, Any], rendering: Any) -> None:
-    with pytest.raises(
-        UserError, match=r"`tools` or `tool_calls`, which the chat template of the tokenizer of m"
-    ):
+    message = r"`tools` or `tool_calls`, which the chat template of the tokenizer of m"
+    with pytest.raises(UserError, match=message):
         read(rendering(PLAIN), row)
 
 
@@ -201,13 +200,9 @@ def test_a_message_that_a_template_leaves_out_is_refused(rendering: Any) -> None
 # ------------------------------------------------------------------------------------------- every turn
 
 
-def all_turns(rendering: Rendering) -> Rendering:
-    return replace(rendering, train_on="all")
-
-
 def test_every_turn_of_the_assistant_is_a_demonstration_of_what_it_saw(rendering: Any) -> None:
     talk = [user("hi"), assistant("<think>\na\n</think>\n\nyes"), user("so?"), assistant("no")]
-    corpus, _ = read(all_turns(rendering(STRIPS_THOUGHTS)), {"messages": talk})
+    corpus, _ = read(replace(rendering(STRIPS_THOUGHTS), train_on="all"), {"messages": talk})
     first, last = corpus["sft"]["train"]
     assert first["completion"] == "<think>\na\n</think>\n\nyes"
     assert first["prompt"] == "<user>hi<eos>\n<assistant>"
@@ -217,11 +212,9 @@ def test_every_turn_of_the_assistant_is_a_demonstration_of_what_it_saw(rendering
 
 
 def test_the_turns_of_a_conversation_are_in_one_split_and_only_the_last_is_a_prompt(rendering: Any) -> None:
-    talks = [
-        {"messages": [user("hi"), assistant("yes"), user(f"so {n}?"), assistant(f"no {n}")]}
-        for n in range(12)
-    ]
-    corpus, _ = read(all_turns(rendering(PLAIN)), *talks)
+    begun = [user("hi"), assistant("yes")]
+    talks = [{"messages": [*begun, user(f"so {n}?"), assistant(f"no {n}")]} for n in range(12)]
+    corpus, _ = read(replace(rendering(PLAIN), train_on="all"), *talks)
     full = complete(fill_splits(corpus, seed=1, sizes={"validation": 3, "test": 3}))
     sizes: dict[Split, int] = {"train": 6, "validation": 3, "test": 3}
     for split, number in sizes.items():
@@ -236,9 +229,9 @@ def test_the_turns_of_a_conversation_are_in_one_split_and_only_the_last_is_a_pro
 # --------------------------------------------------------------------------------- laws of odd templates
 
 IM = ("<|im_start|>", "<|im_end|>", "<|eom_id|>")
+ASKS_CHATML = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + ASKS_CHATML
 )
 EOS_AT_THE_END = CHATML.replace("assistant\n{% endif %}", "assistant\n{% else %}{{ eos_token }}{% endif %}")
 EOS_IN_THE_HISTORY = CHATML.replace(
@@ -248,14 +241,12 @@ NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no syst
 CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}"
     "{{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}<|eom_id|>"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}" + ASKS_CHATML
 )
 MARKS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and m.train != false %}"
     "mood: calm\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}" + ASKS_CHATML
 )
 
 

@@ -4,7 +4,7 @@ import csv
 import gzip
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,19 @@ import pytest
 
 from rlhf_tasks.config import Columns, Data, Split
 from rlhf_tasks.data import files
-from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems
+from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError
 from tests.data import conftest
-from tests.data.conftest import demonstrations, jsonl
+from tests.data.conftest import NAMED, demonstrations, jsonl
 from tests.small import ROOT
 
 SIZES: dict[Split, int] = {"validation": 2, "test": 2}
 
 
-def load(path: Path, columns: Columns, rendering: Rendering, problems: Problems | None = None) -> Corpus:
+def load(path: Path, problems: Problems | None = None, columns: Columns = NAMED) -> Corpus:
     found = Problems() if problems is None else problems
-    corpus = conftest.load(path, Data(columns=columns), rendering, found, seed=1, sizes=SIZES)
+    corpus = conftest.load(path, Data(columns=columns), scratch_rendering(), found, seed=1, sizes=SIZES)
     assert problems is not None or not found, found.report()
     return corpus
 
@@ -36,23 +36,25 @@ def texts(corpus: Corpus) -> list[tuple[str, ...]]:
     return [(split, row["prompt"], row["completion"]) for split in SPLITS for row in corpus["sft"][split]]
 
 
-def test_jsonl_csv_and_parquet_give_the_same_rows(tmp_path: Path, columns: Columns, plain: Rendering) -> None:
-    rows = [*demonstrations(9), {"prompt": 'a "quoted", odd\nprompt – ü ?', "completion": " two\nlines"}]
-    one = jsonl(tmp_path / "a.jsonl", *rows)
-    two, three = tmp_path / "b.csv", tmp_path / "c.parquet"
-    with two.open("w", encoding="utf-8", newline="") as handle:
+def write_csv(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as handle:
         writer = csv.DictWriter(handle, ["prompt", "completion"])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def test_jsonl_csv_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
+    rows = [*demonstrations(9), {"prompt": 'a "quoted", odd\nprompt – ü ?', "completion": " two\nlines"}]
+    one = jsonl(tmp_path / "a.jsonl", *rows)
+    two, three = tmp_path / "b.csv", tmp_path / "c.parquet"
+    write_csv(two, rows)
     pq.write_table(pa.Table.from_pylist(rows), three)
-    first, *others = [texts(load(path, columns, plain)) for path in (one, two, three)]
+    first, *others = [texts(load(path)) for path in (one, two, three)]
     assert len(first) == 10
     assert others == [first, first]
 
 
-def test_every_bad_line_of_every_file_is_named_at_its_line(
-    tmp_path: Path, columns: Columns, plain: Rendering
-) -> None:
+def test_every_bad_line_of_every_file_is_named_at_its_line(tmp_path: Path) -> None:
     good = [json.dumps(row).encode() for row in demonstrations(4)]
     lines = [
         good[0], b'{"prompt": "torn', b"", b"[1, 2]", b'{"prompt": "caf\xe9", "completion": "x"}', good[1],
@@ -70,7 +72,7 @@ def test_every_bad_line_of_every_file_is_named_at_its_line(
     strings = [pa.StringArray.from_buffers(2, *c.chunk(0).buffers()[1:]) for c in table.columns]
     pq.write_table(pa.table(strings, names=table.column_names), tmp_path / "prompts.parquet")
     problems = Problems()
-    corpus = load(tmp_path, columns, plain, problems)
+    corpus = load(tmp_path, problems)
     faults = [json.loads(line) for line in problems.lines()]
     bad_lines = {f"{bad['where']} {bad['problems'][0]['reason']}" for bad in faults}
     assert bad_lines == {
@@ -84,20 +86,17 @@ def test_every_bad_line_of_every_file_is_named_at_its_line(
     assert kept == {("two\r\nlines", "preferences.csv:2"), ("last", "preferences.csv:7")}
 
 
-def test_all_missing_columns_are_in_one_error_with_the_columns_of_the_file(
-    tmp_path: Path, columns: Columns, plain: Rendering
-) -> None:
+def test_all_missing_columns_are_in_one_error_with_the_columns_of_the_file(tmp_path: Path) -> None:
     jsonl(tmp_path / "sft.jsonl", {"topic": "q", "words": "a"})
     jsonl(tmp_path / "preferences.jsonl", {"prompt": "q", "best": "a", "rejected": "b"})
     with pytest.raises(UserError) as error:
-        load(tmp_path, columns, plain)
-    assert "sft.jsonl has no known shape; its columns are topic (text), words (text)" in str(error.value)
-    assert "preferences.jsonl has no known shape; its columns are prompt (text), best (text)" in str(
-        error.value
-    )
+        load(tmp_path)
+    message = str(error.value)
+    assert "sft.jsonl has no known shape; its columns are topic (text), words (text)" in message
+    assert "preferences.jsonl has no known shape; its columns are prompt (text), best (text)" in message
 
 
-def test_columns_are_mapped(tmp_path: Path, plain: Rendering) -> None:
+def test_columns_are_mapped(tmp_path: Path) -> None:
     named = Columns(prompt="instruction", completion="output", chosen="win", rejected="lose", keep=())
     jsonl(
         tmp_path / "sft.jsonl", *({"instruction": f"i {n}", "output": f" o {n}", "id": n} for n in range(8))
@@ -106,18 +105,18 @@ def test_columns_are_mapped(tmp_path: Path, plain: Rendering) -> None:
         tmp_path / "preferences.jsonl",
         *({"instruction": f"i {n}", "win": "w", "lose": "l"} for n in range(8)),
     )
-    corpus = load(tmp_path, named, plain)
+    corpus = load(tmp_path, columns=named)
     assert {row["prompt"][:2] for row in corpus["sft"]["train"]} == {"i "}
     assert {(row["chosen"], row["rejected"]) for row in corpus["preferences"]["train"]} == {("w", "l")}
 
 
-def test_file_names_give_role_and_split(tmp_path: Path, columns: Columns, plain: Rendering) -> None:
+def test_file_names_give_role_and_split(tmp_path: Path) -> None:
     jsonl(tmp_path / "sft.jsonl", *demonstrations(8))
     jsonl(tmp_path / "sft.test.jsonl", {"prompt": "t", "completion": "t"})
     jsonl(tmp_path / "sft" / "valid.jsonl", {"prompt": "v", "completion": "v"})
     jsonl(tmp_path / "prompts.train.jsonl", {"prompt": "p", "reference": "r"})
     (tmp_path / "README.md").write_text("no data", encoding="utf-8")
-    corpus = load(tmp_path, columns, plain)
+    corpus = load(tmp_path)
     assert [len(corpus["sft"][split]) for split in SPLITS] == [8, 1, 1]
     assert corpus["sft"]["validation"][0]["source"] == "sft/valid.jsonl:1"
     assert list(corpus["prompts"]["train"]) == [
@@ -125,53 +124,38 @@ def test_file_names_give_role_and_split(tmp_path: Path, columns: Columns, plain:
     ]
 
 
-def test_files_named_by_split_get_their_role_from_their_columns(
-    tmp_path: Path, columns: Columns, plain: Rendering
-) -> None:
+def test_files_named_by_split_get_their_role_from_their_columns(tmp_path: Path) -> None:
     jsonl(tmp_path / "train.jsonl", *({"prompt": f"{n}", "chosen": "w", "rejected": "l"} for n in range(8)))
     jsonl(tmp_path / "test.jsonl", {"prompt": "t", "chosen": "w", "rejected": "l"})
-    corpus = load(tmp_path, columns, plain)
+    corpus = load(tmp_path)
     assert set(corpus) == {"preferences"}
     assert [len(corpus["preferences"][split]) for split in SPLITS] == [6, 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["sft.trian.jsonl"], "sft.trian.jsonl"),
-        (["notes.md"], "holds no data file"),
-    ],
+    ("name", "message"), [("sft.trian.jsonl", "sft.trian.jsonl"), ("notes.md", "holds no data file")]
 )
-def test_a_folder_with_unknown_file_names_is_an_error(
-    tmp_path: Path, columns: Columns, plain: Rendering, names: list[str], message: str
-) -> None:
-    for name in names:
-        (tmp_path / name).write_text(
-            "prompt,completion\np,c\n" if name.endswith("csv") else '{"prompt":"p","completion":"c"}'
-        )
+def test_a_folder_with_unknown_file_names_is_an_error(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_text('{"prompt":"p","completion":"c"}')
     with pytest.raises(UserError, match=message):
-        load(tmp_path, columns, plain)
+        load(tmp_path)
 
 
-def test_a_missing_path_or_an_unsupported_file_is_an_error(
-    tmp_path: Path, columns: Columns, plain: Rendering
-) -> None:
+def test_a_missing_path_or_an_unsupported_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
-        load(tmp_path / "none", columns, plain)
+        load(tmp_path / "none")
     (tmp_path / "a.xlsx").write_bytes(b"")
     with pytest.raises(UserError, match=r"\.xlsx is not supported; use \.jsonl, .*\.csv"):
-        load(tmp_path / "a.xlsx", columns, plain)
+        load(tmp_path / "a.xlsx")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 torn")
     with pytest.raises(UserError, match=r"b\.parquet is not readable as Parquet"):
-        load(tmp_path / "b.parquet", columns, plain)
+        load(tmp_path / "b.parquet")
 
 
-def test_the_shipped_examples_are_good(columns: Columns, plain: Rendering) -> None:
-    corpus = load(ROOT / "rlhf_tasks" / "data" / "examples", columns, plain)
-    assert {role: sum(map(len, tables.values())) for role, tables in corpus.items()} == {
-        "sft": 40,
-        "preferences": 40,
-    }
+def test_the_shipped_examples_are_good() -> None:
+    corpus = load(ROOT / "rlhf_tasks" / "data" / "examples")
+    found = {role: sum(map(len, tables.values())) for role, tables in corpus.items()}
+    assert found == {"sft": 40, "preferences": 40}
 
 
 @pytest.mark.parametrize(
@@ -190,12 +174,10 @@ def test_the_shipped_examples_are_good(columns: Columns, plain: Rendering) -> No
         ("sft.csv", "prompt,completion,prompt\na,b,c\n", "sft.csv:1: the header names 'prompt' twice"),
     ],
 )
-def test_a_file_of_another_format_is_one_message(
-    tmp_path: Path, columns: Columns, plain: Rendering, name: str, text: str, message: str
-) -> None:
+def test_a_file_of_another_format_is_one_message(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as error:
-        load(tmp_path, columns, plain)
+        load(tmp_path)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) <= 2
 
@@ -226,12 +208,10 @@ def test_the_header_of_a_csv_file_tells_its_separator(tmp_path: Path, separator:
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("name", ["sft.jsonl", "sft.csv"])
-def test_utf_16_is_one_message(
-    tmp_path: Path, columns: Columns, plain: Rendering, name: str, encoding: str
-) -> None:
+def test_utf_16_is_one_message(tmp_path: Path, name: str, encoding: str) -> None:
     (tmp_path / name).write_text("prompt,completion\na,b\n", encoding=encoding)
     with pytest.raises(UserError, match=rf"{name} is UTF-16; save it as UTF-8"):
-        load(tmp_path, columns, plain)
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.csv", "a.json", "a.parquet"])
@@ -241,10 +221,7 @@ def test_a_sample_is_the_beginning_of_what_the_whole_file_gives(name: str, tmp_p
     if name.endswith(".parquet"):
         pq.write_table(pa.Table.from_pylist(records), file)
     elif name.endswith(".csv"):
-        with file.open("w", newline="", encoding="utf-8") as opened:
-            writer = csv.DictWriter(opened, ["prompt", "completion"])
-            writer.writeheader()
-            writer.writerows(records)
+        write_csv(file, records)
     else:
         text = json.dumps(records) if name == "a.json" else "".join(json.dumps(r) + "\n" for r in records)
         packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress}
@@ -259,6 +236,10 @@ def test_a_sample_is_the_beginning_of_what_the_whole_file_gives(name: str, tmp_p
 
 
 ROW = {"prompt": "p", "completion": "c"}
+
+
+def values_of(file: Path) -> list[Any]:
+    return [line.values for line in files.read_file(file, file.name, Problems()).lines]
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -279,14 +260,10 @@ def test_a_file_of_one_json_value_keeps_what_it_holds(
     tmp_path: Path, content: Any, records: list[Any], indent: int | None
 ) -> None:
     (tmp_path / "a.json").write_text(json.dumps(content, indent=indent), encoding="utf-8")
-    assert [
-        line.values for line in files.read_file(tmp_path / "a.json", "a.json", Problems()).lines
-    ] == records
+    assert values_of(tmp_path / "a.json") == records
 
 
 @pytest.mark.parametrize("record", [ROW | {"examples": [ROW]}, {"prompt": {}}])
 def test_a_record_that_holds_others_is_one_record(tmp_path: Path, record: Any) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    assert [line.values for line in files.read_file(tmp_path / "a.jsonl", "a.jsonl", Problems()).lines] == [
-        record
-    ]
+    assert values_of(tmp_path / "a.jsonl") == [record]

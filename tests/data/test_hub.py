@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import huggingface_hub
@@ -10,13 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks.config import Columns, Data, HubSet, HubSources, Split
+from rlhf_tasks.config import Data, HubSet, HubSources, Split
 from rlhf_tasks.data import hub
-from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, check_leaks
 from rlhf_tasks.data.splits import fill_splits
 from rlhf_tasks.data.tables import Part, assemble
+from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError
+from tests.data.conftest import NAMED
 
 SIZES: dict[Split, int] = {"validation": 3, "test": 3}
 
@@ -32,41 +35,36 @@ def post(number: int) -> str:
     return f"SUBREDDIT: r/advice\n\nTITLE: title {number}\n\nPOST: my story {number}\n\nTL;DR:"
 
 
-def tldr(folder: Path, **ranges: range) -> HubSet:
+def tldr(number: int) -> dict[str, Any]:
+    return {"prompt": post(number), "completion": f" story {number}"}
+
+
+def tldr_preference(number: int) -> dict[str, Any]:
+    answers = {"chosen": f" good {number}", "rejected": " bad"}
+    return {"prompt": post(number), **answers, "policies": ["a", "b"]}
+
+
+def hub_set(folder: Path, row: Callable[[int], dict[str, Any]], **splits: range) -> HubSet:
     folder.mkdir()
-    for split, numbers in ranges.items():
-        rows = [{"prompt": post(n), "completion": f" story {n}"} for n in numbers]
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    for split, numbers in splits.items():
+        pq.write_table(pa.Table.from_pylist([row(n) for n in numbers]), folder / f"{split}.parquet")
     return HubSet(id=str(folder), revision="0" * 40, name=None)
 
 
-def tldr_preference(folder: Path, **ranges: range) -> HubSet:
-    folder.mkdir()
-    for split, numbers in ranges.items():
-        rows = [
-            {"prompt": post(n), "chosen": f" good {n}", "rejected": " bad", "policies": ["a", "b"]}
-            for n in numbers
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
-    return HubSet(id=str(folder), revision="0" * 40, name=None)
-
-
-def load(sft: HubSet, preferences: HubSet | None, columns: Columns, plain: Rendering) -> Corpus:
+def load(data: Data | None = None, **sets: HubSet) -> Corpus:
     problems = Problems()
-    tables = hub.tables_of(HubSources(sft=sft, preferences=preferences))
-    corpus = assemble([Part(tables, Data(columns=columns))], plain, problems)
-    corpus = fill_splits(corpus, seed=1, sizes=SIZES)
+    parts = [Part(hub.tables_of(HubSources(**sets)), data or Data(columns=NAMED))]
+    corpus = fill_splits(assemble(parts, scratch_rendering(), problems), seed=1, sizes=SIZES)
     check_leaks(corpus, problems)
     assert not problems, problems.report()
     return corpus
 
 
-def test_tldr_columns_and_splits_are_read_and_rows_name_their_place(
-    tmp_path: Path, columns: Columns, plain: Rendering
-) -> None:
-    sft = tldr(tmp_path / "tldr", train=range(20), validation=range(20, 24), test=range(24, 30))
-    preferences = tldr_preference(tmp_path / "pref", train=range(16), validation=range(30, 34))
-    corpus = load(sft, preferences, columns, plain)
+def test_tldr_columns_and_splits_are_read_and_rows_name_their_place(tmp_path: Path) -> None:
+    ranges = {"train": range(20), "validation": range(20, 24), "test": range(24, 30)}
+    sft = hub_set(tmp_path / "tldr", tldr, **ranges)
+    preferences = hub_set(tmp_path / "pref", tldr_preference, train=range(16), validation=range(30, 34))
+    corpus = load(sft=sft, preferences=preferences)
     assert [len(corpus["sft"][split]) for split in SPLITS] == [20, 4, 6]
     assert [len(corpus["preferences"][split]) for split in SPLITS] == [13, 4, 3]
     assert corpus["sft"]["test"][1] == {
@@ -74,34 +72,26 @@ def test_tldr_columns_and_splits_are_read_and_rows_name_their_place(
     }  # fmt: skip
 
 
-def test_a_set_that_cannot_be_loaded_is_an_error_with_advice(columns: Columns, plain: Rendering) -> None:
+def test_a_set_that_cannot_be_loaded_is_an_error_with_advice() -> None:
     missing = HubSet(id="no-one/no-such-set", revision="1" * 40, name=None)
     with pytest.raises(UserError) as error:
-        load(missing, None, columns, plain)
+        load(sft=missing)
     assert "'no-one/no-such-set'" in str(error.value)
     assert "1" * 40 in str(error.value)
     assert "data.source: files" in str(error.value)
 
 
 def test_a_set_of_pairs_alone_is_enough_and_its_splits_are_found_by_their_words(
-    tmp_path: Path, plain: Rendering, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As HuggingFaceH4/ultrafeedback_binarized has them."""
-    ranges = {
-        "train_prefs": range(20),
-        "test_prefs": range(30, 34),
-        "train_sft": range(9),
-        "test_gen": range(9),
-    }
-    pairs = tldr_preference(tmp_path / "ultra", **ranges)
+    prefs = {"train_prefs": range(20), "test_prefs": range(30, 34)}
+    pairs = hub_set(tmp_path / "ultra", tldr_preference, **prefs, train_sft=range(9), test_gen=range(9))
     splits = [file.stem for file in sorted((tmp_path / "ultra").glob("*.parquet"))]
     listed = "".join(f"  - split: {name}\n    path: {name}.parquet\n" for name in splits)
     card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{listed}---\n"
     (tmp_path / "ultra/README.md").write_text(card, encoding="utf-8")
-    problems = Problems()
-    tables = hub.tables_of(HubSources(preferences=pairs))
-    corpus = fill_splits(assemble([Part(tables, Data())], plain, problems), seed=1, sizes=SIZES)
-    assert not problems, problems.report()
+    corpus = load(Data(), preferences=pairs)
     assert {*corpus} == {"preferences"}
     assert len(corpus["preferences"]["test"]) == 4
     assert sum(map(len, corpus["preferences"].values())) == 24

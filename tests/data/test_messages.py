@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config import Columns, Data, Split
+from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import Problems, Role, Row, check_texts, stored
 from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.data.tables import Part, assemble
+from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError
-from tests.data.conftest import as_lists
+from tests.data.conftest import NAMED, as_lists
 
 
 def user(text: str) -> dict[str, str]:
@@ -25,11 +26,11 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def read(
-    row: dict[str, Any], columns: Columns, rendering: Rendering, problems: Problems | None = None
+    row: dict[str, Any], rendering: Rendering, problems: Problems | None = None
 ) -> dict[Role, dict[Split, list[Row]]]:
     found = Problems() if problems is None else problems
     corpus = assemble(
-        [Part([(None, "train", Table("t", tuple(row), [Line("t:1", row)]))], Data(columns=columns))],
+        [Part([(None, "train", Table("t", tuple(row), [Line("t:1", row)]))], Data(columns=NAMED))],
         rendering,
         found,
     )
@@ -38,36 +39,34 @@ def read(
 
 
 def test_the_prompt_ends_with_the_generation_prompt_and_the_completion_follows_without_eos(
-    columns: Columns, chat: Rendering
+    chat: Rendering,
 ) -> None:
     expected = {"prompt": "<user>hi<eos>\n<assistant>", "completion": "hello", "source": "t:1"}
-    as_messages = read({"prompt": [user("hi")], "completion": [assistant("hello")]}, columns, chat)
-    as_text = read({"prompt": [user("hi")], "completion": "hello"}, columns, chat)
-    one_column = read({"messages": [user("hi"), assistant("hello")]}, columns, chat)
+    as_messages = read({"prompt": [user("hi")], "completion": [assistant("hello")]}, chat)
+    as_text = read({"prompt": [user("hi")], "completion": "hello"}, chat)
+    one_column = read({"messages": [user("hi"), assistant("hello")]}, chat)
     assert as_messages["sft"]["train"] == [expected]
     assert as_text["sft"]["train"] == [expected]
     assert one_column["sft"]["train"] == [expected]
 
 
-def test_the_common_start_of_two_conversations_is_the_prompt(columns: Columns, chat: Rendering) -> None:
+def test_the_common_start_of_two_conversations_is_the_prompt(chat: Rendering) -> None:
     start = [user("hi"), assistant("hello"), user("joke?")]
     row: dict[str, Any] = {"chosen": [*start, assistant("ha")], "rejected": [*start, assistant("no")]}
     expected = {
         "prompt": "<user>hi<eos>\n<assistant>hello<eos>\n<user>joke?<eos>\n<assistant>",
         "chosen": "ha", "rejected": "no", "source": "t:1",
     }  # fmt: skip
-    assert read(row, columns, chat)["preferences"]["train"] == [expected]
-    assert read({"prompt": "joke?"} | row, columns, chat)["preferences"]["train"] == [expected]
-    assert read({"prompt": start} | row, columns, chat)["preferences"]["train"] == [expected]
+    assert read(row, chat)["preferences"]["train"] == [expected]
+    assert read({"prompt": "joke?"} | row, chat)["preferences"]["train"] == [expected]
+    assert read({"prompt": start} | row, chat)["preferences"]["train"] == [expected]
     answers = {"prompt": start, "chosen": [assistant("ha")], "rejected": [assistant("no")]}
-    assert read(answers, columns, chat)["preferences"]["train"] == [expected]
+    assert read(answers, chat)["preferences"]["train"] == [expected]
 
 
-def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(
-    columns: Columns, chat: Rendering
-) -> None:
+def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(chat: Rendering) -> None:
     talk = [user("hi"), assistant("hello")]
-    corpus = read({"chosen": talk, "rejected": list(talk)}, columns, chat)
+    corpus = read({"chosen": talk, "rejected": list(talk)}, chat)
     problems = Problems()
     check_texts(stored(corpus), chat.eos, problems)
     assert {name: n for name, n in problems.counts().items() if n} == {"chosen_is_rejected": 1}
@@ -87,10 +86,10 @@ def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(
     ],
 )
 def test_a_conversation_that_cannot_be_used_is_a_bad_row(
-    row: dict[str, Any], reason: str, columns: Columns, chat: Rendering
+    row: dict[str, Any], reason: str, chat: Rendering
 ) -> None:
     problems = Problems()
-    assert read(row, columns, chat, problems) in (
+    assert read(row, chat, problems) in (
         {"sft": {"train": []}},
         {"preferences": {"train": []}},
     )
@@ -98,36 +97,30 @@ def test_a_conversation_that_cannot_be_used_is_a_bad_row(
     assert [fault["reason"] for fault in json.loads(line)["problems"]] == [reason]
 
 
-def test_a_template_that_rewrites_the_prompt_is_a_bad_row(columns: Columns) -> None:
+def test_a_template_that_rewrites_the_prompt_is_a_bad_row() -> None:
     def numbered(messages: list[dict[str, Any]], answer_follows: bool, tools: object = None) -> str:
         return f"{len(messages)}: {messages}"
 
     problems = Problems()
-    read(
-        {"prompt": [user("hi")], "completion": "x"}, columns, Rendering("", "<eos>", numbered, "t"), problems
-    )
+    read({"prompt": [user("hi")], "completion": "x"}, Rendering("", "<eos>", numbered, "t"), problems)
     assert problems.counts()["malformed"] == 1
 
 
-def test_messages_without_a_chat_template_are_refused(columns: Columns, plain: Rendering) -> None:
+def test_messages_without_a_chat_template_are_refused() -> None:
     with pytest.raises(UserError, match="a tokenizer trained from scratch has no chat template"):
-        read({"messages": [user("hi"), assistant("x")]}, columns, plain)
+        read({"messages": [user("hi"), assistant("x")]}, scratch_rendering())
 
 
-def test_eos_text_at_an_answers_end_is_dropped_as_the_token_is_added_later(
-    columns: Columns, plain: Rendering
-) -> None:
+def test_eos_text_at_an_answers_end_is_dropped_as_the_token_is_added_later() -> None:
     row = {"prompt": "q", "chosen": " a<eos>\n", "rejected": " b <eos> c"}
-    (read_row,) = read(row, columns, plain)["preferences"]["train"]
+    (read_row,) = read(row, scratch_rendering())["preferences"]["train"]
     assert (read_row["chosen"], read_row["rejected"]) == (" a", " b <eos> c")
 
 
-def test_bos_is_put_before_plain_prompts_once_and_not_before_rendered_ones(
-    columns: Columns, chat: Rendering
-) -> None:
+def test_bos_is_put_before_plain_prompts_once_and_not_before_rendered_ones(chat: Rendering) -> None:
     with_bos = Rendering(bos="<s>", eos="<eos>", chat=chat.chat, tokenizer="t")
     rows = [{"prompt": text, "completion": "x"} for text in ("q", "<s>q")]
-    prompts = [read(row, columns, with_bos)["sft"]["train"][0]["prompt"] for row in rows]
+    prompts = [read(row, with_bos)["sft"]["train"][0]["prompt"] for row in rows]
     assert prompts == ["<s>q", "<s>q"]
-    rendered = read({"prompt": [user("q")], "completion": "x"}, columns, with_bos)
+    rendered = read({"prompt": [user("q")], "completion": "x"}, with_bos)
     assert rendered["sft"]["train"][0]["prompt"].startswith("<user>")

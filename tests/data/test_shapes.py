@@ -15,6 +15,12 @@ from rlhf_tasks.errors import UserError
 from tests.data.conftest import converted
 
 Record = dict[str, Any]
+TALK = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+    {"role": "user", "content": "r"},
+    {"role": "assistant", "content": "b"},
+]
 
 
 def read(*records: Record, chat: bool = True, **data: Any) -> Reading:
@@ -74,12 +80,9 @@ def test_conversations_that_all_end_with_the_user_are_prompts() -> None:
 
 
 def test_a_column_counts_as_used_only_where_it_is_read() -> None:
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert "context" not in read({"messages": talk, "context": "x"}).used
-    assert (
-        "system"
-        not in read({"chosen": talk, "rejected": [*talk[:1], talk[1] | {"content": "b"}], "system": "x"}).used
-    )
+    assert "context" not in read({"messages": TALK, "context": "x"}).used
+    answers = {"chosen": TALK[:2], "rejected": [TALK[0], TALK[3]]}
+    assert "system" not in read({**answers, "system": "x"}).used
     labelled = {"prompt": "q", "input": "below", "system": "s", "completion": "a", "label": True}
     good = read(labelled, format="good_answers")
     assert {"input", "system"} <= {*good.used}
@@ -178,21 +181,18 @@ def test_json_in_a_csv_file_is_what_it_is_elsewhere() -> None:
     assert rows(read({"prompt": "q", "response": rated})) == [pair("q", "b", "a")]
     votes = {"answer_0": "a", "answer_1": "b", "score_0": "1", "score_1": "0"}
     assert rows(read({"question": '{"full_text": "q", "id": 1}', **votes})) == [pair("q", "a", "b")]
-    asked = [{"role": "user", "content": "q"}]
-    assert rows(read({"prompt": json.dumps(asked), "completion": "a"})) == [
-        {"prompt": asked, "completion": "a"}
-    ]
+    asked = TALK[:1]
+    found = rows(read({"prompt": json.dumps(asked), "completion": "a"}))
+    assert found == [{"prompt": asked, "completion": "a"}]
     called = [*asked, {"role": "ipython", "content": "4"}]
     assert rows(read({"prompt": json.dumps(called), "completion": "a"}))[0]["prompt"] == called
-    named = {"prompt": "ask"}
-    assert rows(read({"ask": '{"text": "q", "toxicity": 0.1}', "completion": "a"}, columns=named)) == [
-        {"prompt": "q", "completion": "a"}
-    ]
+    named = read({"ask": '{"text": "q", "toxicity": 0.1}', "completion": "a"}, columns={"prompt": "ask"})
+    assert rows(named) == [{"prompt": "q", "completion": "a"}]
     some = json.dumps([{"text": "a", "score": 2}, {"text": "b", "score": 1}, {"text": "c"}])
     assert rows(read({"prompt": "q", "response": some})) == [pair("q", "a", "b")], "one has no score"
     below = {"instruction": "rate", "input": rated, "output": "x"}
     assert rows(read(below)) == [{"prompt": f"rate\n{rated}", "completion": "x"}]
-    talk = json.dumps([*asked, {"role": "assistant", "content": "a"}])
+    talk = json.dumps(TALK[:2])
     assert rows(read({"prompt": "write a dialogue", "completion": talk}))[0]["completion"] == talk
 
 
@@ -224,10 +224,7 @@ def test_messages_may_have_other_keys(who: str, what: str) -> None:
     talk = [{who: "User", what: "q"}, {who: "bot", what: "a"}]
     found = converted(read({"messages": talk}))
     assert [row for _, row in found.rows] == [{"messages": talk}]
-    assert [chat.message("messages", i, one) for i, one in enumerate(talk)] == [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "a"},
-    ]
+    assert [chat.message("messages", i, one) for i, one in enumerate(talk)] == TALK[:2]
 
 
 def test_the_input_is_part_of_the_prompt_in_every_shape() -> None:
@@ -248,10 +245,7 @@ def test_the_input_is_part_of_the_prompt_in_every_shape() -> None:
 @pytest.mark.parametrize(
     "marked",
     [
-        {
-            "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-            "label": False,
-        },
+        {"messages": TALK[:2], "label": False},
         {"prompt": "q", "completion": "a", "label": "bad"},
         {"prompt": "q", "completion": "a", "label": "False"},
         {"prompt": "q", "completion": "a", "label": -1},
@@ -295,14 +289,10 @@ def test_numbers_of_two_answers_may_be_text() -> None:
 @pytest.mark.parametrize(
     "records",
     [
-        [
-            {"prompt": "q", "response": "a", "score": 1},
-            {"prompt": "q", "response": "b", "score": 2},
-            {"score": 3},
-        ],
+        [*({"prompt": "q", "response": text, "score": ord(text)} for text in "ab"), {"score": 3}],
         [{"prompt": "q", "responses": [{"text": "a", "score": 2}, {"score": 3}]}],
         [
-            {"prompt": "q", "responses": [{"text": "a", "score": 2}, {"text": "b", "score": 1}]},
+            {"prompt": "q", "responses": [{"text": text, "score": ord(text)} for text in "ab"]},
             {"responses": ["a"]},
         ],
     ],
@@ -340,14 +330,6 @@ def test_a_format_that_names_nothing_is_refused() -> None:
         read({"prompt": "q", "completion": "a"}, format="label_pair")
 
 
-TALK = [
-    {"role": "user", "content": "q"},
-    {"role": "assistant", "content": "a"},
-    {"role": "user", "content": "r"},
-    {"role": "assistant", "content": "b"},
-]
-
-
 @pytest.mark.parametrize(
     "record",
     [
@@ -367,18 +349,6 @@ def test_a_history_of_questions_and_answers_stands_before_the_prompt() -> None:
     assert rows(read(record, record | {"history": []}))[1]["prompt"] == [{"role": "user", "content": "r"}]
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"inputs": "q", "targets": "a", "language": "en"},
-        {"input": "q", "output": "a"},
-        {"user": "q", "assistant": "a"},
-    ],
-)
-def test_demonstrations_under_further_names(record: Record) -> None:
-    assert rows(read(record)) == [{"prompt": "q", "completion": "a"}]
-
-
 def test_a_signed_preference_is_for_the_first_answer_below_zero() -> None:
     """HelpSteer3: −3 says that the first response is much better, 3 that the second is."""
     record = {"domain": "x", "context": TALK[:3], "response1": "A", "response2": "B"}
@@ -387,11 +357,8 @@ def test_a_signed_preference_is_for_the_first_answer_below_zero() -> None:
     assert converted(found).left_out == [("f:3", "a tie")]
 
 
-ASKED, ANSWERED, WORSE = (
-    TALK[:1],
-    [{"role": "assistant", "content": "A"}],
-    [{"role": "assistant", "content": "B"}],
-)
+ASKED = TALK[:1]
+ANSWERED, WORSE = ([{"role": "assistant", "content": text}] for text in "AB")
 
 
 @pytest.mark.parametrize(
@@ -414,6 +381,9 @@ ASKED, ANSWERED, WORSE = (
             {"question": "q", "answers": [{"text": "B", "pm_score": 1}, {"text": "A", "pm_score": 5}]},
             pair("q", "A", "B"),
         ),
+        ({"inputs": "q", "targets": "A", "language": "en"}, {"prompt": "q", "completion": "A"}),
+        ({"input": "q", "output": "A"}, {"prompt": "q", "completion": "A"}),
+        ({"user": "q", "assistant": "A"}, {"prompt": "q", "completion": "A"}),
         ({"input": ASKED, "output": "A"}, {"prompt": ASKED, "completion": "A"}),
         ({"kind": "x", "input": "q", "target": "A"}, {"prompt": "q", "completion": "A"}),
         (
@@ -421,10 +391,7 @@ ASKED, ANSWERED, WORSE = (
             pair("q", "A", "B"),
         ),
         ({"problem": "q", "solution": "so 7", "answer": "7"}, {"prompt": "q", "completion": "so 7"}),
-        (
-            {"conversations": ["q", "A"]},
-            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "A"}]},
-        ),
+        ({"conversations": ["q", "A"]}, {"messages": [*ASKED, *ANSWERED]}),
     ],
 )
 def test_further_public_shapes(record: Record, row: Record) -> None:
@@ -436,12 +403,8 @@ def test_answers_and_their_scores_in_a_list_each_become_pairs() -> None:
     assert rows(reading) == [pair("p", "b", "a")]
     ranked = read({"prompt": "p", "answers": ["a", "b"], "ranks": [1, 2], "source": "x"})
     assert rows(ranked) == [pair("p", "a", "b")]
-    broken = converted(
-        read(
-            {"prompt": "p", "responses": ["a", "b"], "scores": [1, 2]},
-            {"prompt": "q", "responses": ["a", "b"], "scores": [1]},
-        )
-    )
+    rated = {"prompt": "p", "responses": ["a", "b"], "scores": [1, 2]}
+    broken = converted(read(rated, {**rated, "prompt": "q", "scores": [1]}))
     assert [str(fault) for _, fault in broken.bad] == ["responses and scores are no texts with a number each"]
 
 
@@ -450,10 +413,9 @@ def test_answers_and_their_scores_in_a_list_each_become_pairs() -> None:
     [
         {"question": "q", "answer": "a", "contents": ["x", "y"], "scores": [1, 2]},
         {"question": "q", "answer": "a", "responses": ["x", "y"], "scores": [1, 2]},
-        {"prompt": "q", "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-         "answers": ["x", "y"], "scores": [1, 2]},
+        {"prompt": "q", "messages": TALK[:2], "answers": ["x", "y"], "scores": [1, 2]},
     ],
-)  # fmt: skip
+)
 def test_lists_beside_an_answer_are_no_rated_answers(record: Record) -> None:
     assert read(record).role == "sft"
 
@@ -502,12 +464,10 @@ def test_a_message_of_weight_zero_is_not_trained_on() -> None:
 def test_rated_answers_in_a_conversation_are_no_demonstration() -> None:
     """PRISM lists all answers to a message, with a score each."""
     answers = [turn | {"score": score} for turn, score in ((ANSWERED[0], 80), (WORSE[0], 20))]
-    found = converted(
-        read({"conversation_history": [*ASKED, *answers]}, {"conversation_history": [*ASKED, answers[0]]})
-    )
-    assert [str(fault) for _, fault in found.bad] == [
-        "its last messages are rated answers to one prompt, no conversation"
-    ]
+    talks = ({"conversation_history": [*ASKED, *some]} for some in (answers, answers[:1]))
+    found = converted(read(*talks))
+    [(_, fault)] = found.bad
+    assert str(fault) == "its last messages are rated answers to one prompt, no conversation"
     assert len(found.rows) == 1
 
 

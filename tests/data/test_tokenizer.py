@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from rlhf_tasks.config import Model, Scratch
@@ -86,22 +85,6 @@ def test_a_ready_tokenizer_without_pad_pads_with_eos_and_keeps_its_template(
     assert rendering.chat is not None
     assert rendering.chat([{"role": "user", "content": "hi"}], True) == "<user>hi<eos>\n<assistant>"
     assert rendering.bos == ""
-
-
-def test_a_tokenizer_that_begins_with_bos_has_its_text_put_before_plain_prompts(
-    chat_model: Path, tmp_path: Path
-) -> None:
-    words = AutoTokenizer.from_pretrained(chat_model)
-    words.add_special_tokens({"bos_token": "<s>"})
-    bos = words.bos_token_id
-    words.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", bos)]
-    )
-    words.save_pretrained(tmp_path / "with-bos")
-    ready = tokenizer.ready(Model(base=str(tmp_path / "with-bos"), revision=None, scratch=None))
-    rendering = tokenizer.ready_rendering(ready, "with-bos")
-    assert rendering.bos == "<s>"
-    assert ids(ready, f"{rendering.bos}hi") == [bos, *ids(ready, "hi")] == list(ready("hi")["input_ids"])
 
 
 def test_a_missing_base_is_a_user_error(tmp_path: Path) -> None:
