@@ -19,8 +19,6 @@ from ruamel.yaml import YAML
 from safetensors.numpy import save_file
 
 from rlhf_tasks import config
-from rlhf_tasks.cli import main
-from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project import atomic, git, hashing
 from rlhf_tasks.project.paths import Paths
@@ -31,6 +29,7 @@ from rlhf_tasks.stages import runner
 from rlhf_tasks.stages import verdict as stage
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.tracking.store import embedded_uri
+from tests.conftest import Command, Said
 from tests.promotion import planted
 from tests.promotion.conftest import Measured
 
@@ -38,42 +37,49 @@ NAME = "rlhf-policy"
 pytestmark = pytest.mark.usefixtures("measured")
 
 
-def client(project: Path) -> MlflowClient:
-    return MlflowClient(embedded_uri(project / ".rlhf"))
+def client() -> MlflowClient:
+    return MlflowClient(embedded_uri(Path(".rlhf").resolve()))
 
 
-def aliases(project: Path) -> dict[str, str]:
+def aliases() -> dict[str, str]:
     """Alias → the weights of its version."""
-    store = client(project)
+    store = client()
     by_alias = store.get_registered_model(NAME).aliases
     return {alias: store.get_model_version(NAME, v).tags["weights"] for alias, v in by_alias.items()}
 
 
-def num_versions(project: Path) -> int:
-    return len(client(project).search_model_versions(f"name = '{NAME}'"))
+def num_versions() -> int:
+    return len(client().search_model_versions(f"name = '{NAME}'"))
 
 
-def label(project: Path, md5: str, weights: str) -> None:
+def label(md5: str, weights: str) -> None:
     """Tag a version with its weights, so that tests can name it."""
-    store = client(project)
+    store = client()
     for version in store.search_model_versions(f"name = '{NAME}'"):
         if version.tags["dvc.md5"] == md5:
             store.set_model_version_tag(NAME, version.version, "weights", weights)
 
 
-def promote(
-    project: Path,
-    weights: str,
-    *words: str,
-    kl: float = planted.KL,
-    results: EvaluationResults | None = None,
-) -> int:
-    """Plant a policy, keep it in the cache, and promote it by the command line; returns the exit status."""
-    md5 = planted.pipeline(project, weights, kl=kl, results=results)
-    planted.cached(project / "models/policy", project / ".dvc/cache")
-    status = main.main(["promote", *words])
-    label(project, md5, weights)
-    return status
+@pytest.fixture
+def promote(project: Path, rlhf: Command) -> Command:
+    """Plants a policy of these weights, keeps it in the cache, and promotes it by the command line."""
+
+    def run(weights: str, *words: str, status: int = 0) -> Said:
+        md5 = planted.pipeline(project, weights)
+        planted.cached(project / "models/policy", project / ".dvc/cache")
+        said = rlhf("promote", *words, status=status)
+        label(md5, weights)
+        return said
+
+    return run
+
+
+def new_run() -> str:
+    """An MLflow run of the policy of weights `one`."""
+    experiment = client().get_experiment_by_name("rlhf")
+    assert experiment is not None
+    run_id = client().create_run(experiment.experiment_id, tags={"rlhf.run": "ppo-of-one"}).info.run_id
+    return str(run_id)
 
 
 def plant_foreign_policy(project: Path) -> None:
@@ -82,131 +88,113 @@ def plant_foreign_policy(project: Path) -> None:
     (project / "elsewhere/weights").write_text("foreign", encoding="utf-8")
 
 
-def test_the_first_policy_that_passes_becomes_champion(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert promote(project, "one") == 0
-    assert aliases(project) == {"champion": "one"}
-    shown = capsys.readouterr().out
+def test_the_first_policy_that_passes_becomes_champion(promote: Command) -> None:
+    shown = promote("one").out
+    assert aliases() == {"champion": "one"}
     assert "KL | 1.5 ± 0.02 | <= 10 | +8.5 | passed" in shown
     assert f"Promoted: {NAME} version 1 (models/policy) is champion now; before: no champion yet" in shown
-    version = client(project).get_model_version(NAME, "1")
+    version = client().get_model_version(NAME, "1")
     tags = version.tags
     assert (tags["verdict"], tags["rlhf.run"], tags["git.rev"]) == ("passed", "ppo-of-one", "c" * 40)
     assert "| KL | 1.5 ± 0.02 | <= 10 | +8.5 | passed |" in str(version.description).splitlines()
-    file = verdict_file(project / ".rlhf", hashing.dvc_md5(Path("models/policy")))
+    file = verdict_file(Paths().home, hashing.dvc_md5(Path("models/policy")))
     assert json.loads(file.read_text(encoding="utf-8"))["passed"] is True
 
 
-def test_a_version_names_its_run_and_its_commit(project: Path) -> None:
+def test_a_version_names_its_run_and_its_commit(project: Path, promote: Command) -> None:
     planted.pipeline(project, "one")
     for words in (["add", "dvc.lock"], ["commit", "-q", "-m", "x"]):
         subprocess.run(["git", *words], check=True)
-    store = client(project)
-    experiment = store.get_experiment_by_name("rlhf")
-    assert experiment is not None
-    run = store.create_run(experiment.experiment_id, tags={"rlhf.run": "ppo-of-one"}).info.run_id
-    assert promote(project, "one") == 0
-    version = store.get_model_version(NAME, "1")
+    run = new_run()
+    promote("one")
+    version = client().get_model_version(NAME, "1")
     assert (version.run_id, version.tags["dvc.rev"]) == (run, git.commit(project))
     assert "dvc.exp" not in version.tags
 
 
 @pytest.mark.parametrize("sampler", [None, "vLLM 0.32.0"])
-def test_a_version_names_the_engine_that_sampled_its_rollouts(project: Path, sampler: str | None) -> None:
+def test_a_version_names_the_engine_that_sampled_its_rollouts(
+    project: Path, sampler: str | None, rlhf: Command
+) -> None:
     identity = {"kind": "policy", "parents": {}} | ({"sampler": sampler} if sampler else {})
     planted.put(project / "models/policy/rlhf.json", identity)
     planted.lock(project)
-    assert main.main(["promote"]) == 0
-    assert client(project).get_model_version(NAME, "1").tags.get("rlhf.sampler") == sampler
+    rlhf("promote")
+    assert client().get_model_version(NAME, "1").tags.get("rlhf.sampler") == sampler
 
 
 def test_a_better_policy_replaces_the_champion_and_rollback_restores_it(
-    project: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+    promote: Command, rlhf: Command, measured: Measured
 ) -> None:
-    promote(project, "one")
-    assert promote(project, "two") == 0
+    promote("one")
+    promote("two")
     assert measured.compared == ["one"]
-    assert aliases(project) == {"champion": "two"}
-    assert main.main(["promote", "--rollback"]) == 0
-    assert aliases(project) == {"champion": "one"}
-    assert f"{NAME} version 1 is champion again instead of version 2" in capsys.readouterr().out
-    assert main.main(["promote", "--rollback"]) == 2
-    assert "is the first champion; there is no former one to roll back to" in capsys.readouterr().err
+    assert aliases() == {"champion": "two"}
+    said = rlhf("promote --rollback").out
+    assert f"{NAME} version 1 is champion again instead of version 2" in said
+    assert aliases() == {"champion": "one"}
+    message = rlhf("promote --rollback", status=2).err
+    assert "is the first champion; there is no former one to roll back to" in message
 
 
-def test_a_policy_that_was_rolled_back_is_promoted_only_with_again(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_that_was_rolled_back_is_promoted_only_with_again(promote: Command, rlhf: Command) -> None:
     """Otherwise the next nightly run would promote what a person has rolled back."""
-    promote(project, "one")
-    promote(project, "two")
-    main.main(["promote", "--rollback"])
-    assert promote(project, "two") == 3
-    assert "it was rolled back" in capsys.readouterr().out
-    assert aliases(project) == {"champion": "one", "challenger": "two"}
-    assert promote(project, "two", "--again") == 0
-    assert aliases(project) == {"champion": "two"}
+    promote("one")
+    promote("two")
+    rlhf("promote --rollback")
+    assert "it was rolled back" in promote("two", status=3).out
+    assert aliases() == {"champion": "one", "challenger": "two"}
+    promote("two", "--again")
+    assert aliases() == {"champion": "two"}
 
 
-def test_a_worse_policy_is_refused_with_the_reason(
-    project: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
-) -> None:
-    promote(project, "one")
+def test_a_worse_policy_is_refused_with_the_reason(promote: Command, measured: Measured) -> None:
+    promote("one")
     measured.champion = planted.over_champion(gold=0.44)
-    assert promote(project, "worse") == 3
-    assert aliases(project) == {"champion": "one", "challenger": "worse"}
     reason = "version 2 (models/policy): win rate over the champion by gold (95% low) 0.44 ≤ 0.5"
-    assert f"Not promoted: {NAME} {reason}" in capsys.readouterr().out
-    version = client(project).get_model_version(NAME, "2")
+    assert f"Not promoted: {NAME} {reason}" in promote("worse", status=3).out
+    assert aliases() == {"champion": "one", "challenger": "worse"}
+    version = client().get_model_version(NAME, "2")
     assert (version.tags["verdict"], version.tags["verdict.against"]) == ("refused", "version 1")
     criterion = "| win rate over the champion by gold (95% low) | 0.44 | > 0.5 | -0.06 | FAILED |"
     assert criterion in str(version.description).splitlines()
 
 
-def test_an_over_optimised_policy_is_refused(project: Path) -> None:
-    assert promote(project, "hacked", kl=37.0, results=planted.results(gold=0.3)) == 3
-    assert aliases(project) == {"challenger": "hacked"}
-
-
-def test_the_champion_itself_is_not_judged_again(project: Path, measured: Measured) -> None:
-    promote(project, "one")
-    assert promote(project, "one") == 0
+def test_the_champion_itself_is_not_judged_again(promote: Command, measured: Measured) -> None:
+    promote("one")
+    promote("one")
     assert measured.compared == []
-    assert num_versions(project) == 1
+    assert num_versions() == 1
 
 
 def test_unless_judging_does_nothing_where_something_must_be_judged(
-    project: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+    project: Path, promote: Command, rlhf: Command, measured: Measured
 ) -> None:
-    words = ["--unless-judging"]
-    assert promote(project, "one", *words) == 0, "the results are known, and there is no champion"
-    assert promote(project, "one", *words) == 0, "champion already"
-    assert promote(project, "two", *words) == command.UNDECIDED, "there is a champion to judge it against"
-    assert "Undecided: models/policy must be judged first" in capsys.readouterr().out
+    promote("one", "--unless-judging")  # the results are known, and there is no champion
+    promote("one", "--unless-judging")  # champion already
+    said = promote("two", "--unless-judging", status=command.UNDECIDED).out
+    assert "Undecided: models/policy must be judged first" in said, "there is a champion to judge it against"
     plant_foreign_policy(project)
-    assert main.main(["promote", "elsewhere", *words]) == command.UNDECIDED, "the results are of another"
+    rlhf("promote elsewhere --unless-judging", status=command.UNDECIDED)  # the results are of another
     assert measured.compared == []
-    assert num_versions(project) == 1, "nothing is registered"
-    assert promote(project, "two") == 0
+    assert num_versions() == 1, "nothing is registered"
+    promote("two")
 
 
 def test_a_policy_without_results_of_its_own_is_judged_now(
-    project: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+    project: Path, measured: Measured, rlhf: Command
 ) -> None:
     """Against models/sft, with its KL and retention. What cannot be measured refuses it."""
     plant_foreign_policy(project)
     measured.cost = planted.cost(None, retention={})
-    assert main.main(["promote", "elsewhere"]) == 3
+    shown = rlhf("promote elsewhere", status=3).out
     assert measured.compared == ["models/sft", "models/base"]
-    shown = capsys.readouterr().out
     assert "KL is not known: it was not measured of this policy" in shown
     assert "is not in the DVC cache" in shown
     measured.cost = planted.cost(11.0, 0.5)
-    assert main.main(["promote", "elsewhere"]) == 3
-    assert "KL 11 ± 0.5 > 10" in capsys.readouterr().out
+    assert "KL 11 ± 0.5 > 10" in rlhf("promote elsewhere", status=3).out
     measured.cost = planted.cost(9.0, 0.5)
-    assert main.main(["promote", "elsewhere/"]) == 0
+    rlhf("promote elsewhere/")
 
 
 OLDER = planted.results().model_dump(mode="json")
@@ -215,7 +203,7 @@ del OLDER["responses"]["policy"]["sft_perplexity"]
 
 @pytest.mark.parametrize("form", [None, '{"verdicts": []}', json.dumps(OLDER)])
 def test_results_of_another_version_of_the_code_are_measured_again(
-    form: str | None, project: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+    form: str | None, project: Path, measured: Measured, rlhf: Command
 ) -> None:
     """They have no results document or another one, and no KL, though dvc.lock describes them."""
     planted.pipeline(project, kl=None)
@@ -225,18 +213,17 @@ def test_results_of_another_version_of_the_code_are_measured_again(
     else:
         document.write_text(form, encoding="utf-8")
     planted.lock(project)
-    assert main.main(["promote"]) == 0
+    assert "are of another version of the code" in rlhf("promote").out
     assert measured.compared == ["models/sft", "models/base"]
     assert measured.costs == 1
-    assert "are of another version of the code" in capsys.readouterr().out
 
 
-def test_criteria_that_are_null_are_not_measured(project: Path, measured: Measured) -> None:
+def test_criteria_that_are_null_are_not_measured(project: Path, measured: Measured, rlhf: Command) -> None:
     off = ["promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop"]
     off += ["promotion.max_response_perplexity_growth", "promotion.min_distinct_ratio"]
     planted.params(project, dict.fromkeys(off))
     (project / "models/policy/weights").write_text("foreign", encoding="utf-8")
-    assert main.main(["promote"]) == 0
+    rlhf("promote")
     assert measured.costs == 0
 
 
@@ -262,36 +249,29 @@ def test_a_judge_that_ppo_optimised_refuses_by_its_weights_and_loads_no_torch(pr
     assert "is judged" not in done.stdout
 
 
-def test_a_champion_without_weights_is_a_user_error(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    promote(project, "one")
+def test_a_champion_without_weights_is_a_user_error(project: Path, promote: Command) -> None:
+    promote("one")
     shutil.rmtree(project / ".dvc/cache")
     shutil.rmtree(project / ".rlhf/policies", ignore_errors=True)
-    assert promote(project, "two") == 2
-    assert "cannot be restored: the DVC cache does not hold all of them" in capsys.readouterr().err
-    assert aliases(project)["champion"] == "one"
+    message = promote("two", status=2).err
+    assert "cannot be restored: the DVC cache does not hold all of them" in message
+    assert aliases()["champion"] == "one"
 
 
-def test_user_errors_have_exit_status_2(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["promote", "models/none"]) == 2
-    assert "models/none is neither a checkpoint" in capsys.readouterr().err
-    assert main.main(["promote", "--rollback"]) == 2
-    assert "has no champion" in capsys.readouterr().err
+def test_user_errors_have_exit_status_2(project: Path, rlhf: Command) -> None:
+    assert "has no champion" in rlhf("promote --rollback", status=2).err
     planted.params(project, {"promotion": None})
-    for words in (["promote"], ["promote", "--rollback"]):
-        assert main.main(words) == 2
-        assert "promotion: null" in capsys.readouterr().err
+    for words in ("promote", "promote --rollback"):
+        assert "promotion: null" in rlhf(words, status=2).err
 
 
 def test_an_mlflow_that_does_not_answer_defers(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    project: Path, rlhf: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     planted.params(project, {"tracking.uri": "http://127.0.0.1:9"})
-    assert main.main(["promote"]) == 4
-    assert "Deferred: MLflow does not answer" in capsys.readouterr().out
-    assert main.main(["promote", "--rollback"]) == 4
+    assert "Deferred: MLflow does not answer" in rlhf("promote", status=4).out
+    rlhf("promote --rollback", status=4)
 
 
 # ------------------------------------------------------------------------------ killed, then repeated
@@ -333,18 +313,18 @@ def run_act(act: str) -> int:
 
 @pytest.mark.parametrize("act", [*(pytest.param(a, marks=pytest.mark.slow) for a in ACTS), "rollback"])
 def test_a_command_that_was_killed_before_any_request_ends_alike_when_repeated(
-    project: Path, act: str, monkeypatch: pytest.MonkeyPatch
+    project: Path, promote: Command, rlhf: Command, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every request that changes the registry is once the first that is not made.
 
     "promote again": a champion that was rolled back has a tag to lose, and an older verdict another one.
     """
-    promote(project, "one")
+    promote("one")
     if act != "promote":
-        promote(project, "two")
+        promote("two")
     if act == "promote again":
-        main.main(["promote", "--rollback"])
-        client(project).set_model_version_tag(NAME, "2", "verdict.of_old", "1")
+        rlhf("promote --rollback")
+        client().set_model_version_tag(NAME, "2", "verdict.of_old", "1")
     md5 = planted.pipeline(project, "two")
     planted.cached(project / "models/policy", project / ".dvc/cache")
     moved_to = "1" if act == "rollback" else "2"
@@ -394,7 +374,7 @@ def test_a_command_that_was_killed_before_any_request_ends_alike_when_repeated(
 
 
 def test_a_promotion_killed_while_the_verdict_is_written_succeeds_when_repeated(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    promote: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(path: Path, tree: Any) -> None:
         raise Killed
@@ -402,9 +382,9 @@ def test_a_promotion_killed_while_the_verdict_is_written_succeeds_when_repeated(
     with monkeypatch.context() as patch:
         patch.setattr(atomic, "write_json", killed)
         with pytest.raises(Killed):
-            promote(project, "one")
-    assert sorted(client(project).get_registered_model(NAME).aliases) == ["challenger"]
-    assert promote(project, "one") == 0
+            promote("one")
+    assert sorted(client().get_registered_model(NAME).aliases) == ["challenger"]
+    promote("one")
 
 
 # ------------------------------------------------------------------------------------- the stage
@@ -426,17 +406,13 @@ def test_the_stage_applies_all_criteria_but_the_champion(project: Path) -> None:
 
 @pytest.mark.parametrize(("kl", "result"), [(planted.KL, "passed"), (11.2, "refused")])
 def test_a_verdict_of_a_run_is_in_the_registry_with_its_run(project: Path, kl: float, result: str) -> None:
-    md5 = planted.pipeline(project, "one", kl=kl)
-    store = client(project)
-    experiment = store.get_experiment_by_name("rlhf")
-    assert experiment is not None
-    run = store.create_run(experiment.experiment_id, tags={"rlhf.run": "ppo-of-one"}).info.run_id
+    md5, run = planted.pipeline(project, "one", kl=kl), new_run()
     assert runner.run("verdict", Paths()) == 0
-    version = store.get_model_version(NAME, "1")
+    version = client().get_model_version(NAME, "1")
     assert (version.tags["dvc.md5"], version.tags["verdict"], version.run_id) == (md5, result, run)
     assert "`rlhf promote` compares it with one" in version.tags["verdict.against"]
-    label(project, md5, "one")
-    assert aliases(project) == {"challenger": "one"}, "only `rlhf promote` makes a champion"
+    label(md5, "one")
+    assert aliases() == {"challenger": "one"}, "only `rlhf promote` makes a champion"
 
 
 def test_a_verdict_that_mlflow_does_not_take_fails_no_run(
@@ -453,34 +429,28 @@ def test_the_stage_without_a_gate_writes_an_empty_verdict(project: Path) -> None
     assert Path("evaluation/verdict.json").read_text(encoding="utf-8") == "{}\n"
 
 
-def test_a_reward_model_is_refused_before_anything_is_registered(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_model_is_refused_before_anything_is_registered(project: Path, rlhf: Command) -> None:
     reward = project / "models/reward"
     reward.mkdir()
-    assert main.main(["promote", "models/reward"]) == 2
-    assert "models/reward is neither a checkpoint (it has no config.json)" in capsys.readouterr().err
+    message = rlhf("promote models/reward", status=2).err
+    assert "models/reward is neither a checkpoint (it has no config.json)" in message
     (reward / "config.json").write_text("{}", encoding="utf-8")
     (reward / "rlhf.json").write_text('{"kind": "reward"}', encoding="utf-8")
-    assert main.main(["promote", "models/reward"]) == 2
-    assert "models/reward is a reward model" in capsys.readouterr().err
-    assert client(project).search_registered_models() == []
+    assert "models/reward is a reward model" in rlhf("promote models/reward", status=2).err
+    assert client().search_registered_models() == []
 
 
-def test_a_champion_that_was_registered_otherwise_is_a_user_error(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = client(project)
+def test_a_champion_that_was_registered_otherwise_is_a_user_error(project: Path, rlhf: Command) -> None:
+    store = client()
     store.create_registered_model(NAME)
     store.create_model_version(NAME, "somewhere", await_creation_for=0)
     store.set_registered_model_alias(NAME, "champion", "1")
     planted.pipeline(project, "one")
-    assert main.main(["promote"]) == 2
-    assert "the champion has no tag dvc.md5" in capsys.readouterr().err
+    assert "the champion has no tag dvc.md5" in rlhf("promote", status=2).err
 
 
 def test_a_function_that_ppo_optimised_refuses_even_if_params_changed_since(
-    project: Path, capsys: pytest.CaptureFixture[str]
+    project: Path, rlhf: Command
 ) -> None:
     judge = {"kind": "function", "name": "gold", "function": "mine:short"}
     planted.params(project, {"judge.judges": [judge, planted.shipped()["judge"]["judges"][1]]})
@@ -490,5 +460,4 @@ def test_a_function_that_ppo_optimised_refuses_even_if_params_changed_since(
     lock["stages"]["ppo"]["deps"] = [planted.record(project, "ppo", {"ppo.scorers": scorers})]
     with Path("dvc.lock").open("w", encoding="utf-8") as file:
         YAML().dump(lock, file)
-    assert main.main(["promote"]) == 3
-    assert "judges that are the optimized reward (gold)" in capsys.readouterr().out
+    assert "judges that are the optimized reward (gold)" in rlhf("promote", status=3).out

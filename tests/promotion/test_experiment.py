@@ -13,13 +13,13 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import console
-from rlhf_tasks.cli import main
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.judging.judges.build import build_judges
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, git, hashing, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking.store import embedded_uri
+from tests.conftest import Command
 from tests.flows import toy
 from tests.promotion import planted
 from tests.promotion.conftest import Measured
@@ -154,7 +154,7 @@ def seen(root: Path) -> dict[str, str]:
 
 
 def test_an_experiment_is_promoted_and_the_working_tree_is_not_touched(
-    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    root: Path, measured: Measured, rlhf: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also beside a folder of the same name, and without a git identity."""
     (root / "one").mkdir()
@@ -166,38 +166,36 @@ def test_an_experiment_is_promoted_and_the_working_tree_is_not_touched(
     first, second = git.find_experiment(root, "one"), git.find_experiment(root, "two")
     (root / "given/results.json").write_text("a change of the user's\n", encoding="utf-8")
     before = seen(root)
-    assert main.main(["promote", "one"]) == 0
-    assert f"{NAME} version 1 (models/policy of one) is champion now" in capsys.readouterr().out
+    assert f"{NAME} version 1 (models/policy of one) is champion now" in rlhf("promote one").out
     tagged = tags(root, "1")
     assert (tagged["dvc.exp"], tagged["dvc.rev"], tagged["dvc.path"]) == ("one", first, "models/policy")
     assert (tagged["rlhf.run"], tagged["verdict"]) == ("ppo-of-it", "passed")
     assert "rlhf.folder" not in tagged, "the cache has it, and its folder is removed"
-    assert main.main(["promote", "two"]) == 0
+    rlhf("promote two")
     assert measured.compared == ["11"], "its results count, and only the champion is compared"
     assert (champion(root), tags(root, "2")["dvc.rev"]) == ("2", second)
     assert seen(root) == before
     assert Path.cwd() == root
     assert list((root / ".rlhf/workspaces").iterdir()) == []
     assert toy.git(root, "worktree", "list").count("\n") == 1
-    assert main.main(["promote", "--rollback"]) == 0
+    rlhf("promote --rollback")
     assert champion(root) == "1"
 
 
 def test_the_gate_and_the_judges_are_those_of_the_working_tree(
-    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+    root: Path, measured: Measured, rlhf: Command
 ) -> None:
     """A sweep's run without a gate can be promoted; other settings of the judges judge it again."""
     planted.params(root, OWN_FILES | {"promotion.max_kl": 1.0})
-    assert main.main(["promote", "two"]) == 3
-    assert "KL 1.5 > 1" in capsys.readouterr().out
+    assert "KL 1.5 > 1" in rlhf("promote two", status=3).out
     assert measured.compared == []
     planted.params(root, OWN_FILES | {"judge.temperature": 0.5})
-    assert main.main(["promote", "two"]) == 0
+    rlhf("promote two")
     assert measured.compared == ["models/sft", "models/base"]
 
 
 def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
-    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+    root: Path, measured: Measured, rlhf: Command
 ) -> None:
     read: dict[str, Any] = {}
 
@@ -215,12 +213,12 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
         read["own"] = own.compare(["p"], ["good"], ["bad"]).outcomes.tolist()
 
     measured.check = check
-    assert main.main(["promote", "one"]) == 0
+    rlhf("promote one")
     assert read == {}, "the files are the same: the experiment's own results count"
     write_own_files(root, "now", 1)
-    assert main.main(["promote", "two"]) == 0
     others = "elsewhere, general.txt, opinion_of_here.py, rubric.txt, tasks"
-    assert f"the results here were measured with another {others}: the policy" in capsys.readouterr().out
+    said = rlhf("promote two").out
+    assert f"the results here were measured with another {others}: the policy" in said
     assert read == {
         "reward_model": "its own", "elsewhere": "now", "gpt": f"now {RUBRIC}", "general": "now",
         "task": "now", "own": [1.0],
@@ -228,12 +226,9 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
     assert Path.cwd() == root
 
 
-def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_weights_are_a_user_error_that_says_how_to_get_them(root: Path, rlhf: Command) -> None:
     shutil.rmtree(root / ".dvc/cache")
-    assert main.main(["promote", "one"]) == 2
-    message = capsys.readouterr().err
+    message = rlhf("promote one", status=2).err
     assert "the DVC cache lacks files of the experiment one: models/policy (" in message
     assert "`dvc exp push GIT_REMOTE one`" in message
     assert "`dvc exp apply one && dvc repro`" in message
@@ -241,20 +236,19 @@ def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
     assert list((root / ".rlhf/workspaces").iterdir()) == []
 
 
-def test_weights_of_a_remote_are_pulled(root: Path) -> None:
+def test_weights_of_a_remote_are_pulled(root: Path, rlhf: Command) -> None:
     (root / ".dvc/cache").rename(root.parent / "store")  # a remote has the layout of the cache
-    assert main.main(["promote", "one"]) == 0
+    rlhf("promote one")
     assert champion(root) == "1"
     assert tags(root, "1")["rlhf.run"] == "ppo-of-it"
 
 
 def test_results_that_cannot_be_found_are_measured_again_and_a_missing_lineage_is_only_a_warning(
-    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+    root: Path, measured: Measured, rlhf: Command
 ) -> None:
     for name in ("results", "lineage"):
         planted.blob(root / ".dvc/cache", hashing.dvc_md5(root / f"given/{name}.json")).unlink()
-    assert main.main(["promote", "one"]) == 0
-    said = capsys.readouterr().out
+    said = rlhf("promote one").out
     assert "evaluation/judge of one cannot be found: the policy will be judged again" in said
     assert measured.compared == ["models/sft", "models/base"]
     assert "models/lineage/ppo.json of one cannot be found" in said
@@ -262,20 +256,19 @@ def test_results_that_cannot_be_found_are_measured_again_and_a_missing_lineage_i
 
 
 def test_an_experiment_without_a_policy_and_an_unknown_name_are_user_errors(
-    root: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, rlhf: Command
 ) -> None:
     head = toy.git(root, "rev-parse", "HEAD").strip()
     toy.git(root, "update-ref", f"refs/exps/{head[:2]}/{head[2:]}/idle", head)
-    assert main.main(["promote", "idle"]) == 2
-    assert "the experiment idle has no models/policy: its stage ppo has not run" in capsys.readouterr().err
+    message = rlhf("promote idle", status=2).err
+    assert "the experiment idle has no models/policy: its stage ppo has not run" in message
     for name in ("none", "o*", "[o]ne", "on?"):
-        assert main.main(["promote", name]) == 2
         message = f"{name} is neither a checkpoint (it has no config.json) nor an experiment"
-        assert message in capsys.readouterr().err
+        assert message in rlhf("promote", name, status=2).err
 
 
 def test_an_experiment_that_the_local_judges_cannot_judge_comes_with_the_remedy(
-    root: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, rlhf: Command
 ) -> None:
     """The gold judge of the working tree knows the built-in task only."""
     text = (toy.ROOT / "params.yaml").read_text(encoding="utf-8")
@@ -284,7 +277,6 @@ def test_an_experiment_that_the_local_judges_cannot_judge_comes_with_the_remedy(
     toy.git(root, "commit", "-qam", "another task")
     toy.git(root, "update-ref", f"refs/exps/00/{'0' * 38}/other", "HEAD")
     (root / "params.yaml").write_text(text, encoding="utf-8")
-    assert main.main(["promote", "other"]) == 2
-    message = capsys.readouterr().err
+    message = rlhf("promote other", status=2).err
     assert "gold only judges the synthetic task" in message
     assert re.search("which `git show [0-9a-f]{10}:params.yaml` prints", message)

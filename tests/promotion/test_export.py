@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_tasks import config
-from rlhf_tasks.cli import main
 from rlhf_tasks.config import Ready
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
@@ -20,6 +19,7 @@ from rlhf_tasks.project.atomic import write_json
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import export, weights
 from rlhf_tasks.promotion.registry import Registry
+from tests.conftest import Command
 from tests.flows.toy import commit
 from tests.promotion import planted
 from tests.promotion.conftest import Measured
@@ -42,8 +42,8 @@ def ready(project: Path, trained: Path, measured: Measured) -> Path:
     return project
 
 
-def test_a_policy_is_exported_with_a_card_and_loads_by_transformers_alone(ready: Path) -> None:
-    assert main.main(["export", "models/policy", "--to", "out/given"]) == 0
+def test_a_policy_is_exported_with_a_card_and_loads_by_transformers_alone(ready: Path, rlhf: Command) -> None:
+    rlhf("export models/policy --to out/given")
     model = AutoModelForCausalLM.from_pretrained("out/given")
     tokenizer = AutoTokenizer.from_pretrained("out/given")
     original = AutoModelForCausalLM.from_pretrained(POLICY)
@@ -58,7 +58,7 @@ def test_a_policy_is_exported_with_a_card_and_loads_by_transformers_alone(ready:
     assert {path.name for path in Path("out/given").iterdir()} == {p.name for p in POLICY.iterdir()}
 
 
-def refer(project: Path) -> str:
+def refer() -> str:
     """Make models/sft a reference to a ready model; its weights' fingerprint."""
     shutil.copytree(POLICY, "foreign/sft")
     shutil.rmtree("models/sft", ignore_errors=True)
@@ -70,17 +70,17 @@ def refer(project: Path) -> str:
         ready_models.describe(file.parent, Path("foreign/sft"), ready, digest),
     )
     file.unlink()
-    main.main(["preset", "--set", "sft.from=foreign/sft"])
     return digest
 
 
-def test_a_reference_is_exported_and_promoted_with_its_weights(ready: Path) -> None:
-    digest = refer(ready)
-    assert main.main(["export", "models/sft", "--to", "out"]) == 0
+def test_a_reference_is_exported_and_promoted_with_its_weights(ready: Path, rlhf: Command) -> None:
+    digest = refer()
+    rlhf("preset --set sft.from=foreign/sft")
+    rlhf("export models/sft --to out")
     assert contracts.fingerprint(Path("out")) == digest
     assert not Path("out/reference.json").exists()
     assert AutoModelForCausalLM.from_pretrained("out").num_parameters() > 0
-    main.main(["promote", "models/sft"])
+    rlhf("promote models/sft")
     [challenger] = Path(".rlhf/policies").iterdir()
     assert contracts.fingerprint(challenger) == digest
     registry = Registry.open(config.load().tracking, Paths().home, "rlhf-policy")
@@ -91,11 +91,11 @@ def test_a_reference_is_exported_and_promoted_with_its_weights(ready: Path) -> N
     assert contracts.fingerprint(restored) == digest
 
 
-def test_the_champion_is_exported_from_the_cache_with_its_verdict(ready: Path) -> None:
+def test_the_champion_is_exported_from_the_cache_with_its_verdict(ready: Path, rlhf: Command) -> None:
     digest = contracts.fingerprint(POLICY)
-    assert main.main(["promote"]) == 0
+    rlhf("promote")
     shutil.rmtree(POLICY)
-    assert main.main(["export", "champion", "--to", "out"]) == 0
+    rlhf("export champion --to out")
     assert contracts.fingerprint(Path("out")) == digest
     card = Path("out/README.md").read_text(encoding="utf-8")
     assert "Passed by the gate: " in card
@@ -104,11 +104,11 @@ def test_the_champion_is_exported_from_the_cache_with_its_verdict(ready: Path) -
     assert not (Path("out") / "config.json").is_symlink()
 
 
-def test_an_experiment_is_exported_without_touching_the_working_tree(ready: Path) -> None:
+def test_an_experiment_is_exported_without_touching_the_working_tree(ready: Path, rlhf: Command) -> None:
     digest = contracts.fingerprint(POLICY)
     subprocess.run(["git", "update-ref", "refs/exps/aa/bb/tidy-oak", "HEAD"], check=True)
     (POLICY / "README.md").write_text("another", encoding="utf-8")
-    assert main.main(["export", "tidy-oak", "--to", "out"]) == 0
+    rlhf("export tidy-oak --to out")
     assert contracts.fingerprint(Path("out")) == digest
     assert (POLICY / "README.md").read_text(encoding="utf-8") == "another"
     assert "experiment tidy-oak" in Path("out/README.md").read_text(encoding="utf-8")

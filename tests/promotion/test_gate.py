@@ -18,6 +18,7 @@ from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.gate import Evidence, Kl
 from tests.promotion import planted
 from tests.promotion.planted import results, retention, shipped
+from tests.small import GOLD, HELDOUT
 
 
 def settings(**changes: Any) -> Promotion:
@@ -267,8 +268,6 @@ def test_a_verdict_of_an_earlier_version_is_read() -> None:
 
 # -------------------------------------------------------------------------------- configuration
 
-GOLD = {"kind": "gold", "name": "gold"}
-HELDOUT = {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}
 FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
 
 
@@ -284,12 +283,7 @@ FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
         ({"promotion.over_champion": 0.0}, "give at least 0.4, or mark the settings by promotion.trial"),
         ({"promotion.detects": 1.0}, "promotion.detects: Input should be less than or equal to 0.7"),
         (
-            {
-                "judge.judges": [
-                    {**HELDOUT, "name": "gold", "path": "./models/reward_heldout"},
-                    HELDOUT,
-                ]
-            },
+            {"judge.judges": [{**HELDOUT, "name": "gold", "path": "./models/reward_heldout"}, HELDOUT]},
             "both use reward_model",
         ),
         ({"promotion.min_examples": 2000}, "more than judge.num_examples=1000"),
@@ -339,7 +333,3 @@ def test_only_verdict_and_report_read_the_criteria() -> None:
     assert readers == ["ppo", "verdict", "report"], (
         "PPO reads the trial mark, which it writes into the policy"
     )
-
-
-def test_promotion_null_turns_the_gate_off() -> None:
-    assert config.validate(shipped({"promotion": None}), "test").promotion is None

@@ -13,7 +13,6 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, console
-from rlhf_tasks.cli import main
 from rlhf_tasks.config import schema
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.models import contracts
@@ -22,6 +21,7 @@ from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.promotion.command import verdict_file
 from rlhf_tasks.tracking.store import embedded_uri
 from tests import small, toy
+from tests.conftest import Command
 from tests.promotion import planted
 
 LENIENT = {
@@ -55,7 +55,7 @@ def judged(folder: Path, seed: int) -> str:
 
 @pytest.mark.slow
 def test_policies_are_judged_promoted_refused_and_rolled_back(
-    models_here: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models_here: Path, home: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(schema, "LEAST_BOUND", 0.0)  # the policies differ by chance
@@ -66,18 +66,18 @@ def test_policies_are_judged_promoted_refused_and_rolled_back(
     shutil.copy(planted.ROOT / "dvc.yaml", models_here)
     planted.params(models_here, LENIENT)
     first = judged(models_here, seed=2)
-    assert main.main(["promote"]) == 0
+    rlhf("promote")
     second = judged(models_here, seed=7)
-    assert main.main(["promote"]) == 0
+    said = rlhf("promote").out
+    assert f"models/policy vs .rlhf/policies/{first}" in said
     verdict = json.loads(verdict_file(home, second).read_text(encoding="utf-8"))
     criteria = {criterion["key"]: criterion for criterion in verdict["criteria"]}
     assert criteria["kl"]["value"] == 1.25
     assert 0 < criteria["over_champion/gold"]["value"] <= 1
     assert criteria["examples"]["value"] == 12
-    assert f"models/policy vs .rlhf/policies/{first}" in capsys.readouterr().out
     third = judged(models_here, seed=8)
     planted.params(models_here, {**LENIENT, "promotion.over_champion": 1.0})
-    assert main.main(["promote"]) == 3
+    rlhf("promote", status=3)
     store = MlflowClient(embedded_uri(home))
 
     def aliases() -> dict[str, str]:
@@ -85,5 +85,5 @@ def test_policies_are_judged_promoted_refused_and_rolled_back(
         return {a: store.get_model_version("rlhf-policy", v).tags["dvc.md5"] for a, v in versions.items()}
 
     assert aliases() == {"champion": second, "challenger": third}
-    assert main.main(["promote", "--rollback"]) == 0
+    rlhf("promote --rollback")
     assert aliases()["champion"] == first

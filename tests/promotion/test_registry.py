@@ -47,13 +47,6 @@ def promote(registry: Registry, md5: str) -> Version:
     return version
 
 
-def test_a_new_registry_is_empty(registry: Registry) -> None:
-    assert registry.champion() is None
-    assert registry.of_md5("a.dir") is None
-    with pytest.raises(UserError, match="has no champion"):
-        registry.rollback("now")
-
-
 def test_the_same_bytes_are_registered_once(registry: Registry) -> None:
     first = registry.register("a.dir", "models/policy", {"dvc.exp": "one"}, None)
     again = registry.register("a.dir", "models/policy", {"dvc.exp": "two"}, None)
