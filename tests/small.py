@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from accelerate.state import AcceleratorState
+from ruamel.yaml import YAML
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -204,6 +205,12 @@ def params(changes: Mapping[str, Any] | None = None, *, gate: bool = False) -> d
         tree["promotion"] = None
     config.merge(tree, together(changes or {}))
     return tree
+
+
+def write_params(folder: Path, changes: Mapping[str, Any] | None = None, *, gate: bool = False) -> None:
+    """That as the params.yaml of a folder."""
+    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(params(changes, gate=gate), file)
 
 
 def together(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from ruamel.yaml import YAML
 
 from tests import small
 from tests.flows import toy
@@ -91,8 +90,7 @@ def test_planted_keys_are_nowhere_in_what_a_run_wrote(
         "ppo.guards": None, "judge.num_examples": 4, "judge.retention": None,
         **paid(judge_server, scorer_server),
     }  # fmt: skip
-    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(small.params(changes), file)
+    small.write_params(folder, changes)
     judged = run(folder, "judge")
     assert judged.returncode == 0, judged.stderr
     assert sum(judge_server.paid.values()) > 0, "the judge's key was accepted"

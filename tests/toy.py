@@ -53,7 +53,7 @@ SMALL: Mapping[str, Any] = {
         "micro_batch_tokens": 64,
     },
     "judge": {
-        "judges": [{"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}],
+        "judges": [small.HELDOUT],
         "num_examples": 8,
     },
     "promotion": None,
@@ -149,6 +149,13 @@ def run(stage: Stage, settings: config.Config, tracker: NullTracker | None = Non
     metrics: dict[str, float] = module.run(VIEWS[stage].of(settings), Paths(), tracker or NullTracker(stage))
     assert all(map(math.isfinite, metrics.values())), stage
     return metrics
+
+
+def run_stages(settings: config.Config, *stages: Stage) -> None:
+    """By default all stages up to the reward models."""
+    default: tuple[Stage, ...] = ("prepare", "base", "sft", "preferences", "reward")
+    for stage in stages or default:
+        run(stage, settings)
 
 
 def copy_project() -> None:

@@ -68,25 +68,21 @@ def test_a_run_says_what_will_run_and_why(project: Path, rlhf: Command) -> None:
     assert Path("made").read_text(encoding="utf-8") == "one", "nothing ran"
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ([], "default"),
-        (["promotion.max_kl=null"], "default-max_kl=None"),
-        (["smoke", "promotion.max_kl=null"], "smoke-max_kl=None"),
-        (["n_plus"], "n_plus"),
-        (["n_plus", "ppo.kl_coef=0.07"], "n_plus-kl_coef=0.07"),
-        (["ziegler", "ppo.kl_coef=0.05"], "ziegler-kl_coef=0.05"),
-        (["smoke", "ppo.total_episodes=8192"], "smoke-total_episodes=8192"),
-    ],
-)
-def test_a_runs_name_is_its_preset_and_what_differs(
-    project: Path, changes: list[str], name: str, rlhf: Command
-) -> None:
+def test_a_runs_name_is_its_preset_and_what_differs(project: Path, rlhf: Command) -> None:
     toy.git(project, "add", "params.yaml")
     toy.git(project, "commit", "-qm", "parameters")
-    rlhf("preset", *changes)
-    assert run.run_name(Paths(), config.load(Paths().params))[:-5] == name
+    for changes, name in {
+        "": "default",
+        "promotion.max_kl=null": "default-max_kl=None",
+        "smoke promotion.max_kl=null": "smoke-max_kl=None",
+        "n_plus": "n_plus",
+        "n_plus ppo.kl_coef=0.07": "n_plus-kl_coef=0.07",
+        "ziegler ppo.kl_coef=0.05": "ziegler-kl_coef=0.05",
+        "smoke ppo.total_episodes=8192": "smoke-total_episodes=8192",
+    }.items():
+        toy.git(project, "checkout", "-q", "params.yaml")
+        rlhf(f"preset {changes}")
+        assert run.run_name(Paths(), config.load(Paths().params))[:-5] == name
 
 
 def test_a_run_without_changes_shows_the_card(project: Path, rlhf: Command) -> None:

@@ -155,8 +155,7 @@ def test_the_tldr_preset_runs_with_a_tiny_model_of_the_same_architecture(
         ppo=ppo,
         judge=preset["judge"],
     )
-    for stage in ("prepare", "base", "sft", "preferences", "reward"):
-        toy.run(stage, settings)
+    toy.run_stages(settings)
     metrics = toy.run("ppo", settings)
     assert metrics["lr"] == 3e-6
     assert metrics["val/response_length"] <= 53

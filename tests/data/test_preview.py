@@ -37,7 +37,7 @@ def test_it_shows_tokens_of_the_base_models_tokenizer(rlhf: Command) -> None:
     toy.write_given()
     toy.foreign("foreign/base", "gpt2")
     toy.write_params()
-    assert "|" in rlhf("data given").out
+    assert "|now|<eos>" in rlhf("data given").out, "words alone, as for a model from scratch, have no end"
 
 
 def test_what_it_writes_is_read_again(folder: Path, rlhf: Command) -> None:

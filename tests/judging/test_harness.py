@@ -17,7 +17,6 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
-from rlhf_tasks.cli import main
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import Retention
 from rlhf_tasks.data.batches import load_tokenizer
@@ -33,6 +32,8 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
 from tests import small
+from tests.conftest import Command
+from tests.promotion import planted
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = "rlhf_tasks/judging/tasks"
@@ -86,14 +87,12 @@ def test_the_shipped_task_has_one_right_answer_at_every_place() -> None:
 
 
 def test_without_the_extra_the_first_stage_stops_with_one_message(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     values = {"names": ["x"], "folder": None, "num_examples": None, "batch_size": 1}
-    with (project / "params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(small.params({"judge.retention.tasks": values}, gate=True), file)
-    assert main.main(["prepare"]) == 2
-    assert capsys.readouterr().err == (
+    planted.params(project, {"judge.retention.tasks": values})
+    assert rlhf("prepare", status=2).err == (
         "rlhf: judge.retention.tasks needs lm-evaluation-harness, which is not installed; install it with "
         "`pip install -e '.[eval]'`, or set judge.retention.tasks to null\n"
     )

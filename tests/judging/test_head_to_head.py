@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rlhf_tasks import console
-from rlhf_tasks.cli import main
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
@@ -23,6 +22,7 @@ from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from tests import small
+from tests.conftest import Command
 
 VIEW = {"judge.judges": [small.GOLD, small.HELDOUT], "judge.num_examples": 6}
 
@@ -40,6 +40,12 @@ def win_rate(results: EvaluationResults, judge: str, a: str, b: str) -> Interval
     comparison = results.comparison(judge, a, b)
     assert comparison is not None, [one.stem for one in results.comparisons]
     return comparison.win_rate
+
+
+def by_gold(prompt: str, a: str, b: str) -> float:
+    """The outcome of a comparison by the gold scores."""
+    ours, theirs = gold(prompt, a).score, gold(prompt, b).score
+    return 1.0 if ours > theirs else 0.5 if ours == theirs else 0.0
 
 
 def write_responses(responses: dict[str, str]) -> str:
@@ -87,8 +93,7 @@ def test_responses_of_a_file_are_matched_by_prompt(
     empty = {"  " + row["prompt"].replace("\n", "\n "): "" for row in rows[::-1]}
     results = run("reference", write_responses(empty), names=["gold"])
     assert {one.judge for one in results.comparisons} == {"gold"}
-    points = [gold(r["prompt"], r["reference"]).score - gold(r["prompt"], "").score for r in rows]
-    expected = sum(1.0 if p > 0 else 0.5 if p == 0 else 0.0 for p in points) / 5
+    expected = sum(by_gold(row["prompt"], row["reference"], "") for row in rows) / 5
     assert win_rate(results, "gold", "reference", "theirs.jsonl").value == pytest.approx(expected)
     assert "5 of the 12 test prompts have responses" in capsys.readouterr().out
 
@@ -97,13 +102,8 @@ def test_a_judge_that_ppo_optimised_for_the_policy_gives_a_warning(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy, optimized = Path("models/policy"), contracts.fingerprint(Path("models/reward_heldout"))
-    save_checkpoint(
-        load_causal(policy),
-        load_tokenizer(policy),
-        policy,
-        card="a card",
-        identity=contracts.identity("policy", {"reward": optimized}),
-    )
+    identity = contracts.identity("policy", {"reward": optimized})
+    save_checkpoint(load_causal(policy), load_tokenizer(policy), policy, card="a card", identity=identity)
     results = run("models/policy", num_examples=3)
     assert results.optimised_judges == {"reward_model": "models/reward_heldout"}
     warning = "WARNING: judge reward_model is the reward model that PPO optimized for models/policy"
@@ -133,11 +133,8 @@ def test_every_comparison_is_written_with_its_texts(models_here: Path) -> None:
         (judge, i) for judge in ("gold", "reward_model") for i in range(4)
     ]
     golds = [row for row in rows if row["judge"] == "gold"]
-    points = [
-        gold(row["prompt"], row["response_a"]).score - gold(row["prompt"], row["response_b"]).score
-        for row in golds
-    ]
-    assert [row["outcome"] for row in golds] == [1.0 if p > 0 else 0.5 if p == 0 else 0.0 for p in points]
+    expected = [by_gold(row["prompt"], row["response_a"], row["response_b"]) for row in golds]
+    assert [row["outcome"] for row in golds] == expected
     rate = sum(row["outcome"] for row in golds) / 4
     assert win_rate(results, "gold", "models/policy", "models/sft").value == pytest.approx(rate)
 
@@ -240,14 +237,12 @@ def test_without_data_the_stage_that_makes_it_is_named(
         run("reference")
 
 
-def test_the_command_without_a_model_runs_the_stage(
-    project: Path, models_here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["judge", "models/sft", "--judge", "gold", "--num-examples", "4"]) == 0
-    assert "gold | models/sft vs reference" in capsys.readouterr().out
-    assert main.main(["judge", "models/sft", "--judge", "best"]) == 2
-    assert "judge.judges has no judge best; it has gold, reward_model" in capsys.readouterr().err
-    assert main.main(["judge", "--against", "models/sft"]) == 2
-    assert "need a MODEL" in capsys.readouterr().err
-    assert main.main(["judge"]) == 2
-    assert "dvc.yaml declares no stage 'judge'" in capsys.readouterr().err
+def test_the_command_without_a_model_runs_the_stage(project: Path, models_here: Path, rlhf: Command) -> None:
+    shown = rlhf("judge models/sft --judge gold --num-examples 4").out
+    assert "gold | models/sft vs reference" in shown
+    for command, message in {
+        "judge models/sft --judge best": "judge.judges has no judge best; it has gold, reward_model",
+        "judge --against models/sft": "need a MODEL",
+        "judge": "dvc.yaml declares no stage 'judge'",
+    }.items():
+        assert message in rlhf(command, status=2).err

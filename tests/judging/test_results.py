@@ -164,11 +164,6 @@ def test_the_document_is_the_same_after_writing_and_reading(tmp_path: Path) -> N
     assert EvaluationResults.read(file).text() == file.read_text(encoding="utf-8")
 
 
-def test_a_comparison_is_found_by_judge_and_contenders() -> None:
-    assert WHOLE.comparison("gold", "policy", "sft") == WHOLE.comparisons[0]
-    assert WHOLE.comparison("gold", "sft", "policy") is None
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

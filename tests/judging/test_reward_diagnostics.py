@@ -18,17 +18,8 @@ def lead(confidence: float) -> float:
     return math.log(confidence / (1 - confidence))
 
 
-def test_a_calibrated_model_has_no_error() -> None:
-    """Of ten pairs at 80% eight are right, of ten at 60% six."""
-    leads = [lead(0.8)] * 8 + [-lead(0.8)] * 2 + [lead(0.6)] * 6 + [-lead(0.6)] * 4
-    error, bins = reward_diagnostics.calibration(leads)
-    assert len(bins) == 1, "twenty pairs are one bin"
-    assert bins[0]["confidence"] == pytest.approx(0.7)
-    assert bins[0]["right"] == pytest.approx(0.7)
-    assert error == pytest.approx(0, abs=1e-12)
-
-
 def test_bins_rise_by_confidence_and_the_error_is_their_mean_gap() -> None:
+    """A bin has twenty pairs."""
     sure, unsure = [lead(0.9)] * 10 + [-lead(0.9)] * 10, [lead(0.6)] * 18 + [-lead(0.6)] * 2
     error, (first, second) = reward_diagnostics.calibration([*sure, *unsure])
     assert (first["confidence"], first["right"]) == pytest.approx((0.6, 0.9))

@@ -144,17 +144,6 @@ def test_pearson_by_hand() -> None:
     assert statistics.pearson([1, 2, 3], [5, 5, 5]) == 0.0
 
 
-def test_calibration_by_hand() -> None:
-    # σ(ln 3) = .75 and σ(ln 9) = .9. Lower bin: 2 of 4 right, gap .25; upper: 4 of 4, gap .10.
-    three, nine = math.log(3), math.log(9)
-    leads = [three, three, -three, -three, nine, nine, nine, nine]
-    lower, upper = statistics.calibration_bins(leads, 2)
-    assert lower == pytest.approx((0.75, 0.5, 4))
-    assert upper == pytest.approx((0.9, 1.0, 4))
-    result = statistics.calibration_error(leads, 2)
-    assert result == pytest.approx((0.25 + 0.10) / 2)
-
-
 def test_invalid_outcomes_are_refused() -> None:
     with pytest.raises(ValueError, match="none of 2 prompts was judged"):
         statistics.rate([math.nan, math.nan])

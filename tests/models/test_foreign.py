@@ -201,13 +201,9 @@ def test_another_kind_of_model_is_named_by_its_config(
 
 
 def test_encoders_are_named(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
-    BertForMaskedLM(BertConfig(vocab_size=40, **sizes)).save_pretrained(tmp_path / "bert")
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = BertConfig(vocab_size=40, intermediate_size=16, **sizes)
+    BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
     t5 = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
     for name, words in (("bert", "a masked language model"), ("t5", r"an encoder-decoder model \(t5\)")):

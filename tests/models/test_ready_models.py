@@ -35,8 +35,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
         toy.foreign("foreign/base", "llama", dtype=torch.bfloat16)
         toy.foreign("foreign/reward", "llama", seed=3, labels=1)
         settings = toy.write_params(**READY)
-        for stage in ("prepare", "base", "sft", "preferences", "reward"):
-            toy.run(stage, settings)
+        toy.run_stages(settings)
     return folder
 
 
@@ -104,8 +103,7 @@ def test_what_is_trained_from_a_reference_equals_what_is_trained_from_a_copy(fol
     found = {}
     for keep in ("copy", "reference"):
         settings = toy.write_params(model={"keep": keep})
-        for stage in ("prepare", "base", "sft"):
-            toy.run(stage, settings)
+        toy.run_stages(settings, "prepare", "base", "sft")
         assert Path("models/base/model.safetensors").exists() == (keep == "copy")
         names = ("model.safetensors", "config.json", "generation_config.json")
         found[keep] = [(Path("models/sft") / name).read_bytes() for name in names]
@@ -113,18 +111,9 @@ def test_what_is_trained_from_a_reference_equals_what_is_trained_from_a_copy(fol
 
 
 def test_two_references_to_the_same_weights_are_sampled_once(project: Path) -> None:
-    sampled = [
-        sample(
-            Path("models") / name,
-            ["a red cat :", "a blue dog :"],
-            paths=Paths(project),
-            max_new_tokens=4,
-            temperature=1.0,
-            seed=1,
-            device=torch.device("cpu"),
-        )
-        for name in ("base", "sft")
-    ]
+    how: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "seed": 1, "device": torch.device("cpu")}
+    prompts = ["a red cat :", "a blue dog :"]
+    sampled = [sample(Path("models") / name, prompts, paths=Paths(), **how) for name in ("base", "sft")]
     assert sampled[0] == sampled[1]
     assert len([*(project / ".rlhf/responses").iterdir()]) == 1
 
@@ -199,8 +188,7 @@ def test_a_reference_to_a_hub_model_names_its_id_and_revision(
     local = toy.foreign("hub/base", "llama").resolve()
     toy.foreign("foreign/base", "llama")
     settings = toy.write_params(sft={"from": "someone/model", "revision": HASH})
-    for stage in ("prepare", "base"):
-        toy.run(stage, settings)
+    toy.run_stages(settings, "prepare", "base")
     asked = set[tuple[str, str | None]]()
     for owner in (AutoModelForCausalLM, AutoConfig):
         own = owner.from_pretrained
@@ -315,8 +303,7 @@ def test_a_stage_says_the_disk_that_it_needs_and_does_not_begin_without_it(
     toy.foreign("foreign/base", "llama")
     settings = toy.write_params()
     toy.copy_project()
-    for stage in ("prepare", "base"):
-        toy.run(stage, settings)
+    toy.run_stages(settings, "prepare", "base")
     size = num_bytes(load_causal("models/base"))
     toy.run("sft", settings)
     assert f"3 snapshots of {decimal(4 * size)}" in capsys.readouterr().out

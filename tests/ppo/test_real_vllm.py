@@ -117,9 +117,7 @@ def test_two_processes_that_share_the_weights_learn_from_one_server(
     toy.write_given()
     toy.copy_project()
     toy.foreign("foreign/base", "llama", hidden_size=64, intermediate_size=128)
-    settings = toy.write_params()
-    for stage in ("prepare", "base", "sft", "preferences", "reward"):
-        toy.run(stage, settings)
+    toy.run_stages(toy.write_params())
     sampler = VLLM_SAMPLER | {"url": None} | section()
     toy.write_params(launch={"num_processes": 2, "parallelism": "fsdp2"}, ppo={"sampler": sampler})
     stages.rlhf("ppo")

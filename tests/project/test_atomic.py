@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
@@ -51,14 +50,6 @@ def test_folders_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
     with atomic.whole(tmp_path / "out"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [".output.partial-other", "out"]
-
-
-def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "metrics/sft.json"
-    atomic.write_json(path, {"loss": 1.5})
-    atomic.write_json(path, {"loss": 0.5})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"loss": 0.5}
-    assert [p.name for p in path.parent.iterdir()] == ["sft.json"]
 
 
 def test_two_writers_of_one_file_use_different_partial_files(tmp_path: Path) -> None:

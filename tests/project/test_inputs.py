@@ -14,7 +14,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from rlhf_tasks import config
-from rlhf_tasks.cli import main
 from rlhf_tasks.config import Section
 from rlhf_tasks.config.types import sections
 from rlhf_tasks.errors import UserError
@@ -22,6 +21,7 @@ from rlhf_tasks.project import dvc_cli, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import checkpoint
 from tests import small
+from tests.conftest import Command
 from tests.flows import toy
 from tests.flows.chain import Chain, times
 
@@ -82,14 +82,14 @@ def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: P
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command) -> Path:
     """A project with its inputs files; the machine has no GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(precision, "gpu_capabilities", list)
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     toy.write_params(tmp_path)
     (tmp_path / "given").mkdir(exist_ok=True)
-    assert main.main(["inputs"]) == 0
+    rlhf("inputs")
     return tmp_path
 
 
@@ -212,16 +212,14 @@ def ppo_values(name: str) -> dict[str, Any]:
 
 
 def test_everything_that_does_not_exist_is_named_in_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     own = {"kind": "function", "name": "gold", "function": "no:f"}
-    held_out = {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}
-    judge = {"labels": "none.jsonl", "judges": [own, held_out]}
+    judge = {"labels": "none.jsonl", "judges": [own, small.HELDOUT]}
     toy.write_params(tmp_path, sft={"from": "nowhere"}, judge=judge, data={"source": "files"})
-    assert main.main(["inputs"]) == 2
-    message = capsys.readouterr().err
+    message = rlhf("inputs", status=2).err
     parts = ("sft.from=nowhere does not exist", "judge.labels=none.jsonl", "data.path=given", "of no:f is")
     assert [part for part in parts if part not in message] == []
     assert not (tmp_path / "inputs").exists()
@@ -261,8 +259,6 @@ def test_the_code_of_a_function_is_its_file_and_all_project_files_that_it_import
     found = inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score")).files
     assert {*found} == {*files} - {"unused.py", "rlhf_tasks/ppo/x.py"}
     assert found["outer.py"] == hashing.dvc_md5(tmp_path / "outer.py")
-    with pytest.raises(UserError, match=r"pack/sub/reward\.py has no scor; define it there, or correct"):
-        inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:scor"))
     (tmp_path / "late.py").write_text("def f(:", encoding="utf-8")
     with pytest.raises(UserError, match=r"ppo\.scorers\.0\.function: late\.py is not readable as Python"):
         inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score"))
@@ -302,7 +298,7 @@ def test_the_file_and_the_name_of_a_function_are_checked_before_anything_runs(tm
         "mine.rewrd:score": "neither a file below .* nor in an installed package",
         "nowhere.at_all:f": "neither a file below .* nor in an installed package",
         "os.path:join": "neither a file below .* nor in an installed package",
-        "mine.reward:scor": r"mine/reward\.py has no scor",
+        "mine.reward:scor": r"mine/reward\.py has no scor; define it there, or correct",
         "mine.reads:score": r"mine/reads\.py has no score",
     }.items():
         with pytest.raises(UserError, match=message):

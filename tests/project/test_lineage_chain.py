@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks.cli import main
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_cli, git, hashing, lineage_chain
 from rlhf_tasks.tracking.store import embedded_uri
+from tests.conftest import Command
 from tests.flows import toy
 from tests.report import workspace
 
@@ -122,10 +122,9 @@ def test_an_mlflow_that_does_not_answer_is_a_user_error(root: Path, monkeypatch:
 
 
 def test_the_text_goes_from_data_to_win_rates_and_its_commands_work(
-    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    root: Path, rlhf: Command, tmp_path: Path
 ) -> None:
-    assert main.main(["lineage", "second.txt"]) == 0
-    text = capsys.readouterr().out
+    text = rlhf("lineage second.txt").out
     places = [text.index(word) for word in ("data  ", "first  ", "second  ", "win rate  ")]
     assert places == sorted(places)
     assert "gold: policy vs sft  75.0% (70.0%–80.0%)" in text
@@ -139,12 +138,11 @@ def test_the_text_goes_from_data_to_win_rates_and_its_commands_work(
 
 @pytest.mark.parametrize("name", ["second.txt", KEY])
 def test_a_run_that_is_not_committed_is_found_in_the_working_tree(
-    root: Path, name: str, capsys: pytest.CaptureFixture[str]
+    root: Path, name: str, rlhf: Command
 ) -> None:
     """As after `make run` in a fresh clone."""
     dvc_cli.run(root, "exp", "remove", "mine")
-    assert main.main(["lineage", name]) == 0
-    text = capsys.readouterr().out
+    text = rlhf("lineage", name).out
     assert "the working tree; the commit checked out does not have it" in text
     assert f"run {KEY}" in text
     assert "gold: policy vs sft  75.0%" in text
@@ -197,11 +195,8 @@ def test_an_altered_out_is_a_user_error(root: Path) -> None:
         lineage_chain.find(root, "second.txt")
 
 
-def test_an_unknown_name_is_a_user_error_that_says_what_is_known(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["lineage", "no-such"]) == 2
-    assert "such as models/policy" in capsys.readouterr().err
+def test_an_unknown_name_is_a_user_error_that_says_what_is_known(root: Path, rlhf: Command) -> None:
+    assert "such as models/policy" in rlhf("lineage no-such", status=2).err
 
 
 def test_in_a_part_of_a_repository_the_commands_have_paths_from_its_top() -> None:

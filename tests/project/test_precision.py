@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rlhf_tasks import config
-from rlhf_tasks.cli import main
 from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.project import inputs, precision
 from rlhf_tasks.project.paths import Paths
+from tests.conftest import Command
 from tests.flows import toy
 
 ROOT = Path(__file__).parents[2]
@@ -104,13 +104,13 @@ def test_a_container_has_the_memory_that_it_may_use(tmp_path: Path, monkeypatch:
 
 
 def test_the_record_holds_the_tokens_in_force_and_a_stage_uses_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     toy.write_params(tmp_path, ppo={"micro_batch_tokens": "auto"}, sft={"micro_batch_tokens": 128})
     (tmp_path / "given").mkdir(exist_ok=True)
-    assert main.main(["inputs"]) == 0
+    rlhf("inputs")
     record = json.loads((tmp_path / "inputs/ppo.json").read_text(encoding="utf-8"))
     assert record["values"]["ppo.micro_batch_tokens"] == precision.MOST_TOKENS["cpu"]
     monkeypatch.setattr(precision, "machine_memory", lambda: 1000)  # another machine resumes the run

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_tasks.cli import main
 from rlhf_tasks.project import dvc_cli, dvc_files
 from tests import toy
+from tests.conftest import Command
 from tests.flows.toy import git
 
 STAGES = ("inputs", "prepare", "base", "sft")
@@ -35,7 +35,7 @@ def project(root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_second_machine_runs_nothing_and_samples_from_a_referenced_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command
 ) -> None:
     # 1. A machine that makes models/base and models/sft from ready models, and pushes them.
     first, second, store = (tmp_path / name for name in ("first", "second", "store"))
@@ -61,18 +61,17 @@ def test_a_second_machine_runs_nothing_and_samples_from_a_referenced_model(
     dvc_cli.run(second, "pull", "-q")
     ran = dvc_cli.run(second, "repro")
     assert [name for name in STAGES if f"Running stage '{name}'" in ran] == ["inputs"]
-    assert main.main(["generate", "models/sft", "--prompt", "a red cat :", "--max-new-tokens", "4"]) == 0
+    rlhf("generate models/sft --max-new-tokens 4 --prompt", "a red cat :")
 
     # 3. A changed source: the stage that reads it would run again, and no other.
     toy.foreign("foreign/sft", "llama", seed=3)
-    assert main.main(["inputs"]) == 0
+    rlhf("inputs")
     changed = dvc_cli.run(second, "status", "--json")
     assert '"inputs/sft.json": "modified"' in changed
     assert "inputs/base.json" not in changed
 
     # 4. Without the source there is one message.
     shutil.rmtree("foreign/sft")
-    assert main.main(["generate", "models/sft", "--prompt", "a red cat :"]) == 2
-    message = capsys.readouterr().err
+    message = rlhf("generate models/sft --prompt", "a red cat :", status=2).err
     assert "models/sft has no weights of its own; it refers to sft.from of params.yaml" in message
     assert "model.safetensors (sha256 " in message

@@ -129,8 +129,7 @@ def shipped(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 def params(folder: Path, changes: Mapping[str, Any] | None = None) -> None:
     """Write that as a file."""
-    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(shipped(changes), file)
+    small.write_params(folder, changes, gate=True)
 
 
 def pipeline(

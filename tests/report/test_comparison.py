@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks import config
-from rlhf_tasks.cli import main
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison, document
 from rlhf_tasks.report.comparison import Result
+from tests.conftest import Command
 from tests.flows import toy
 from tests.report import workspace
 from tests.report.test_page import Document
@@ -151,7 +151,7 @@ def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
     assert git.find_experiment(root, "ine") is None, "whole names only"
 
 
-def test_folders_of_two_seeds_are_one_setting(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_of_two_seeds_are_one_setting(project: Path, rlhf: Command) -> None:
     names = []
     for name, seed, kl in (("one", 1, 1.0), ("two", 2, 3.0)):
         params = f"seed: {seed}\nppo: {{kl_coef: 0.03}}\nservice: {{retries: {seed}}}\n"
@@ -159,17 +159,15 @@ def test_folders_of_two_seeds_are_one_setting(project: Path, capsys: pytest.Capt
         workspace.put_text(project / name / "metrics/ppo.json", json.dumps({"objective/kl": kl}))
         workspace.put_text(project / name / "plots/ppo.csv", f"episode,objective/kl\n64,{kl}\n")
         names.append(str(project / name))
-    assert main.main(["compare", *names, names[0], "--out", "both.html"]) == 0
-    printed = capsys.readouterr().out
+    printed = rlhf("compare --out both.html", *names, names[0]).out
     assert "1 of these runs count once with another" in printed, "it was given twice"
     assert "2 run(s), 1 setting(s)" in printed
     text = Document(Path("both.html").read_text(encoding="utf-8")).text
     assert "KL of the rollouts ppo 2 ± 1" in text
 
 
-def test_an_unknown_run_is_one_message(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["compare", "no-such-run"]) == 2
-    message = capsys.readouterr().err
+def test_an_unknown_run_is_one_message(project: Path, rlhf: Command) -> None:
+    message = rlhf("compare no-such-run", status=2).err
     assert "no-such-run is not a run that MLflow or git has here; give an MLflow run's id" in message
     assert message.count("\n") == 1
     assert not Path("comparison.html").exists()

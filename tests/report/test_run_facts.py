@@ -9,7 +9,6 @@ from rlhf_tasks.report import run_facts
 from tests import small
 from tests.flows import toy
 
-HELDOUT = [{"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}]
 LINEAGE = {
     "ppo": {"rlhf.run": "ppo-20260102T030405-aa", "git.rev": "a" * 40, "git.dirty": False},
     "prepare": {"rlhf.run": "prepare-20260101T000000-bb", "git.rev": "b" * 40, "git.dirty": True},
@@ -29,7 +28,8 @@ def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out
         "Commit": "aaaaaaaaaa",
     }
     assert run_facts.facts(view, LINEAGE, "", tmp_path)["Run"] == "ppo-20260102T030405-aa"
-    files = small.view("report", {"data.source": "files", "data.path": "mine/rows", "judge.judges": HELDOUT})
+    own = {"data.source": "files", "data.path": "mine/rows", "judge.judges": [small.HELDOUT]}
+    files = small.view("report", own)
     assert run_facts.facts(files, {}, "", tmp_path)["Data"] == "mine/rows", "named only where it is read"
     assert set(run_facts.facts(view, {"judge": {}}, "", tmp_path)) == {"Preset", "Seed", "Data", "Base model"}
 

@@ -21,8 +21,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         toy.copy_project()
         toy.foreign("foreign/base", "gpt_neox")
         settings = toy.write_params()
-        for stage in ("prepare", "base", "sft", "preferences", "reward"):
-            toy.run(stage, settings)
+        toy.run_stages(settings)
     return folder
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-from ruamel.yaml import YAML
 
 from benchmarks import identity
 from rlhf_tasks.config import STAGES, Stage
@@ -62,7 +61,7 @@ class Project:
         own = {MARK: str(self.folder), "PREFECT_HOME": str(self.folder.parent / "prefect")}
         own["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "300"
         return subprocess.Popen(
-            [sys.executable, "-m", "rlhf_tasks.cli", command],
+            [sys.executable, "-m", "rlhf_tasks.cli", *command.split()],
             cwd=self.folder,
             env=projects.environment() | own,
             stdout=subprocess.DEVNULL,
@@ -104,8 +103,7 @@ class Project:
 def project(folder: Path, **changes: Any) -> Project:
     projects.git(toy.ROOT, "clone", "-q", str(toy.ROOT), str(folder))
     projects.identify(folder)
-    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(small.params({**SMOKE, **changes}), file)
+    small.write_params(folder, {**SMOKE, **changes})
     return Project(folder)
 
 
@@ -149,6 +147,6 @@ def test_two_processes_killed_ten_times_end_with_the_same_bytes(tmp_path: Path) 
 def test_a_flow_killed_at_random_moments_ends_with_the_same_bytes(untouched: Project, tmp_path: Path) -> None:
     """With the record of MLflow; DVC may be killed, too."""
     killed = project(tmp_path / "project", **{"tracking.enabled": True})
-    killed.survive("flow", KILLS_OF_FLOW, random.Random(3), sum(untouched.seconds.values()) / 2)
+    killed.survive("run --flow", KILLS_OF_FLOW, random.Random(3), sum(untouched.seconds.values()) / 2)
     assert differences(untouched, killed) == []
     assert not processes.find(MARK, str(killed.folder))

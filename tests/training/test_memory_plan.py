@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 
@@ -277,7 +276,7 @@ def test_the_command_plans_for_each_number_of_gpus(project: Path, rlhf: Command)
 
 
 def test_the_config_of_models_sft_or_of_a_given_model_is_read(models_here: Path, rlhf: Command) -> None:
-    YAML().dump(small.params(), models_here / "params.yaml")
+    small.write_params(models_here)
     small.causal("llama").save_pretrained("other")
     for option, model in (("", "models/sft"), ("--model other", "other")):
         found = json.loads(rlhf(f"plan --gpus 1 --json {option}").out)

@@ -82,8 +82,7 @@ def workspace(trained: Path, folder: Path, **changes: Any) -> Path:
     """A project of the shipped dvc.yaml with small data and models."""
     shutil.copytree(trained, folder, dirs_exist_ok=True)
     shutil.copy(toy.ROOT / "dvc.yaml", folder)
-    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(small.params({**SMALL, **changes}), file)
+    small.write_params(folder, {**SMALL, **changes})
     return folder
 
 

@@ -9,11 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from ruamel.yaml import YAML
 
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
@@ -133,16 +131,11 @@ def _session(process: psutil.Process) -> int:
         return -1
 
 
-def write_params(**changes: Any) -> None:
-    with Path("params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(small.params({"tracking.enabled": False, **changes}), file)
-
-
 @pytest.fixture
 def begin(project: Path) -> Iterator[Callable[..., Stage]]:
     """Starts a stage and waits until it is in its phase."""
     started: list[Stage] = []
-    write_params()
+    small.write_params(project, {"tracking.enabled": False})
 
     def start(*words: str, command: list[str] | None = None) -> Stage:
         stage = Stage(project / f"{len(started)}.log", *words, command=command)
@@ -203,7 +196,7 @@ def test_a_second_signal_ends_a_step_that_hangs_in_a_call_of_c(begin: Callable[.
 @pytest.mark.e2e
 @pytest.mark.parametrize("phase", ["loop", pytest.param("loop-in-c", marks=pytest.mark.slow)])
 def test_launched_workers_are_stopped_in_the_same_way(begin: Callable[..., Stage], phase: str) -> None:
-    write_params(**{"launch.num_processes": 2})
+    small.write_params(Path(), {"tracking.enabled": False, "launch.num_processes": 2})
     stage = begin(phase)
     started = psutil.Process(stage.process.pid).children(recursive=True)
     workers = [one for one in started if "LOCAL_RANK" in one.environ()]
