@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +14,37 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Crashed, Failed, Running
 
 from flows import automations, deployments, settings
-from rlhf_tasks.cli import main as cli
+from tests import loopback
+from tests.conftest import Command
 from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # those of Prefect and its server
 
 
-class Receiver(HTTPServer):
+class Receiver(loopback.Server):
     """Keeps what is posted to it."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.received: list[dict[str, Any]] = []
 
     @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/secret-of-the-hook"
+    def url(self) -> str:
+        return f"{super().url}/secret-of-the-hook"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(loopback.Handler):
     server: Receiver
 
     def do_POST(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.received.append({"path": self.path, **json.loads(content)})
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.server.received.append({"path": self.path, **self.body()})
+        self.send(200, None)
 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    made = Receiver()
-    thread = threading.Thread(target=made.serve_forever)
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    with loopback.serving(Receiver()) as made:
+        yield made
 
 
 def automation() -> Any:
@@ -83,7 +72,7 @@ def test_runs_that_fail_crash_are_promoted_or_refused_are_notified_of(
     server: None, root: Path, receiver: Receiver
 ) -> None:
     deployments.apply(root, None)
-    automations.notify(receiver.address)
+    automations.notify(receiver.url)
     pipeline = f"{settings.PIPELINE}/pipeline"
     message = 'KL 11.2 > "10"\nsecond line'  # must survive the way through templates and JSON
     ends = {
@@ -107,7 +96,7 @@ def test_runs_that_fail_crash_are_promoted_or_refused_are_notified_of(
 def test_applying_again_changes_nothing_and_keeps_what_a_user_switched_off(
     server: None, root: Path, receiver: Receiver
 ) -> None:
-    automations.notify(receiver.address)
+    automations.notify(receiver.url)
     first = automation()
     assert len(first.actions) == 2
     with get_client(sync_client=True) as client:
@@ -130,8 +119,6 @@ def test_applying_again_changes_nothing_and_keeps_what_a_user_switched_off(
 
 
 @pytest.mark.parametrize("given", ["example.org/hook", "ftp://example.org", "https://", "http:///x"])
-def test_an_address_that_is_none_is_refused(
-    given: str, capsys: pytest.CaptureFixture[str], root: Path
-) -> None:
-    assert cli.main(["up", "--webhook", given]) == 2
-    assert f"must begin with http:// or https:// and a host (given: {given})" in capsys.readouterr().err
+def test_an_address_that_is_none_is_refused(given: str, rlhf: Command, root: Path) -> None:
+    message = rlhf("up --webhook", given, status=2).err
+    assert f"must begin with http:// or https:// and a host (given: {given})" in message

@@ -23,23 +23,14 @@ from prefect.exceptions import ParameterTypeError
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
-from flows import (
-    form,
-    results,
-    run_folder,
-    settings,
-    stage_tasks,
-    subprocesses,
-    sweep,
-    watch,
-)
+from flows import form, results, run_folder, settings, stage_tasks, subprocesses, sweep, watch
 from flows import pipeline as flows_pipeline
 from flows.stage_tasks import Dvc, StageFailed
 from rlhf_tasks import config
-from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import durations, git
+from tests.conftest import Command
 from tests.flows import toy
 
 pytestmark = [
@@ -106,7 +97,9 @@ def test_the_engine_of_a_worker_does_not_log_a_mistake_again(root: Path, log: Lo
     assert log.errors()[-1] == "a fault", "faults are still logged"
 
 
-def test_rlhf_flow_runs_the_stages_in_order_with_the_flow_as_parent_and_with_interrupts(root: Path) -> None:
+def test_rlhf_flow_runs_the_stages_in_order_with_the_flow_as_parent_and_with_interrupts(
+    root: Path, rlhf: Command
+) -> None:
     """A stage gets interrupts though its parent ignores them, as a shell's background does."""
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     (root / "handler.py").write_text(code, encoding="utf-8")
@@ -114,7 +107,7 @@ def test_rlhf_flow_runs_the_stages_in_order_with_the_flow_as_parent_and_with_int
     toy.write_script(root, ["echo $RLHF_PARENT_RUN > parent.txt", handler, toy.SECOND.strip()])
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        assert cli.main(["run", "--flow"]) == 0
+        rlhf("run --flow")
     finally:
         signal.signal(signal.SIGINT, before)
     assert (root / "second.txt").read_text(encoding="utf-8").startswith("rows\n")
@@ -127,10 +120,10 @@ def test_rlhf_flow_runs_the_stages_in_order_with_the_flow_as_parent_and_with_int
     [(toy.refusal("fix it"), 2, "stage second refused: fix it"), (["exit 3"], 1, "stage second failed: ")],
 )
 def test_rlhf_flow_ends_as_its_stages_do_and_says_what_each_did(
-    root: Path, log: Log, lines: list[str], status: int, message: str
+    root: Path, log: Log, rlhf: Command, lines: list[str], status: int, message: str
 ) -> None:
     toy.write_script(root, lines)
-    assert cli.main(["run", "--flow"]) == status
+    rlhf("run --flow", status=status)
     of_flow = [record for record in log.records if record.name == "prefect.flow_runs"]
     assert [record for record in of_flow if record.exc_info] == [], "no traceback"
     assert any(record.getMessage().startswith(message) for record in of_flow)
@@ -138,12 +131,9 @@ def test_rlhf_flow_ends_as_its_stages_do_and_says_what_each_did(
     assert (artifact.data, artifact.description) == (50.0, "50%, second: failed  \nfirst: ran")
 
 
-def test_rlhf_flow_refuses_an_invalid_params_yaml_in_one_message(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rlhf_flow_refuses_an_invalid_params_yaml_in_one_message(root: Path, rlhf: Command) -> None:
     (root / "params.yaml").write_text("ppo: {kl_coeff: 1.0}", encoding="utf-8")
-    assert cli.main(["run", "--flow"]) == 2
-    message = capsys.readouterr().err
+    message = rlhf("run --flow", status=2).err
     assert message.startswith("rlhf: ")
     assert "ppo.kl_coeff: unknown key" in message
     assert "Traceback" not in message
@@ -216,11 +206,10 @@ def test_a_run_shows_its_percentage_and_the_time_left(root: Path) -> None:
 
 
 def test_a_server_that_is_gone_is_one_line(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    assert cli.main(["run", "--flow"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = rlhf("run --flow", status=2).err.splitlines()
     assert "PREFECT_API_URL=http://127.0.0.1:9/api does not answer" in line
 
 

@@ -6,8 +6,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows import service
 from flows.service import Service
 from rlhf_tasks import console
-from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
+from tests import loopback
+from tests.conftest import Command
 from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e]
@@ -34,68 +34,38 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class Foreign(HTTPServer):
-    """A server that is not ours, and gives every request the same response."""
-
-    def __init__(self, body: bytes, status: int) -> None:
-        super().__init__((processes.HOST, 0), ForeignHandler)
-        self.body, self.status = body, status
-
-
-class ForeignHandler(BaseHTTPRequestHandler):
-    server: Foreign
+class Foreign(loopback.Handler):
+    """A server that is not ours answers everybody; its API refuses the login."""
 
     def do_GET(self) -> None:
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(self.server.body)))
-        self.end_headers()
-        self.wfile.write(self.server.body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.send(401 if self.path.startswith("/api") else 200, b"<html>")
 
 
 @pytest.fixture
-def foreign() -> Iterator[Callable[..., int]]:
-    """Starts a foreign server; returns its port."""
-    servers = []
-
-    def start(body: bytes = b"<html>", status: int = 200) -> int:
-        server = Foreign(body, status)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return server.server_port
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+def foreign() -> Iterator[int]:
+    """The port of a foreign server."""
+    with loopback.serving(loopback.Server(Foreign)) as server:
+        yield server.server_port
 
 
-def test_a_port_in_use_is_refused_with_the_option_that_sets_another(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_is_refused_with_the_option_that_sets_another(root: Path, rlhf: Command) -> None:
     with socket.create_server((processes.HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        assert cli.main(["up", "--prefect-port", str(port)]) == 2
-    message = capsys.readouterr().err
+        message = rlhf("up --prefect-port", port, status=2).err
     assert f"port {port} is in use, so prefect cannot have it" in message
     assert "--prefect-port sets another" in message
     assert not Service.here().daemon("prefect").is_running()
 
 
-def test_another_programs_server_on_our_port_is_not_ours(
-    root: Path, foreign: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    here, port = Service(root, root / ".rlhf", ready_seconds=0.0), foreign()
-    here.daemon("mlflow").start(SLEEP, dict(os.environ), root, port=port)
+def test_another_programs_server_on_our_port_is_not_ours(root: Path, foreign: int, rlhf: Command) -> None:
+    here = Service(root, root / ".rlhf", ready_seconds=0.0)
+    here.daemon("mlflow").start(SLEEP, dict(os.environ), root, port=foreign)
     try:
         assert not here.is_healthy("mlflow"), "another program answers on this port"
         with pytest.raises(UserError, match=r"mlflow is not ready; .*mlflow\.log ends with"):
             here.wait_for("mlflow")
-        assert cli.main(["status"]) == 1
-        shown = capsys.readouterr().out
-        assert f"mlflow: runs, but does not answer, http://127.0.0.1:{port}" in shown
+        shown = rlhf("status", status=1).out
+        assert f"mlflow: runs, but does not answer, http://127.0.0.1:{foreign}" in shown
         assert "worker: does not run" in shown
         with pytest.raises(UserError, match=r"mlflow runs on port \d+; `rlhf down` first"):
             here.up({"prefect": None, "mlflow": 1}, None)
@@ -118,28 +88,21 @@ def test_a_long_start_shows_that_it_goes_on(
     assert "mlflow is starting  0s so far" in capsys.readouterr().out
 
 
-def test_status_says_that_nothing_runs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status"]) == 1
-    assert capsys.readouterr().out == "nothing runs; `rlhf up` starts the service\n"
+def test_status_says_that_nothing_runs(root: Path, rlhf: Command) -> None:
+    assert rlhf("status", status=1).out == "nothing runs; `rlhf up` starts the service\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
-        (["up", "--prefect-port", "0"], "'--prefect-port': Input should be greater than or equal to 1"),
-        (["up", "--mlflow-port", "70000"], "'--mlflow-port': Input should be less than or equal to 65535"),
-        (["up", "--gpu-slots", "0"], "'--gpu-slots': Input should be greater than or equal to 1"),
-        (
-            ["up", "--mlflow-port", "4001", "--prefect-port", "4001"],
-            "port 4001 is in use, so mlflow cannot have it",
-        ),
+        ("--prefect-port 0", "'--prefect-port': Input should be greater than or equal to 1"),
+        ("--mlflow-port 70000", "'--mlflow-port': Input should be less than or equal to 65535"),
+        ("--gpu-slots 0", "'--gpu-slots': Input should be greater than or equal to 1"),
+        ("--mlflow-port 4001 --prefect-port 4001", "port 4001 is in use, so mlflow cannot have it"),
     ],
 )
-def test_an_invalid_number_is_refused(
-    root: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert cli.main(words) == 2
-    assert message in capsys.readouterr().err
+def test_an_invalid_number_is_refused(root: Path, rlhf: Command, options: str, message: str) -> None:
+    assert message in rlhf(f"up {options}", status=2).err
 
 
 def choose(here: Service, prefect: int | None, mlflow: int | None) -> dict[str, int]:
@@ -172,17 +135,12 @@ def test_a_port_of_our_other_server_is_refused(root: Path) -> None:
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_joining_a_server_that_is_away_or_refuses_the_login_is_one_message(
-    root: Path,
-    foreign: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    answers: bool,
+    root: Path, foreign: int, monkeypatch: pytest.MonkeyPatch, rlhf: Command, answers: bool
 ) -> None:
-    url = f"http://{processes.HOST}:{foreign(status=401) if answers else 9}/api"
+    url = f"http://{processes.HOST}:{foreign if answers else 9}/api"
     monkeypatch.setenv("PREFECT_API_URL", url)
     with temporary_settings({PREFECT_API_URL: url}):
-        assert cli.main(["up", "--pool", "rlhf"]) == 2
-    (message,) = capsys.readouterr().err.splitlines()
+        (message,) = rlhf("up --pool rlhf", status=2).err.splitlines()
     problem = "refuses the login: set PREFECT_API_AUTH_STRING" if answers else "does not answer"
     assert f"PREFECT_API_URL={url} {problem}" in message
 
@@ -230,22 +188,16 @@ def busy_worker(root: Path) -> Iterator[processes.Daemon]:
     worker.stop(0.5)
 
 
-def test_down_lets_runs_save_their_state(
-    root: Path, busy_worker: processes.Daemon, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_down_lets_runs_save_their_state(root: Path, busy_worker: processes.Daemon, rlhf: Command) -> None:
     assert len(busy_worker.processes()) == 2
-    assert cli.main(["down"]) == 0
-    assert "stopped: worker" in capsys.readouterr().out
+    assert "stopped: worker" in rlhf("down").out
     assert (root / "kept").exists()
     assert busy_worker.processes() == []
 
 
-def test_ctrl_c_in_up_is_one_message(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_in_up_is_one_message(root: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt  # a signal has no effect if the tests run in the background of a shell
 
     monkeypatch.setattr(Service, "up", interrupted)
-    assert cli.main(["up"]) == 130
-    assert "`rlhf down` stops what was started" in capsys.readouterr().err
+    assert "`rlhf down` stops what was started" in rlhf("up", status=130).err
