@@ -54,11 +54,7 @@ def test_a_held_out_split_takes_at_most_a_quarter_of_the_prompts() -> None:
 
 
 def test_roles_hold_out_the_same_prompts() -> None:
-    given: dict[Role, dict[Split, list[Row]]] = {
-        "preferences": {"train": pairs(range(100))},
-        "sft": {"train": demos(range(100))},
-    }
-    corpus = fill(given)
+    corpus = fill({"preferences": {"train": pairs(range(100))}, "sft": {"train": demos(range(100))}})
     for split in SPLITS:
         assert prompts_of(corpus, "sft", split) == prompts_of(corpus, "preferences", split)
 

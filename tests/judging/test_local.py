@@ -44,26 +44,12 @@ def words(letters: tuple[str, ...] = ("A", "B"), chat: str | None = None) -> Pre
     return made
 
 
-def prompt(folder: Path) -> str:
+def local(folder: Path, model: Path, **changes: Any) -> LocalComparer:
     file = folder / "prompt.txt"
     file.write_text(ALL, encoding="utf-8")
-    return str(file)
-
-
-def local(folder: Path, model: Path, **changes: Any) -> LocalComparer:
-    values = {
-        "kind": "local",
-        "name": "own",
-        "path": str(model),
-        "revision": None,
-        "prompt": prompt(folder),
-        "micro_batch_tokens": 64,
-    }
-    return LocalComparer(LocalJudge.model_validate(values | changes), CPU, Path())
-
-
-def text(question: Question) -> str:
-    return f"{question.prompt} A : {question.first} B : {question.second} the"
+    values = {"kind": "local", "name": "own", "path": str(model), "revision": None, "prompt": str(file)}
+    settings = LocalJudge.model_validate(values | {"micro_batch_tokens": 64} | changes)
+    return LocalComparer(settings, CPU, Path())
 
 
 @pytest.mark.parametrize("chat", [None, CHAT, DATED], ids=["plain", "chat", "dated"])
@@ -77,7 +63,8 @@ def test_a_local_reply_is_the_next_tokens_probability_of_a_over_a_or_b(
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     result = local(tmp_path, folder)(QUESTIONS, 0)
     for question, reply in zip(QUESTIONS, result, strict=True):
-        whole = f"user : {text(question)}\n" if chat else text(question)
+        text = ALL.format(**question._asdict())
+        whole = f"user : {text}\n" if chat else text
         ids = tokens(whole)["input_ids"]
         p = model(torch.tensor([ids])).logits[0, -1].softmax(0)
         a, b = (float(p[tokens.convert_tokens_to_ids(letter)]) for letter in "AB")

@@ -45,38 +45,15 @@ def comparison(judge: str, a: str, b: str, **optional: Any) -> ComparisonResult:
     )
 
 
-def responses(length: float) -> ResponseStatistics:
-    return ResponseStatistics(
-        rouge_l=0.1,
-        length=length,
-        ended=0.2,
-        distinct_1=0.3,
-        distinct_2=0.4,
-        repetition=0.5,
-        corpus_distinct_2=0.6,
-        sft_perplexity=7.0,
-    )
+def bounds(name: str, value: float) -> dict[str, float]:
+    """The metrics of an interval."""
+    return {name: value, f"{name}/low": value - 1, f"{name}/high": value + 1}
 
 
 COMPARISON: dict[str, float] = {
-    "win_rate": 10,
-    "low": 9,
-    "high": 11,
-    "ties": 3,
-    "examples": 17,
-    "failures": 2,
-    "p_value": 0.25,
-    "decisive": 20,
-    "decisive/low": 19,
-    "decisive/high": 21,
-    "length_controlled": 30,
-    "length_controlled/low": 29,
-    "length_controlled/high": 31,
-}
-SCORED: dict[str, float] = {
-    "matched_length_gain": 40,
-    "matched_length_gain/low": 39,
-    "matched_length_gain/high": 41,
+    **{"win_rate": 10, "low": 9, "high": 11, "ties": 3, "examples": 17, "failures": 2, "p_value": 0.25},
+    **bounds("decisive", 20),
+    **bounds("length_controlled", 30),
 }
 COMPARED: dict[str, float] = {
     "position_bias": 0.125,
@@ -93,6 +70,12 @@ RESPONSES: dict[str, float] = {
     "sft_perplexity": 7.0,
     "repetition": 0.5,
 }
+
+
+def responses(length: float) -> ResponseStatistics:
+    return ResponseStatistics(**RESPONSES, length=length)
+
+
 WHOLE = EvaluationResults(
     comparisons=(
         comparison("gold", "policy", "sft", matched_length_gain=interval(40)),
@@ -137,23 +120,21 @@ WHOLE = EvaluationResults(
 
 def test_metrics_have_the_keys_and_values_of_metrics_judge_json() -> None:
     expected: dict[str, float] = {"own/is_optimised_reward": 1}
-    expected |= {f"gold/policy_vs_sft/{key}": value for key, value in (COMPARISON | SCORED).items()}
+    scored = COMPARISON | bounds("matched_length_gain", 40)
+    expected |= {f"gold/policy_vs_sft/{key}": value for key, value in scored.items()}
     expected |= {f"llm/sft_vs_reference/{key}": value for key, value in (COMPARISON | COMPARED).items()}
     for name, length in (("sft", 4), ("policy", 6)):
         expected |= {f"{key}/{name}": value for key, value in (RESPONSES | {"length": length}).items()}
     expected |= {"length/policy_over_sft": 1.5, "gold/reference/score": 0.75}
     expected |= {"perplexity/sft_text/base": 5, "perplexity/general/base": 7}
-    expected |= {"choice/base": 50, "choice/base/low": 49, "choice/base/high": 51}
+    expected |= bounds("choice/base", 50)
     expected |= {"task/arc/acc/sft": 0.5, "task/arc/acc/sft/standard_error": 0.02, "task/arc/f1/sft": 0.25}
     expected |= {"task_drop/arc": -0.125, "task_drop/arc/standard_error": 0.01}
     expected |= {"calibration/reward/given": 0.01, "calibration/reward_heldout/sft_samples": 0.02}
-    agreement = "agreement/reward_heldout/sft_samples"
-    expected |= {agreement: 60, f"{agreement}/low": 59, f"{agreement}/high": 61}
+    expected |= bounds("agreement/reward_heldout/sft_samples", 60)
     expected |= {"reward_gap/win_rate_by_reward": 0.9, "reward_gap/gold": 0.1, "human/labels": 12}
-    expected |= {"human/gold/kappa": 70, "human/gold/kappa/low": 69, "human/gold/kappa/high": 71}
-    expected |= {"human/gold/agreement": 80, "human/gold/agreement/low": 79, "human/gold/agreement/high": 81}
-    expected |= {"human/llm/kappa": 90, "human/llm/kappa/low": 89, "human/llm/kappa/high": 91}
-    expected |= {"kappa/gold_and_llm": 100, "kappa/gold_and_llm/low": 99, "kappa/gold_and_llm/high": 101}
+    expected |= bounds("human/gold/kappa", 70) | bounds("human/gold/agreement", 80)
+    expected |= bounds("human/llm/kappa", 90) | bounds("kappa/gold_and_llm", 100)
     assert WHOLE.metrics() == expected
 
 

@@ -107,20 +107,11 @@ def put_rollouts(root: Path, text: str = "") -> None:
 
 def put_verdict(root: Path, num_criteria: int = 3) -> None:
     names = ("key", "title", "value", "relation", "bound", "lacking", "standard_error", "margin", "passed")
+    lacking = "choice/sft was not measured"
     rows = (
         ("kl", "KL", 11.2, "<=", 10.0, "", 0.25, -1.2, False),
         ("examples", "judged examples", 990.0, ">=", 200.0, "", None, 790.0, True),
-        (
-            "choice",
-            "right choices <lost>",
-            None,
-            "<=",
-            0.05,
-            "choice/sft was not measured",
-            None,
-            None,
-            False,
-        ),
+        ("choice", "right choices <lost>", None, "<=", 0.05, lacking, None, None, False),
     )
     criteria = [dict(zip(names, rows[i % 3], strict=True)) for i in range(num_criteria)]
     verdict = {"passed": False, "summary": "KL 11.2 > 10", "criteria": criteria}

@@ -81,7 +81,7 @@ def test_a_stage_that_does_not_finish_shows_why(home: Path, error: BaseException
 def test_stages_of_one_pipeline_share_a_parent_that_ends_with_the_last(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under(monkeypatch, this_process())
+    under_dvc(monkeypatch)
     parents = []
     for stage in ("sft", "ppo", "report"):
         with tracking.open_run(Paths(), stage, view(stage)):
@@ -125,21 +125,17 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
     assert parent()["name"] == "default-7f3a"
 
 
-def under(monkeypatch: pytest.MonkeyPatch, process: str, **tags: str) -> None:
-    """The stages to come belong to this dvc process."""
-    parent = {"key": f"dvc-{process}", "owner": "dvc", **tags}
+def under_dvc(monkeypatch: pytest.MonkeyPatch, **tags: str) -> None:
+    """The stages to come belong to a dvc process that lives as long as this one."""
+    parent = {"key": f"dvc-{processes.name_of(psutil.Process())}", "owner": "dvc", **tags}
     monkeypatch.setattr(context, "parent", lambda *_: parent)
-
-
-def this_process() -> str:
-    return processes.name_of(psutil.Process())
 
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_failed_dvc_exp_run_names_no_experiment(
     home: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    under(monkeypatch, this_process(), **{"dvc.exp": "mine"})
+    under_dvc(monkeypatch, **{"dvc.exp": "mine"})
     with suppress(RuntimeError), tracking.open_run(Paths(), "report", view("report")):
         if fails:
             raise RuntimeError("boom")
@@ -181,7 +177,7 @@ def test_a_late_delivery_leaves_a_failed_pipeline_failed(
     home: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
 ) -> None:
     """PPO of a dvc process failed. It is delivered before that process ends, or late like SFT."""
-    under(monkeypatch, this_process())
+    under_dvc(monkeypatch)
     log("sft-k")
     with pytest.raises(RuntimeError), tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-k"):
         raise RuntimeError("boom")
@@ -210,7 +206,7 @@ def experiment_view(home: Path, name: str) -> Any:
 
 
 def test_the_pipeline_has_ppos_curves_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    under(monkeypatch, this_process())
+    under_dvc(monkeypatch)
     for steps in ((256, 512), (512, 768)):  # the second process resumes the stage at its last snapshot
         with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-k") as tracker:
             for step in steps:
@@ -224,7 +220,7 @@ def test_the_pipeline_has_ppos_curves_once(home: Path, monkeypatch: pytest.Monke
 def test_a_repros_run_has_the_results_of_restored_stages_too(
     home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under(monkeypatch, this_process(), **{"dvc.exp": "mine"})
+    under_dvc(monkeypatch, **{"dvc.exp": "mine"})
     paths = Paths()
     for file, text in {
         paths.curves("ppo"): "episode,objective/kl,lr\n256,1.5,0.1\n512,2.5,0.1\n",
