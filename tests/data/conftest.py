@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +60,11 @@ def jsonl(path: Path, *rows: Any) -> Path:
 
 def demonstrations(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"question {i} ?", "completion": f" answer {i}"} for i in range(count)]
+
+
+def are_disjoint(sets: Iterable[set[Any]]) -> bool:
+    every = list(sets)
+    return sum(map(len, every)) == len(set().union(*every))
 
 
 @pytest.fixture

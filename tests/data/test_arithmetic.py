@@ -10,6 +10,7 @@ import pytest
 from rlhf_tasks.data import arithmetic
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.errors import UserError
+from tests.data.conftest import are_disjoint
 
 SIZES: dict[str, Any] = {"num_prompts": 3000, "num_sft": 1000, "num_validation": 200, "num_test": 400}
 
@@ -40,12 +41,8 @@ def test_answers_are_right_and_some_demonstrations_are_wrong() -> None:
 def test_no_problem_is_in_two_splits() -> None:
     tables = generate()
     sets = {split: {row["prompt"] for row in tables["prompts"][split]} for split in SPLITS}
-    assert not sets["train"] & sets["test"]
-    assert not sets["train"] & sets["validation"]
-    assert not sets["validation"] & sets["test"]
-    assert {row["prompt"] for row in tables["sft"]["train"]} <= {
-        row["prompt"] for row in tables["prompts"]["train"]
-    }
+    assert are_disjoint(sets.values())
+    assert {row["prompt"] for row in tables["sft"]["train"]} <= sets["train"]
     for split in SPLITS:
         prompts = [row["prompt"] for row in tables["prompts"][split]]
         assert len(set(prompts)) == len(prompts)

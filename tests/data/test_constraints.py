@@ -13,6 +13,7 @@ from rlhf_tasks.data.constraints import COLUMNS, LEAST_WORDS, SEEN, UNSEEN
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.verifier import Verifier
+from tests.data.conftest import are_disjoint
 
 SIZES: dict[str, Any] = {"num_prompts": 2000, "num_validation": 95, "num_test": 140}
 VERIFIER = Verifier([Check(kind="regex", column="rule")], None)
@@ -80,9 +81,7 @@ def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only(
     rows = {split: [row["columns"] for row in tables[split]] for split in SPLITS}
     assert [len(rows[split]) for split in SPLITS] == [2000, 95, 140]
     topics = {split: {row["topic"] for row in rows[split]} for split in SPLITS}
-    assert not topics["train"] & topics["test"]
-    assert not topics["train"] & topics["validation"]
-    assert not topics["validation"] & topics["test"]
+    assert are_disjoint(topics.values())
     assert len(topics["train"]) > 300
     assert Counter(row["kind"] for row in rows["test"]) == dict.fromkeys([*SEEN, *UNSEEN], 10)
     for row in (row for split in SPLITS for row in rows[split]):

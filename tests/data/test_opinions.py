@@ -10,6 +10,7 @@ from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.constraints import TOPICS
 from rlhf_tasks.data.opinions import OPENERS, generate
 from rlhf_tasks.errors import UserError
+from tests.data.conftest import are_disjoint
 
 SIZES: dict[str, Any] = {"num_prompts": 300, "num_validation": 20, "num_test": 31}
 
@@ -18,8 +19,7 @@ def test_every_topic_is_in_one_split_and_sizes_are_those_asked_for() -> None:
     found = generate(1, None, keep=["topic"], **SIZES)["prompts"]
     assert {split: len(rows) for split, rows in found.items()} == {"train": 300, "validation": 20, "test": 31}
     topics = {split: {row[KEY]["topic"] for row in rows} for split, rows in found.items()}
-    assert not topics["train"] & topics["test"]
-    assert not topics["validation"] & (topics["train"] | topics["test"])
+    assert are_disjoint(topics.values())
     prompts = [row["prompt"] for rows in found.values() for row in rows]
     assert len({*prompts}) == len(prompts)
     assert all(row[KEY]["topic"] in row["prompt"] for rows in found.values() for row in rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.data.synthetic import (
     LENGTH_BUDGET,
     LEXICON,
@@ -21,6 +21,7 @@ from rlhf_tasks.data.synthetic import (
     gold_scores,
 )
 from tests import small
+from tests.data.conftest import are_disjoint
 
 PROMPT = (
     "SUBREDDIT: r/work\nTITLE: my aunt and my vase\n"
@@ -111,12 +112,8 @@ def test_every_post_states_one_fact_of_each_kind() -> None:
 
 def test_held_out_pairs_of_who_and_thing_are_never_trained_on() -> None:
     tables = generate(4, **SMALL)
-    seen: dict[str, set[tuple[str, str]]] = {}
-    for split in ("train", "validation", "test"):
-        prompts = [row["prompt"] for role in tables.values() for row in role[split]]
-        seen[split] = {(_facts(p)["who"], _facts(p)["thing"]) for p in prompts}
-    for a, b in itertools.combinations(seen.values(), 2):
-        assert not a & b
+    prompts = ([row["prompt"] for role in tables.values() for row in role[split]] for split in SPLITS)
+    assert are_disjoint({(_facts(p)["who"], _facts(p)["thing"]) for p in some} for some in prompts)
 
 
 def test_no_post_occurs_twice() -> None:
@@ -144,9 +141,8 @@ def test_the_gold_judge_prefers_every_chosen_summary() -> None:
 
 
 def test_references_and_demonstrations_come_from_imperfect_writers() -> None:
-    rows = generate(1, num_prompts=1000, num_sft=1000, num_preferences=1, num_validation=1, num_test=1)[
-        "sft"
-    ]["train"]
+    sizes: dict[str, Any] = dict.fromkeys(SMALL, 1) | {"num_prompts": 1000, "num_sft": 1000}
+    rows = generate(1, **sizes)["sft"]["train"]
     found = [gold(row["prompt"], row["completion"]) for row in rows]
     coverage = sum(f.coverage for f in found) / len(found)
     faithfulness = sum(f.faithfulness for f in found) / len(found)

@@ -256,9 +256,8 @@ def test_the_slots_of_a_killed_run_are_free_as_soon_as_its_stages_have_ended(
         with Slots() as held:
             held.hold(2, print)
             assert limit(client) == (2, 2)
-            run_folder.clean_run(
-                uuid.UUID(str(flow_run.get_id())), Crashed()
-            )  # as if this process were killed
+            # as if this process were killed
+            run_folder.clean_run(uuid.UUID(str(flow_run.get_id())), Crashed())
             assert limit(client) == (2, 0)
             assert [limit(client, limit_of(gpu)) for gpu in (FIRST, SECOND)] == [(1, 0), (1, 0)]
         assert limit(client) == (2, 0), "a lease that has ended frees nothing again"

@@ -176,10 +176,12 @@ def lock(folder: Path) -> None:
         YAML().dump({"schema": "2.0", "stages": stages}, file)
 
 
-def record(folder: Path, stage: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Write inputs/STAGE.json; returns its entry of dvc.lock."""
+def record(
+    folder: Path, stage: str, values: Mapping[str, Any], files: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Write inputs/STAGE.json, with the md5 of these files; returns its entry of dvc.lock."""
     (folder / "inputs").mkdir(exist_ok=True)
-    put(folder / f"inputs/{stage}.json", {"values": values, "files": {}, "packages": {}})
+    put(folder / f"inputs/{stage}.json", {"values": values, "files": files or {}, "packages": {}})
     return {"path": f"inputs/{stage}.json", "md5": hashing.dvc_md5(folder / f"inputs/{stage}.json")}
 
 
