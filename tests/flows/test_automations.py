@@ -34,6 +34,7 @@ class Receiver(loopback.Server):
 
 
 class Handler(loopback.Handler):
+    protocol_version = "HTTP/1.0"  # a connection ends with its reply
     server: Receiver
 
     def do_POST(self) -> None:

@@ -37,6 +37,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Foreign(loopback.Handler):
     """A server that is not ours answers everybody; its API refuses the login."""
 
+    protocol_version = "HTTP/1.0"  # a connection ends with its reply
+
     def do_GET(self) -> None:
         self.send(401 if self.path.startswith("/api") else 200, b"<html>")
 
