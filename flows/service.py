@@ -278,8 +278,10 @@ class Service:
         deadline, runs = time.monotonic() + END_SECONDS["worker"], in_progress()
         for run in runs:
             set_state(run, type="CANCELLING", name="Cancelling")
-        while (left := in_progress()) and time.monotonic() < deadline:
-            time.sleep(processes.POLL_SECONDS)
+        with console.part(f"{len(runs)} flow runs save their state"):
+            while (left := in_progress()) and time.monotonic() < deadline:
+                console.show_life()
+                time.sleep(processes.POLL_SECONDS)
         stopped = {"name": settings.STOPPED, "message": "the service was stopped; Retry resumes"}
         for run in runs - left:
             set_state(run, type="CANCELLED", **stopped)

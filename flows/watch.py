@@ -20,6 +20,7 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
+from prefect.utilities.urls import url_for
 from prefect.variables import Variable
 
 from flows import form, settings
@@ -122,7 +123,8 @@ def start_run(deployment: str, parameters: dict[str, Any], change: str) -> State
         is_over = state is not None and (state.is_final() or state.is_cancelling())
         if not is_over or state.is_completed():
             after = f", after {', '.join(failed)} failed" if failed else ""
-            return Completed(message=f"the data changed: its run is {name}{after}")
+            page = url_for("flow-run", run.id)  # the run gives itself another name
+            return Completed(message=f"the data changed: its run is {name}{after}, {page}")
         resumes = state.name in (settings.STOPPED, settings.OUT_OF_TIME)
         if (state.is_cancelling() or state.is_cancelled()) and not resumes:
             given = "".join(f" --param {key}={value}" for key, value in parameters.items())

@@ -180,10 +180,14 @@ def _text_rows(
     """Texts as queries and responses: the first token is the query (BOS where the tokenizer has one).
 
     Tokens beyond the model's longest input are cut off.
+
+    Raises:
+        UserError: if no text has two tokens.
     """
     longest = getattr(model.config, "max_position_embeddings", None)
     ids = [row[:longest] for row in tokenizer(list(texts))["input_ids"]]
-    ids = [row for row in ids if len(row) > 1]
+    if not (ids := [row for row in ids if len(row) > 1]):
+        raise UserError("judge.retention.general: no paragraph has two tokens; give longer ones, or null")
     return [row[:1] for row in ids], [row[1:] for row in ids]
 
 

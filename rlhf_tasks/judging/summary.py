@@ -35,6 +35,8 @@ class Key(NamedTuple):
     b: str
 
 
+MAX_NAME = 80
+"""Letters of a column's value in a metric's name, of which MLflow takes 250."""
 ByKey = Mapping[Key, Comparisons]
 Mask = npt.NDArray[np.bool_]
 
@@ -245,7 +247,7 @@ def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Colu
         for column in one.by:
             values = np.array([f"{column}.{value}" for value in kept[column]])
             for value in dict.fromkeys(values.tolist()):
-                name = re.sub(r"[^\w.-]", "_", value)
+                name = re.sub(r"[^\w.-]", "_", value)[:MAX_NAME]
                 while name in by:  # such as `+` and `*`, which are both `_`
                     name += "_"
                 by[name] = _accuracy(right, forms, values == value)

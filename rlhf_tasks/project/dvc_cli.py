@@ -43,9 +43,8 @@ def run(folder: Path, *words: str) -> str:
     if done.returncode:
         message = (done.stderr or done.stdout).strip()
         if owners := sorted(set(re.findall(r"is busy.*?\(PID (\d+)\)", message, re.DOTALL))):
-            raise UserError(
-                f"another run is at work in {folder} (process {', '.join(owners)}): wait, or stop it"
-            )
+            who = f"process {', '.join(owners)}"
+            raise UserError(f"another run is at work in {folder.resolve()} ({who}): wait, or stop it")
         raise UserError(f"`dvc {' '.join(words)}` failed in {folder}: {message}")
     return done.stdout.strip()
 

@@ -365,9 +365,12 @@ def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed(
         return str(watch.start_run("any", {}, change).message)
 
     monkeypatch.setattr(watch, "run_deployment", start)
-    assert check() == check() == "the data changed: its run is run-1"
+    message = check()
+    assert message == check()
+    assert message.startswith("the data changed: its run is run-1, http")
+    assert message.endswith(str(made["a-try-1"].id))
     made["a-try-1"].state = Failed()
-    assert check() == check() == "the data changed: its run is run-2, after run-1 failed"
+    assert check().startswith("the data changed: its run is run-2, after run-1 failed, ")
     made["a-try-2"].state = Crashed()
     assert check().startswith("the data changed: its run is run-3")
     ends: list[Any] = [Completed(), Completed(name="Not promoted"), Completed(name="Deferred")]
@@ -377,7 +380,7 @@ def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed(
     made["a-try-3"].state = Cancelled(name=settings.STOPPED)  # by `rlhf down`; nobody cancelled it
     assert "its runs run-1, run-2, run-3 failed" in check()
     assert len(made) == watch.TRIES
-    assert check("b") == "the data changed: its run is run-4"
+    assert check("b").startswith("the data changed: its run is run-4, ")
 
 
 def test_a_cancelled_run_of_changed_data_is_reported_and_not_repeated(

@@ -64,6 +64,9 @@ def test_perplexity_of_a_text_counts_all_tokens_but_the_first(models_here: Path)
     expected = math.exp(-total / sum(len(row) - 1 for row in ids))
     result = measure(POLICY, general="general.txt").perplexity
     assert result["general"] == pytest.approx(expected, rel=1e-5)
+    Path("general.txt").write_text("my\n\nboss\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"judge\.retention\.general: no paragraph has two tokens"):
+        measure(POLICY, general="general.txt")
 
 
 def test_the_perplexity_of_responses_is_that_by_the_given_model(models_here: Path) -> None:
