@@ -325,10 +325,8 @@ def num_runs(service: Service) -> int:
 
 
 def named(service: Service, message: str) -> dict[str, Any]:
-    """The run that a message of the watch names."""
-    name = message.removeprefix("the data changed: its run is ").partition(",")[0]
-    runs = service.call("POST", "/flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
-    run: dict[str, Any] = runs[0] if runs else {"state": {"type": None}}  # it has not named itself yet
+    """The run whose page a message of the watch ends with."""
+    run: dict[str, Any] = service.call("GET", f"/flow_runs/{message.rpartition('/')[2]}")
     return run
 
 
