@@ -124,7 +124,7 @@ def start_run(deployment: str, parameters: dict[str, Any], change: str) -> State
         if not is_over or state.is_completed():
             after = f", after {', '.join(failed)} failed" if failed else ""
             page = url_for("flow-run", run.id)  # the run gives itself another name
-            return Completed(message=f"the data changed: its run is {name}{after}, {page}")
+            return Completed(message=f"the data changed: its run is {name}{after}, {page or run.id}")
         resumes = state.name in (settings.STOPPED, settings.OUT_OF_TIME)
         if (state.is_cancelling() or state.is_cancelled()) and not resumes:
             given = "".join(f" --param {key}={value}" for key, value in parameters.items())
