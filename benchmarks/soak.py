@@ -2,8 +2,9 @@
 
 `rlhf ppo` takes 2,000 updates of a model of a few thousand weights, with tracking, snapshots, evaluations and
 guards, as a user would run it. Beside it, this program samples the resident memory and the open files of the
-stage, and the bytes that it writes. The first quarter of the run fills caches. The mean of the last quarter
-may exceed that of the second one by 2%, for memory and for open files. Snapshots and record hold the curves,
+stage, and the bytes that it writes, as long as updates are taken: at its end a stage draws its curves, for
+which it loads matplotlib. The first quarter of the updates fills caches. The mean of the last quarter may
+exceed that of the second one by 2%, for memory and for open files. Snapshots and record hold the curves,
 so that they may grow by the bytes of DISK with each update. Exit status 1 if one of them grows by more.
 Prints the table of docs/results/faults.md.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -41,6 +43,8 @@ NAMES: Mapping[str, tuple[str, float]] = {
 }
 """The name of a row of the table, and its unit."""
 EVERY_SECONDS = 0.5
+POINT = re.compile(rb'"kind": "metrics", "time": \d+, "step": (\d+)')  # a line of the record
+TAIL = 100_000  # bytes of the record, which have several points
 CHANGES: Mapping[str, Any] = {
     "data.max_prompt_tokens": 80,
     "ppo.rollout_batch_size": ROLLOUT,
@@ -66,11 +70,11 @@ class Sample(NamedTuple):
     record: int
     """Bytes of everything else that it writes."""
     step: int
-    """The update of the newest snapshot."""
+    """The newest update of the record."""
 
 
 def run(folder: Path, updates: int) -> Sequence[Sample]:
-    """Samples of a run of stage ppo from its first snapshot, in equal intervals."""
+    """Samples of a run of stage ppo from its first snapshot to its last update, in equal intervals."""
     small.workspace(folder)
     tree = small.params({**CHANGES, "ppo.total_episodes": ROLLOUT * updates})
     with (folder / "params.yaml").open("w", encoding="utf-8") as file:
@@ -91,7 +95,7 @@ def run(folder: Path, updates: int) -> Sequence[Sample]:
         stage.terminate()
     if stage.wait():
         sys.exit(f"rlhf ppo failed:\n{(folder / 'log').read_text(encoding='utf-8')[-2000:]}")
-    return [one for one in samples if one.memory and one.snapshots]
+    return [one for one in samples if one.memory and one.snapshots and one.step < updates]
 
 
 def sample(stage: psutil.Process, folder: Path) -> Sample:
@@ -103,7 +107,12 @@ def sample(stage: psutil.Process, folder: Path) -> Sample:
         except FileNotFoundError:
             continue
         if file.parent.name.startswith("step-"):
-            snapshots, step = snapshots + size, max(step, int(file.parent.name.removeprefix("step-")))
+            snapshots += size
+        elif file.match("outbox/ppo-*.jsonl"):
+            record += size
+            with file.open("rb") as lines:
+                lines.seek(max(0, size - TAIL))
+                step = max([int(one) // ROLLOUT for one in POINT.findall(lines.read())], default=0)
         elif not file.is_relative_to(folder / ".rlhf/state"):
             record += size
     return Sample(stage.memory_info().rss, stage.num_fds(), snapshots, record, step)

@@ -99,15 +99,15 @@ class Connection:
     """The id of the record's own run; that of `parent` if it is the pipeline's."""
     is_new: bool
     """Whether the own run was created just now, so that it has no points."""
-    steps: dict[tuple[str, str], set[int]] = field(default_factory=dict)
-    """Steps of the points that MLflow has, by run and metric."""
+    newest: dict[tuple[str, str], int] = field(default_factory=dict)
+    """The highest step that MLflow has, by run and metric: points are delivered in the record's order."""
 
 
 class Delivery:
     """One record on its way to MLflow.
 
     MLflow gets every point once, however often a process is killed and another one begins anew: only steps
-    that MLflow lacks are sent.
+    above those that MLflow has are sent.
     """
 
     def __init__(self, record: Record) -> None:
@@ -242,14 +242,13 @@ class Delivery:
             for name, value in point["values"].items():
                 if only is not None and name not in only:
                     continue
-                steps = to.steps.get((run, name))
-                if steps is None:
+                if (run, name) not in to.newest:
                     is_new = to.is_new and run == to.run
                     history = [] if is_new else to.client.get_metric_history(run, name)
-                    steps = to.steps[run, name] = {point.step for point in history}
-                if point["step"] not in steps:
+                    to.newest[run, name] = max((held.step for held in history), default=-1)
+                if point["step"] > to.newest[run, name]:
                     metrics.append(Metric(name, value, point["time"], point["step"]))
-                    steps.add(point["step"])
+                    to.newest[run, name] = point["step"]
         for start in range(0, len(metrics), BATCH_METRICS):
             to.client.log_batch(run, metrics=metrics[start : start + BATCH_METRICS])
 
