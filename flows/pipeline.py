@@ -125,6 +125,8 @@ def pipeline(
             # 3. The stages, then the experiment, the remote and the gate.
             folder = workspace.folder if workspace else root
             environment = run_folder.stage_environment(workspace, run, chosen)
+            if push:
+                dvc_cli.check_remote(folder)
             dvc = Dvc(folder, environment, values.service.grace_seconds, deadline=deadline)
             how = run_stages(list(dvc_files.graph(folder)), values, dvc)
             saved, experiment = run_folder.save_experiment(workspace, chosen, name is not None, run)
@@ -244,14 +246,13 @@ def _push(folder: Path) -> None:
 
 
 def send(folder: Path) -> str | None:
-    """Push the outs to the DVC remote. If that fails, returns what the remote lacks, and why."""
+    """Push the outs to the DVC remote. If that fails, returns why, and what to do."""
     state: State[Any] = _push(folder, return_state=True)
     if state.is_completed():
         return None
     error = state.result(raise_on_failure=False)
-    outs = ", ".join(out for node in dvc_files.graph(folder).values() for out in node.outs)
-    reasons = str(error).split("ERROR: ")  # DVC's last one is of the whole push; a hint may follow it
-    return f"{outs} ({reasons[-1].splitlines()[0]}); `dvc exp apply` the run, then `dvc push`"
+    reason = error.reason if isinstance(error, dvc_cli.DvcError) else error
+    return f"{reason}; `dvc exp apply` the run, then `dvc push`"
 
 
 def run_in_checkout() -> int:

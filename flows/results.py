@@ -44,7 +44,7 @@ class Outcome:
     """Of the verdict."""
     criteria: Sequence[Mapping[str, Any]] = ()
     unpushed: str | None = None
-    """What the DVC remote lacks although it was to be pushed."""
+    """Why the DVC remote lacks outs of the run, although they were to be pushed."""
 
     @property
     def promotion(self) -> str:

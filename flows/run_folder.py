@@ -89,11 +89,7 @@ def save_experiment(workspace: Workspace | None, name: str, given: bool, run: st
         return workspace.like[1], workspace.like[0]
     if not given and not git.changed(workspace.folder):
         return name, None
-    base, lock = git.commit(workspace.folder) or "", workspace.folder / workspaces.LOCK
-    taken = {other: commit for commit, other in git.experiments(workspace.root, base)}.get(name)
-    if taken and git.show(workspace.root, taken, workspaces.LOCK) != lock.read_text(encoding="utf-8"):
-        name = f"{name}-{run[-4:]}"
-    return name, workspace.save(name)
+    return workspace.save(name, instead=f"{name}-{run[-4:]}")
 
 
 def workspace_name(flow_run: str) -> str:

@@ -12,8 +12,17 @@ from typing import Any
 from rlhf_tasks.errors import UserError
 
 
-def cache(root: Path) -> Path:
-    """The DVC cache of the project, as `dvc cache dir` prints it, but without starting a process.
+class DvcError(UserError):
+    """DVC failed, with its own message."""
+
+    @property
+    def reason(self) -> str:
+        """DVC's last error, without the lines before it and the hint after it."""
+        return str(self).split("ERROR: ")[-1].splitlines()[0]
+
+
+def _config(root: Path) -> tuple[Path, Any]:
+    """The folder .dvc of the project, and DVC's settings, without starting a process.
 
     Raises:
         UserError: if the project is in no DVC repository, or DVC's settings are not valid.
@@ -25,16 +34,40 @@ def cache(root: Path) -> Path:
     if own is None:
         raise UserError(f"{root} is in no DVC repository; run `dvc init`")
     try:
-        return Path(Config(dvc_dir=str(own))["cache"].get("dir") or own / "cache")
+        return own, Config(dvc_dir=str(own))
     except ConfigError as error:
         raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) are not valid: {error}") from None
+
+
+def cache(root: Path) -> Path:
+    """The DVC cache of the project, as `dvc cache dir` prints it.
+
+    Raises:
+        UserError: if the project is in no DVC repository, or DVC's settings are not valid.
+    """
+    own, settings = _config(root)
+    return Path(settings["cache"].get("dir") or own / "cache")
+
+
+def check_remote(root: Path) -> None:
+    """Check that `dvc push` has a remote.
+
+    Raises:
+        UserError: if no remote is DVC's default, and for the reasons of `cache`.
+    """
+    if not _config(root)[1]["core"].get("remote"):
+        raise UserError(
+            "there is no default DVC remote to push to; `dvc remote add --default NAME URL`, commit "
+            ".dvc/config, and start the run again"
+        )
 
 
 def run(folder: Path, *words: str) -> str:
     """Run DVC in a folder; returns its output.
 
     Raises:
-        UserError: with DVC's own message, if it fails.
+        DvcError: with DVC's own message, if it fails.
+        UserError: if another run is at work there.
     """
     command = [sys.executable, "-m", "dvc", *words]
     done = subprocess.run(
@@ -45,7 +78,7 @@ def run(folder: Path, *words: str) -> str:
         if owners := sorted(set(re.findall(r"is busy.*?\(PID (\d+)\)", message, re.DOTALL))):
             who = f"process {', '.join(owners)}"
             raise UserError(f"another run is at work in {folder.resolve()} ({who}): wait, or stop it")
-        raise UserError(f"`dvc {' '.join(words)}` failed in {folder}: {message}")
+        raise DvcError(f"`dvc {' '.join(words)}` failed in {folder}: {message}")
     return done.stdout.strip()
 
 

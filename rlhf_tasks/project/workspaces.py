@@ -50,22 +50,30 @@ class Workspace:
         has_code = (self.folder / "rlhf_tasks").is_dir()
         return {"PYTHONPATH": os.pathsep.join([str(self.folder), *given])} if has_code else {}
 
-    def save(self, name: str) -> str:
-        """Save the workspace as a DVC experiment of this name; returns its commit."""
+    def save(self, name: str, instead: str) -> tuple[str, str]:
+        """Save the workspace as a DVC experiment; returns its name and commit.
+
+        The name is `instead` if another result of the same commit has this one.
+        """
         outs = [out for node in dvc_files.graph(self.folder).values() for out in node.outs]
         held = [out for out in outs if out.startswith(GIT_HELD) and (self.folder / out).exists()]
         # Metrics and curves belong to git but are new in a first run.
         options = [word for out in held for word in ("--include-untracked", out)]
         # DVC writes to refs/exps/exec meanwhile, which all worktrees share.
         with FileLock(Paths(self.root).home / "exp.lock"):
+            known = git.experiments(self.root, git.commit(self.folder) or "")
+            taken = next((commit for commit, other in known if other == name), None)
+            if taken and not self._has_lock_of(taken):
+                name = instead
             dvc_cli.run(self.folder, "exp", "save", "--force", "--name", name, *options)
-        return git.find_experiment(self.root, name) or ""
+        return name, git.find_experiment(self.root, name) or ""
 
     def is_like(self) -> bool:
         """Whether dvc.lock is still that of the experiment that it started from."""
-        if self.like is None:
-            return False
-        return git.show(self.root, self.like[0], LOCK) == (self.folder / LOCK).read_text("utf-8")
+        return self.like is not None and self._has_lock_of(self.like[0])
+
+    def _has_lock_of(self, commit: str) -> bool:
+        return git.show(self.root, commit, LOCK) == (self.folder / LOCK).read_text("utf-8")
 
     def remove(self) -> None:
         """Remove the workspace and all in it; nothing happens if it does not exist."""

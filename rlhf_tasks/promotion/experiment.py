@@ -62,13 +62,13 @@ def _pull(paths: Paths, name: str) -> None:
     try:
         if missing:
             dvc_cli.run(root, "pull", "--quiet", *missing)
-    except UserError as error:
-        reason = str(error).splitlines()[-1].removeprefix("ERROR: ")
+    except dvc_cli.DvcError as error:
         parts = ", ".join(f"{path} ({locked[path]})" for path in missing)
         raise UserError(
-            f"the DVC cache lacks files of the experiment {name}: {parts}; and `dvc pull` failed: {reason}. "
-            f"Push them from where it ran (`dvc exp push GIT_REMOTE {name}`, with a DVC remote that is set "
-            f"up here too) and repeat the command, or run it again: `dvc exp apply {name} && dvc repro`"
+            f"the DVC cache lacks files of the experiment {name}: {parts}; and `dvc pull` failed: "
+            f"{error.reason}. Push them from where it ran (`dvc exp push GIT_REMOTE {name}`, with a DVC "
+            "remote that is set up here too) and repeat the command, or run it again: "
+            f"`dvc exp apply {name} && dvc repro`"
         ) from None
     for path, consequence in {
         paths.relative(paths.lineage("ppo")): "the version will not name its run in MLflow",

@@ -264,11 +264,16 @@ def test_the_checkout_has_one_run_at_a_time(root: Path) -> None:
         flows_pipeline.pipeline(where="checkout")
 
 
-def test_a_push_without_a_remote_names_the_reason(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_fails_names_the_reason(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows_pipeline, "_push", flows_pipeline._push.with_options(retries=0))
-    assert "(failed to push data to the cloud - config file error: no remote" in (
-        flows_pipeline.send(root) or ""
-    )
+    reason = flows_pipeline.send(root) or ""
+    assert reason.startswith("failed to push data to the cloud - config file error: no remote")
+
+
+def test_a_push_without_a_remote_is_refused_before_the_stages(root: Path) -> None:
+    with pytest.raises(UserError, match="no default DVC remote"):
+        flows_pipeline.pipeline(push=True)
+    assert not git.experiments(root)
 
 
 def test_a_run_never_replaces_the_experiment_of_another_result(root: Path) -> None:

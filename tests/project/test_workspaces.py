@@ -37,7 +37,8 @@ def test_a_run_becomes_an_experiment_and_does_not_change_the_working_tree(root: 
     place = create(root, overrides={"ppo.kl_coef": 0.25})
     assert config.load(place.folder / "params.yaml").ppo.kl_coef == 0.25
     dvc_cli.run(place.folder, "repro")
-    revision = place.save("mine")
+    name, revision = place.save("mine", instead="other")
+    assert name == "mine"
     place.remove()
     assert not place.top.exists()
     assert toy.git(root, "worktree", "list").count("\n") == 1
@@ -211,7 +212,7 @@ def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Pa
     assert first.like is None
     dvc_cli.run(first.folder, "repro")
     ran = sorted(git.changed(first.folder))
-    commit = first.save("before")
+    _, commit = first.save("before", instead="other")
     first.remove()
     again = create(root, "two")
     assert again.like == (commit, "before")

@@ -129,7 +129,7 @@ def run(root: Path, name: str, **changes: Any) -> None:
     place = workspaces.create(root, name, text, settings)
     try:
         dvc_cli.run(place.folder, "repro")
-        place.save(name)
+        place.save(name, instead=f"{name}-2")
     finally:
         place.remove()
 

@@ -105,8 +105,8 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
             return self.command
 
         def parents(self) -> list[Ancestor]:
-            shell = Ancestor(2, "/bin/sh", "-c", "rlhf sft")
-            return [shell, Ancestor(3, "python", "/x/bin/dvc", "repro"), Ancestor(4, "make", "run")]
+            inner = [Ancestor(2, "/bin/sh", "-c", "rlhf sft"), Ancestor(5, "make", "-C", "dvc")]
+            return [*inner, Ancestor(3, "python", "/x/bin/dvc", "repro"), Ancestor(4, "make", "run")]
 
     def parent() -> dict[str, str]:
         return context.parent(Ancestor(1, "rlhf", "sft"), "sft-k")
