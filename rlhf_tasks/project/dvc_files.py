@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
 from rlhf_tasks.config import flatten, parse
 from rlhf_tasks.errors import UserError
 
@@ -79,11 +82,11 @@ def graph_in(text: str, params: str) -> dict[str, Node]:
 def descriptions(root: Path) -> dict[str, str]:
     """What each stage does, by its `desc` in dvc.yaml: the project's, or else the shipped one."""
     file = next((file for file in (root / "dvc.yaml", INSTALLED / "dvc.yaml") if file.exists()), None)
-    try:
-        tree = {} if file is None else _parsed(file.read_text(encoding="utf-8"), "dvc.yaml")
-    except UserError:
+    try:  # every command asks; the parser in C is of YAML 1.1, in which texts are the same
+        tree = {} if file is None else YAML(typ="safe").load(file.read_text(encoding="utf-8"))
+        return {name: str(stage.get("desc", "")) for name, stage in (tree.get("stages") or {}).items()}
+    except (YAMLError, ValueError, AttributeError):
         return {}  # who runs a stage is told
-    return {name: str(stage.get("desc", "")) for name, stage in (tree.get("stages") or {}).items()}
 
 
 @functools.lru_cache(maxsize=32)

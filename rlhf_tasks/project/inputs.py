@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rlhf_tasks import config, console
@@ -410,6 +409,8 @@ def check_committed(root: Path, settings: Config) -> None:
     Raises:
         UserError: naming the functions that do not.
     """
+    from packaging.requirements import Requirement
+
     file = root / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.exists() else {}
     extras = project.get("optional-dependencies", {}).values()
