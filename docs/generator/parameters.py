@@ -24,8 +24,8 @@ def parameters() -> Lines:
     yield ""
     yield (
         "`params.yaml` has a section per stage and holds what a run sets. Each key below has its type, its "
-        "default, and its meaning. A key that `params.yaml` does not have is at its default; `rlhf preset "
-        "--show` prints all values in force. A section that may be `null` is an optional feature, and `null` "
+        "default, and its meaning. A key that `params.yaml` does not have is at its default; `rlhf "
+        "params` prints all values in force. A section that may be `null` is an optional feature, and `null` "
         "turns it off. A section of several kinds has the keys of its `kind` and no others. Unknown keys and "
         "wrong types are errors."
     )
