@@ -70,20 +70,18 @@ transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our 
 # ------------------------------------------------------------------------------------ creating
 
 
-def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
-    """A randomly initialized causal LM of one of the known families; weights from torch's global RNG."""
+def scratch_config(shape: Scratch, vocab_size: int, max_positions: int, **ids: Any) -> PretrainedConfig:
+    """The config of a causal LM of one of the known families; `ids` are those of its special tokens."""
     hidden = shape.hidden_size
     sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocab_size,
         "hidden_size": hidden,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "max_position_embeddings": max_positions,
         # 1/√fan-in: the families' 0.02 suits widths of thousands; with it a narrow model starts on a plateau
         "initializer_range": hidden**-0.5,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        **ids,
     }
     if shape.family == "gpt2":
         sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -92,7 +90,13 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
     else:
         # SwiGLU has three matrices: 8/3 · hidden keeps the parameters of a 4 · hidden MLP
         sizes |= {"intermediate_size": 8 * round(hidden / 3), "num_key_value_heads": shape.num_heads}
-    config = AutoConfig.for_model(shape.family, **sizes)
+    return AutoConfig.for_model(shape.family, **sizes)
+
+
+def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
+    """A randomly initialized causal LM of one of the known families; weights from torch's global RNG."""
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = scratch_config(shape, len(tokenizer), max_positions, **ids)
     return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from rlhf_tasks.config import Config, Lora, Ppo, is_hub_id
 from rlhf_tasks.config.scorers import OPTIMIZED, reward_folders
 from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import from_scratch
+from rlhf_tasks.models.load import scratch_config
 from rlhf_tasks.models.logprobs import GPU_LOGITS
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.precision import tokens_that_fit
@@ -81,18 +81,6 @@ def sizes_of(model: PreTrainedModel) -> Sizes:
     )
 
 
-class _Words:
-    """A tokenizer that there is not yet: `from_scratch` reads how many words it has."""
-
-    bos_token_id = eos_token_id = pad_token_id = 0
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __len__(self) -> int:
-        return self.number
-
-
 def sizes_of_config(config: PretrainedConfig) -> Sizes:
     """The sizes of the model that a config describes, without its weights."""
     with torch.device("meta"):
@@ -111,9 +99,8 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     own = str(sft) if (sft / "config.json").exists() else None
     source, revision = model or own or config.sft.source, None
     if source is None and scratch is not None:
-        with torch.device("meta"):
-            positions = 4 * (config.data.max_prompt_tokens + config.data.max_completion_tokens)
-            return sizes_of(from_scratch(scratch, cast(Any, _Words(scratch.vocab_size)), positions))
+        positions = 4 * (config.data.max_prompt_tokens + config.data.max_completion_tokens)
+        return sizes_of_config(scratch_config(scratch, scratch.vocab_size, positions))
     if source is None:
         source, revision = config.model.base, config.model.revision
     elif source == config.sft.source:
