@@ -155,7 +155,7 @@ def run_cell(cell: Cell, deployment: str, given: Mapping[str, Any]) -> State[Any
 
     It fails if the data differs from that at the sweep's start, because the runs could not be compared.
     """
-    changed = f"the data at {cell.values.data.path} changed since the sweep began"
+    changed = f"the data ({cell.values.data.in_words}) changed since the sweep began"
     if watch.fingerprint(Path.cwd(), cell.values) != cell.data:
         return Failed(message=changed)
     own = {"seed": cell.seed, "overrides": dict(cell.overrides), "name": cell.experiment}
@@ -189,7 +189,7 @@ def cells(
         except UserError as error:
             problems.append(f"{setting}: {error}")
             continue
-        read = f"{values.data.source} {values.data.path} {values.data.hub}"
+        read = f"{values.data.source} {values.data.path} {values.data.hub} {values.data.mix}"
         data[read] = data.get(read) or watch.fingerprint(root, values)
         params = values.model_dump(mode="json", exclude=comparison.HOW_NOT_WHAT)
         tree = {"commit": commit, "data": data[read], "params": params}

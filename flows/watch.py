@@ -25,6 +25,7 @@ from prefect.variables import Variable
 
 from flows import form, settings
 from rlhf_tasks.config import Config
+from rlhf_tasks.config.schema import Data, MixedSet
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import git, hashing, workspaces
@@ -34,13 +35,22 @@ TRIES = 3  # runs for one change of the data
 
 def fingerprint(root: Path, values: Config) -> str:
     """A hash of the content that `prepare` would read; it changes exactly when that content does."""
-    path = root / values.data.path
-    hub = values.data.hub.model_dump(mode="json") if values.data.hub is not None else None
-    content: Any = hashing.dvc_md5(path) if path.is_file() else None
-    if path.is_dir():
-        files = [file for file in workspaces.data_files(path) if file.is_file()]
-        content = sorted((file.relative_to(path).as_posix(), hashing.dvc_md5(file)) for file in files)
-    return hashing.json_sha256({"path": content, "hub": hub})
+    own = _content_of(root, values.data)
+    mixed = [_content_of(root, one) for one in values.data.mix or ()]
+    return hashing.json_sha256({**own, "mix": mixed} if mixed else own)
+
+
+def _content_of(root: Path, given: Data | MixedSet) -> dict[str, Any]:
+    path = None if given.path is None else _content(root / given.path)
+    return {"path": path, "hub": None if given.hub is None else given.hub.model_dump(mode="json")}
+
+
+def _content(path: Path) -> Any:
+    """The hashes of a file, or of all files below a folder; None if there is none."""
+    if not path.is_dir():
+        return hashing.dvc_md5(path) if path.is_file() else None
+    files = [file for file in workspaces.data_files(path) if file.is_file()]
+    return sorted((file.relative_to(path).as_posix(), hashing.dvc_md5(file)) for file in files)
 
 
 def variable(root: Path, request: Request, values: Config) -> str:
@@ -61,8 +71,8 @@ def note(root: Path, request: Request, values: Config, data: str) -> None:
 
 @flow(
     name=settings.WATCH,
-    description="Run the pipeline if the data at data.path, or data.hub's revision, changed since the last "
-    "completed run.",
+    description="Run the pipeline if the data at data.path or of data.mix, or a hub set's revision, changed "
+    "since the last completed run.",
     persist_result=False,
 )
 def data_watch(

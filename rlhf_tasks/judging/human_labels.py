@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import numpy as np
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rlhf_tasks.judging import rows, statistics
 from rlhf_tasks.judging.results import HumanAgreement
@@ -27,7 +27,10 @@ class Label(rows.Row):
     prompt: str
     answer_a: str
     answer_b: str
-    outcome: Annotated[float, Field(ge=0, le=1, multiple_of=0.5)] | None
+    outcome: Annotated[
+        Annotated[float, Field(strict=False, ge=0, le=1, multiple_of=0.5)] | None,
+        BeforeValidator(lambda value: None if value == "" else value),  # a CSV has texts, and empty cells
+    ]
     """1 where the person prefers A, 0 where the person prefers B, ½ for a tie, None for a skipped pair."""
 
 

@@ -27,6 +27,7 @@ from flows import form, results, run_folder, settings, stage_tasks, subprocesses
 from flows import pipeline as flows_pipeline
 from flows.stage_tasks import Dvc, StageFailed
 from rlhf_tasks import config
+from rlhf_tasks.config.schema import MixedSet
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import durations, git
@@ -340,6 +341,12 @@ def test_the_fingerprint_changes_exactly_when_the_data_does(root: Path) -> None:
     (root / "second.sh").write_text("exit 1\n", encoding="utf-8")
     assert watch.fingerprint(root, values) == before
     (root / "given/rows.txt").write_text("other\n", encoding="utf-8")
+    assert watch.fingerprint(root, values) != before
+    (root / "mixed.jsonl").write_text("{}\n", encoding="utf-8")
+    mixed = values.data.model_copy(update={"mix": (MixedSet(name="one", path="mixed.jsonl"),)})
+    values = values.model_copy(update={"data": mixed})
+    before = watch.fingerprint(root, values)
+    (root / "mixed.jsonl").write_text("{ }\n", encoding="utf-8")
     assert watch.fingerprint(root, values) != before
 
 

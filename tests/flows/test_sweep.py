@@ -79,7 +79,7 @@ def test_changed_data_fails_the_runs_and_names_what_may_have_seen_it(
     rows, cell = root / "given/rows.txt", make_cell(root)
     run = FakeRun(monkeypatch, Completed(), changed=rows)
     state = sweep.run_cell.fn(cell, "f/d", {})
-    problem = "the data at given changed since the sweep began"
+    problem = f"the data ({cell.values.data.in_words}) changed since the sweep began"
     assert (state.is_failed(), state.message) == (
         True,
         f"{problem}; remove its result: `dvc exp remove s-1`",

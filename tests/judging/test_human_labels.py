@@ -26,13 +26,22 @@ def test_skipped_pairs_are_left_out_and_other_keys_are_not_read(tmp_path: Path) 
     assert (found[0].prompt, found[0].answer_a, found[0].answer_b) == ("p", "x", "y")
 
 
+def test_labels_of_a_spreadsheet_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "labels.csv"
+    file.write_text("prompt,answer_a,answer_b,outcome\np,x,y,1\np,x,y,\np,x,y,0.5\n", encoding="utf-8")
+    assert [label.outcome for label in human_labels.read(file)] == [1.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
         ({"prompt": "p", "outcome": 1}, "answer_a: Field required"),
         (TEXTS, "outcome: Field required"),
         (TEXTS | {"outcome": 2}, "outcome: Input should be less than or equal to 1"),
-        (TEXTS | {"outcome": "A"}, "outcome: Input should be a valid number"),
+        (
+            TEXTS | {"outcome": "A"},
+            "outcome: Input should be a valid number, unable to parse string as a number",
+        ),
     ],
 )
 def test_a_row_that_is_not_a_label_is_named(tmp_path: Path, row: dict[str, object], problem: str) -> None:
