@@ -65,6 +65,7 @@ SHARED: Mapping[str, Any] = {
     "ppo.reference_sync": None,
 }
 OUTS: Mapping[str, tuple[Path, ...]] = {
+    "base": (Paths().base,),
     "sft": (Paths().sft,),
     "reward": (Paths().reward, Paths().reward_heldout),
     "ppo": (Paths().policy, Paths().ppo_samples),
