@@ -125,9 +125,9 @@ def _is_dvc(process: psutil.Process) -> bool:
         words = process.cmdline()
     except psutil.Error:
         return False
-    names = [Path(word).name for word in words[:3]]
+    names = [Path(word).name for word in words]
     if names and "python" in names[0]:  # python -m dvc, and the script of a virtual environment
-        names = [name for name in names[1:] if name != "-m"][:1]
+        names = [name for name in names[1:] if not name.startswith("-")]
     return names[:1] in (["dvc"], ["dvc.exe"])
 
 
