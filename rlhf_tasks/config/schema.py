@@ -134,7 +134,7 @@ class Data(Section):
     """List of the sets of `source: mix`; null for any other source. Losses, accuracies and win rates are
     measured by their names too."""
     columns: Columns = Columns()
-    """Column names of `source: files` and `source: hub`."""
+    """Column names of the sources `files`, `hub` and `mix`."""
     format: str | None = None
     """How rows are read: `demonstrations`, `good_answers` or `label_pairs` for answers marked good or bad;
     the column of the vote or score that pairs answers; or a function of yours, `module:function`, that gets

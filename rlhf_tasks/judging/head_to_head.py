@@ -86,7 +86,6 @@ def compare_models(
     kept = columns.of_rows(rows)
     judges = build_judges(
         config.judge,
-        config.data_source,
         device,
         paths,
         names=names,

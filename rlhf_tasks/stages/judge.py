@@ -85,7 +85,6 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         )
     judges = build_judges(
         settings,
-        config.data_source,
         dist.device,
         paths,
         columns=columns.of_rows(rows),

@@ -157,7 +157,7 @@ def settings(*judges: dict[str, Any]) -> Any:
 
 
 def build(*judges: dict[str, Any], root: Path | None = None, names: Sequence[str] = ()) -> list[Judge]:
-    return build_judges(settings(*judges), "synthetic", CPU, Paths(root or Path()), names=names)
+    return build_judges(settings(*judges), CPU, Paths(root or Path()), names=names)
 
 
 LONGEST = {"kind": "function", "name": "longest", "function": "my_judges:longest"}
@@ -189,9 +189,7 @@ def test_functions_are_imported_from_their_own_root_and_files_from_the_project(t
         code = f"def longest(prompts, answers):\n    return [{score} * len(a) for a in answers]\n"
         (folder / "my_judges.py").write_text(code, encoding="utf-8")
     for functions_root, outcome in ((None, TIE), (checkout, WIN), (project, TIE)):
-        (judge,) = build_judges(
-            settings(LONGEST), "synthetic", CPU, Paths(project), functions_root=functions_root
-        )
+        (judge,) = build_judges(settings(LONGEST), CPU, Paths(project), functions_root=functions_root)
         assert judge.compare(["p"], ["long"], ["s"]).outcomes.tolist() == [outcome]
 
 
@@ -222,7 +220,7 @@ def judge(prompts, a, b, *, biased):
 """
     (tmp_path / "my_judge.py").write_text(code, encoding="utf-8")
     one = LONGEST | {"function": "my_judge:judge", "pairwise": True}
-    (judge,) = build_judges(settings(one), "synthetic", CPU, Paths(tmp_path), columns=["biased"])
+    (judge,) = build_judges(settings(one), CPU, Paths(tmp_path), columns=["biased"])
     assert settings(one).scoring == set(), "it has no score for a single response"
     columns = {"biased": [False, True, False, True, False]}
     a, b = ["long", "long", "s", "same", "?"], ["s", "s", "long", "same", "s"]

@@ -207,9 +207,7 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
         files |= {"gpt": judges["gpt"].prompt, "general": str(view.judge.retention.general)}
         files["task"] = f"{view.judge.retention.tasks.folder}/x.yaml"
         read.update({n: (paths.root / file).read_text(encoding="utf-8").strip() for n, file in files.items()})
-        (own,) = build_judges(
-            view.judge, "synthetic", torch.device("cpu"), paths, names=["own"], functions_root=functions
-        )
+        (own,) = build_judges(view.judge, torch.device("cpu"), paths, names=["own"], functions_root=functions)
         read["own"] = own.compare(["p"], ["good"], ["bad"]).outcomes.tolist()
 
     measured.check = check

@@ -10,13 +10,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
-from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.build import build_judges
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, save_checkpoint
@@ -117,11 +114,6 @@ def test_the_same_seed_gives_the_same_results(project: Path, metrics: dict[str, 
     shutil.rmtree(paths.home / "responses")
     assert run(root=project) == metrics, "from new samples"
     assert paths.evaluation_results.read_bytes() == before
-
-
-def test_the_gold_judge_is_refused_for_other_data_than_the_synthetic_task() -> None:
-    with pytest.raises(UserError, match="gold knows the synthetic task only"):
-        build_judges(small.view("judge").judge, "files", torch.device("cpu"), Paths())
 
 
 def preferring_a(server: endpoint.Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -108,7 +108,6 @@ class FunctionComparer:
 
 def build_judges(
     settings: Judging,
-    source: str,
     device: torch.device,
     paths: Paths,
     *,
@@ -119,8 +118,7 @@ def build_judges(
     """The judges of `judge.judges`, or those called `names`, in the order of the list.
 
     Relative paths of models and prompts are below `paths.root`. Functions are imported from files below
-    `functions_root`, by default `paths.root`. `source` is `data.source`; `columns` are the names of
-    the kept columns.
+    `functions_root`, by default `paths.root`. `columns` are the names of the kept columns.
 
     Raises:
         UserError: for an unknown name, for a judge whose key, model, prompt or function is missing, and for a
@@ -131,11 +129,6 @@ def build_judges(
     if unknown:
         raise UserError(f"judge.judges has no judge {', '.join(unknown)}; it has {', '.join(known)}")
     selected, required = set(names or known), required_judges(settings, names)
-    gold = {one.name for one in settings.judges if isinstance(one, config.GoldJudge)}
-    if source != "synthetic" and gold & required:
-        raise UserError(
-            f"judge.judges: gold knows the synthetic task only, data.source is {source!r}; use reward_model"
-        )
     judges: dict[str, Judge] = {}
     for one in settings.judges:
         if not isinstance(one, config.CombinedJudge) and one.name in required:
