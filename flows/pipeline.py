@@ -92,12 +92,11 @@ def pipeline(
         text, values, changes = form.resolve(root, request, commit)
         data, notes = watch.fingerprint(root, values), list[str]()
         if commit is not None:
-            workspaces.check_data(values.data.path)
-            now = (
-                f", with the data at {values.data.path} as it is now" if values.data.source == "files" else ""
-            )
+            workspaces.check_data(values)
+            is_given = values.data.source in ("files", "mix")
+            now = f", with the data ({values.data.in_words}) as it is now" if is_given else ""
             get_run_logger().info("the run works on commit %s%s", commit, now)
-            if unseen := ", ".join(workspaces.unseen(root, values.data.path)):
+            if unseen := ", ".join(workspaces.unseen(root, values)):
                 notes.append(f"this run saw the commit, not the uncommitted changes of {unseen}")
                 get_run_logger().warning("the run does not see the uncommitted changes of %s", unseen)
 

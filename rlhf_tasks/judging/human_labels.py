@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 
 from rlhf_tasks.judging import rows, statistics
 from rlhf_tasks.judging.results import HumanAgreement
+
+
+def _number(value: Any) -> Any:
+    """A CSV has texts, and empty cells."""
+    return (float(value) if value.strip() else None) if isinstance(value, str) else value
 
 
 class Label(rows.Row):
@@ -27,10 +32,7 @@ class Label(rows.Row):
     prompt: str
     answer_a: str
     answer_b: str
-    outcome: Annotated[
-        Annotated[float, Field(strict=False, ge=0, le=1, multiple_of=0.5)] | None,
-        BeforeValidator(lambda value: None if value == "" else value),  # a CSV has texts, and empty cells
-    ]
+    outcome: Annotated[Annotated[float, Field(ge=0, le=1, multiple_of=0.5)] | None, BeforeValidator(_number)]
     """1 where the person prefers A, 0 where the person prefers B, ½ for a tie, None for a skipped pair."""
 
 

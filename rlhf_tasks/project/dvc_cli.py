@@ -17,8 +17,9 @@ class DvcError(UserError):
 
     @property
     def reason(self) -> str:
-        """DVC's last error, without the lines before it and the hint after it."""
-        return str(self).split("ERROR: ")[-1].splitlines()[0]
+        """DVC's last error, without the lines before it and the hint after it; else its last line."""
+        _, marker, text = str(self).rpartition("ERROR: ")
+        return text.splitlines()[0 if marker else -1]
 
 
 def _config(root: Path) -> tuple[Path, Any]:
@@ -50,15 +51,18 @@ def cache(root: Path) -> Path:
 
 
 def check_remote(root: Path) -> None:
-    """Check that `dvc push` has a remote.
+    """Check that `dvc push` has a default remote, or that outs in dvc.yaml name one of their own.
 
     Raises:
-        UserError: if no remote is DVC's default, and for the reasons of `cache`.
+        UserError: if there is none, and for the reasons of `cache`.
     """
-    if not _config(root)[1]["core"].get("remote"):
+    settings = _config(root)[1]
+    default = settings["core"].get("remote")
+    has_own = "remote:" in (root / "dvc.yaml").read_text(encoding="utf-8")
+    if default not in settings["remote"] and not (default is None and has_own):
         raise UserError(
-            "there is no default DVC remote to push to; `dvc remote add --default NAME URL`, commit "
-            ".dvc/config, and start the run again"
+            f"there is no default DVC remote to push to (core.remote: {default}); "
+            "`dvc remote add --default NAME URL`, commit .dvc/config, and start the run again"
         )
 
 

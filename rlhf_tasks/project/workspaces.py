@@ -4,8 +4,8 @@
     .rlhf/workspaces/NAME@HOST.lock  locked by the process that uses it: a free lock of this machine belongs
                                      to a dead process; shared disks do not always share locks
 
-A workspace holds one commit, the parameters of the run, and the present data at `data.path`, which need not
-be in git. A run never writes to the user's working tree. Its result is a DVC
+A workspace holds one commit, the parameters of the run, and the present data at `data.path` and of the sets
+of `data.mix`, which need not be in git. A run never writes to the user's working tree. Its result is a DVC
 experiment, which `dvc exp show` lists and `dvc exp apply` restores.
 
 If the commit has an experiment with the same parameters, a workspace starts from its files. DVC still checks
@@ -87,16 +87,17 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
     Workspaces of dead processes are removed first, one of the same name too.
 
     Raises:
-        UserError: if the project is in no git repository or has no commit, if `data.path` is relative and
-            outside of the project, for inputs that cannot be copied, or for a function that is neither in the
-            commit nor in a package of pyproject.toml.
+        UserError: if the project is in no git repository or has no commit, if a path of data is relative and
+            outside of the project, for inputs that cannot be copied, or for a function that is neither in
+            the commit nor in a package of pyproject.toml.
     """
     git.check_commit(root)
-    check_data(settings.data.path)
+    check_data(settings)
     workspace = replace(_claim(root, name), like=git.experiment_with(root, revision, params))
     try:
         _populate(workspace, params, revision)
-        _bring_data(settings.data.path, root, workspace.folder)
+        for key, path in data_paths(settings).items():
+            _bring_data(key, path, root, workspace.folder)
         _check_seen(root, workspace.folder, settings)
         inputs.check_committed(workspace.folder, settings)
     except BaseException:
@@ -224,20 +225,27 @@ def _all(root: Path) -> Path:
 # ------------------------------------------------------------------------------ its data and other inputs
 
 
-def check_data(path: str) -> None:
-    """Check that the data would not be copied to a path outside of the workspace.
+def data_paths(settings: Config) -> dict[str, str]:
+    """The files and folders that a workspace has as they are now, by the parameter that names them."""
+    sets = {f"data.mix.{number}.path": one.path for number, one in enumerate(settings.data.mix or ())}
+    return {"data.path": settings.data.path, **{key: path for key, path in sets.items() if path}}
+
+
+def check_data(settings: Config) -> None:
+    """Check that no data would be copied to a path outside of the workspace.
 
     Raises:
         UserError: for a relative path that leads out of the project's folder.
     """
-    if not Path(path).is_absolute() and ".." in Path(path).parts:
-        raise UserError(
-            f"data.path={path!r} leads out of the project's folder, where an isolated run cannot copy it; "
-            "give an absolute path"
-        )
+    for key, path in data_paths(settings).items():
+        if not Path(path).is_absolute() and ".." in Path(path).parts:
+            raise UserError(
+                f"{key}={path!r} leads out of the project's folder, where an isolated run cannot copy it; "
+                "give an absolute path"
+            )
 
 
-def _bring_data(path: str, root: Path, folder: Path) -> None:
+def _bring_data(key: str, path: str, root: Path, folder: Path) -> None:
     """Copy the present data, which may be outside git or newer than the commit.
 
     Links are followed, because relative links would have another target in the workspace.
@@ -250,7 +258,7 @@ def _bring_data(path: str, root: Path, folder: Path) -> None:
         return
     if lost := _not_copyable(source):
         raise UserError(
-            f"data.path={path!r} has {', '.join(lost)}: broken links, links to a parent folder, or special "
+            f"{key}={path!r} has {', '.join(lost)}: broken links, links to a parent folder, or special "
             "files; remove them"
         )
     if target.is_dir() and not target.is_symlink():
@@ -287,7 +295,7 @@ def _check_seen(root: Path, folder: Path, settings: Config) -> None:
     if lost:
         raise UserError(
             f"an isolated run cannot see {', '.join(lost)}: it sees only files in git, in the DVC cache and "
-            "at data.path; commit them, and make links to targets outside of the repository absolute"
+            "of data; commit them, and make links to targets outside of the repository absolute"
         )
 
 
@@ -310,10 +318,10 @@ def data_files(folder: Path) -> Iterator[Path]:
         yield from (Path(at, name) for name in (*back, *names))
 
 
-def unseen(root: Path, data: str) -> list[str]:
+def unseen(root: Path, settings: Config) -> list[str]:
     """Files of the working tree that differ from the commit, which an isolated run does not see.
 
-    Files that runs write are left out, and the data at this path, which is copied.
+    Files that runs write are left out, and the data, which is copied.
     """
-    given = [] if Path(data).is_absolute() else [f":!{data}"]
+    given = [f":!{path}" for path in data_paths(settings).values() if not Path(path).is_absolute()]
     return git.changed(root, *git.WRITTEN_BY_RUNS, *given)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +128,9 @@ def _is_dvc(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     names = [Path(word).name for word in words]
-    if names and "python" in names[0]:  # python -m dvc, and the script of a virtual environment
-        names = [name for name in names[1:] if not name.startswith("-")]
+    if names and re.search("python|pypy", names[0].lower()):  # python -m dvc, or a script of DVC
+        values = ("-W", "-X")  # options with a value of their own
+        names = [word for before, word in pairwise(names) if word[:1] != "-" and before not in values]
     return names[:1] in (["dvc"], ["dvc.exe"])
 
 

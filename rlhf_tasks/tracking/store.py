@@ -99,15 +99,17 @@ class Connection:
     """The id of the record's own run; that of `parent` if it is the pipeline's."""
     is_new: bool
     """Whether the own run was created just now, so that it has no points."""
+    held: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    """The steps that MLflow had at first, by run and metric."""
     newest: dict[tuple[str, str], int] = field(default_factory=dict)
-    """The highest step that MLflow has, by run and metric: points are delivered in the record's order."""
+    """The highest step that was sent since then: all steps would be much memory in a long run."""
 
 
 class Delivery:
     """One record on its way to MLflow.
 
     MLflow gets every point once, however often a process is killed and another one begins anew: only steps
-    above those that MLflow has are sent.
+    that MLflow lacks are sent.
     """
 
     def __init__(self, record: Record) -> None:
@@ -242,13 +244,14 @@ class Delivery:
             for name, value in point["values"].items():
                 if only is not None and name not in only:
                     continue
-                if (run, name) not in to.newest:
+                key, step = (run, name), point["step"]
+                if key not in to.held:
                     is_new = to.is_new and run == to.run
                     history = [] if is_new else to.client.get_metric_history(run, name)
-                    to.newest[run, name] = max((held.step for held in history), default=-1)
-                if point["step"] > to.newest[run, name]:
-                    metrics.append(Metric(name, value, point["time"], point["step"]))
-                    to.newest[run, name] = point["step"]
+                    to.held[key] = {one.step for one in history}
+                if step not in to.held[key] and step > to.newest.get(key, -1):
+                    metrics.append(Metric(name, value, point["time"], step))
+                    to.newest[key] = step
         for start in range(0, len(metrics), BATCH_METRICS):
             to.client.log_batch(run, metrics=metrics[start : start + BATCH_METRICS])
 

@@ -100,7 +100,8 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     source, revision = model or own or config.sft.source, None
     if source is None and scratch is not None:
         positions = 4 * (config.data.max_prompt_tokens + config.data.max_completion_tokens)
-        return sizes_of_config(scratch_config(scratch, scratch.vocab_size, positions))
+        ids = {"bos_token_id": 0, "eos_token_id": 0}  # the families' own may be beyond this vocabulary
+        return sizes_of_config(scratch_config(scratch, scratch.vocab_size, positions, **ids))
     if source is None:
         source, revision = config.model.base, config.model.revision
     elif source == config.sft.source:

@@ -30,7 +30,7 @@ from rlhf_tasks import config
 from rlhf_tasks.config.schema import MixedSet
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import durations, git
+from rlhf_tasks.project import durations, dvc_cli, git
 from tests.conftest import Command
 from tests.flows import toy
 
@@ -275,6 +275,11 @@ def test_a_push_without_a_remote_is_refused_before_the_stages(root: Path) -> Non
     with pytest.raises(UserError, match="no default DVC remote"):
         flows_pipeline.pipeline(push=True)
     assert not git.experiments(root)
+    dvc_cli.run(root, "config", "core.remote", "gone")
+    with pytest.raises(UserError, match=r"core\.remote: gone"):
+        dvc_cli.check_remote(root)
+    dvc_cli.run(root, "remote", "add", "gone", "elsewhere")
+    dvc_cli.check_remote(root)
 
 
 def test_a_run_never_replaces_the_experiment_of_another_result(root: Path) -> None:

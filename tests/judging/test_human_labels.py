@@ -37,10 +37,11 @@ def test_labels_of_a_spreadsheet_are_read(tmp_path: Path) -> None:
     [
         ({"prompt": "p", "outcome": 1}, "answer_a: Field required"),
         (TEXTS, "outcome: Field required"),
+        (TEXTS | {"outcome": True}, "outcome: Input should be a valid number"),
         (TEXTS | {"outcome": 2}, "outcome: Input should be less than or equal to 1"),
         (
             TEXTS | {"outcome": "A"},
-            "outcome: Input should be a valid number, unable to parse string as a number",
+            "outcome: Value error, could not convert string to float: 'A'",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flows import watch
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -62,7 +63,7 @@ def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: 
 def test_a_workspace_has_the_present_data_and_other_changes_are_listed(root: Path) -> None:
     (root / "given/rows.txt").write_text("newer\n", encoding="utf-8")
     (root / "second.sh").write_text("exit 1\n", encoding="utf-8")
-    assert workspaces.unseen(root, "given") == ["second.sh"]
+    assert workspaces.unseen(root, config.load(root / "params.yaml")) == ["second.sh"]
     place = create(root)
     assert (place.folder / "given/rows.txt").read_text(encoding="utf-8") == "newer\n"
     assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
@@ -205,6 +206,19 @@ def test_relative_data_outside_of_the_project_is_an_error(root: Path) -> None:
         create(root, overrides={"data.path": "../corpus"})
     assert (outside / "sft.jsonl").read_text(encoding="utf-8") == "the user's own"
     assert not (root / ".rlhf/workspaces/one").exists()
+
+
+def test_a_workspace_has_the_sets_of_a_mixture_as_they_are_now(root: Path) -> None:
+    (root / "chat.jsonl").write_text("committed\n", encoding="utf-8")
+    toy.commit(root)
+    (root / "chat.jsonl").write_text("edited\n", encoding="utf-8")
+    mix = {"data.source": "mix", "data.mix": [{"name": "chat", "path": "chat.jsonl"}]}
+    judge = {"kind": "reward_model", "name": "held_out", "path": "models/reward_heldout"}
+    place = create(root, overrides={**mix, "judge.judges": [judge], "promotion": None})
+    assert (place.folder / "chat.jsonl").read_text(encoding="utf-8") == "edited\n"
+    settings = config.load(place.folder / "params.yaml")
+    assert workspaces.unseen(root, settings) == []
+    assert watch.fingerprint(root, settings) == watch.fingerprint(place.folder, settings)
 
 
 def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Path) -> None:

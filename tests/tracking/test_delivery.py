@@ -91,6 +91,16 @@ def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part:
     assert table(home, "sft", "samples")["data"] == [["a"], ["c"]]
 
 
+def test_a_resumed_run_sends_points_that_mlflow_lacks_below_its_newest_one(home: Path) -> None:
+    for steps in ((2, 4), (3, 4, 6)):
+        with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+            for step in steps:
+                tracker.metrics({"train/loss": float(step)}, step=step)
+        killed(home, "k")
+        assert sync(home) == (1, {})
+    assert sorted(points(home)) == [(2, 2.0), (3, 3.0), (4, 4.0), (6, 6.0)]
+
+
 def test_a_clock_that_is_set_back_loses_no_point_and_doubles_none(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

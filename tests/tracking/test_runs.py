@@ -97,6 +97,8 @@ def test_stages_of_one_pipeline_share_a_parent_that_ends_with_the_last(
 def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    dvc = ["python", "/x/bin/dvc", "repro"]
+
     class Ancestor:
         def __init__(self, pid: int, *command: str) -> None:
             self.pid, self.command = pid, list(command)
@@ -106,7 +108,7 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
 
         def parents(self) -> list[Ancestor]:
             inner = [Ancestor(2, "/bin/sh", "-c", "rlhf sft"), Ancestor(5, "make", "-C", "dvc")]
-            return [*inner, Ancestor(3, "python", "/x/bin/dvc", "repro"), Ancestor(4, "make", "run")]
+            return [*inner, Ancestor(3, *dvc), Ancestor(4, "make", "run")]
 
     def parent() -> dict[str, str]:
         return context.parent(Ancestor(1, "rlhf", "sft"), "sft-k")
@@ -116,6 +118,9 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
     monkeypatch.setattr(processes, "start", lambda ancestor: f"boot-{ancestor.pid}")
     by_dvc = {"key": f"dvc-{platform.node()}:3:boot-3", "owner": "dvc"}
     assert parent() == by_dvc
+    for words in ("/x/bin/dvc repro", "/x/MacOS/Python -X dev -m dvc repro"):
+        dvc[:] = words.split()
+        assert parent() == by_dvc
     monkeypatch.setenv("DVC_EXP_NAME", "mine")
     assert parent() == by_dvc | {"dvc.exp": "mine", "name": "mine"}
     monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
