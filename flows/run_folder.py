@@ -101,7 +101,7 @@ def workspace_name(flow_run: str) -> str:
 
 
 def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Prefect's hook: clean up after a cancelled or crashed run. MLflow needs nothing: delivery closes it."""
+    """Prefect's hook: clean up after a cancelled or crashed run."""
     cancelled = state.is_cancelling() or state.is_cancelled()
     clean_run(flow_run.id, Cancelled(message=ENDED) if cancelled else Crashed(message=ENDED))
 
@@ -109,7 +109,8 @@ def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
 def clean_run(flow_run: UUID, end: State[Any]) -> None:
     """End the stages that the run left running, free its slots, end its tasks, and remove its workspace.
 
-    Tasks that have no end, and those that a cancellation made crash, get this end.
+    MLflow gets what a killed run could not deliver, and its end. Tasks that have no end, and those that a
+    cancellation made crash, get this end.
     """
     processes.end(STAGE_RUN, str(flow_run), signal.SIGINT, GRACE_SECONDS)
     with get_client(sync_client=True) as client:
@@ -122,3 +123,4 @@ def clean_run(flow_run: UUID, end: State[Any]) -> None:
                 client.set_task_run_state(task.id, end.fresh_copy(), force=True)
     if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
         workspaces.remove(Path.cwd(), workspace_name(str(flow_run)))
+        tracking.close_killed(Paths(Path.cwd()).home, str(flow_run))

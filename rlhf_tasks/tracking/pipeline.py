@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,7 +30,7 @@ from rlhf_tasks.tracking.record import (
     as_text,
     pending,
 )
-from rlhf_tasks.tracking.sync import Sender, deliver_run
+from rlhf_tasks.tracking.sync import Sender, attempt, deliver_run, new_delivery
 
 NAME, NOTE = "mlflow.runName", "mlflow.note.content"
 NUM_SAMPLES = 20
@@ -69,16 +70,11 @@ class Pipeline:
 
     def last_error(self) -> str | None:
         """Why MLflow does not receive the run or one of its stages; None if it receives all of them."""
-        for record in pending(self._record.home) if self._sender else ():
-            try:
-                parent = record.header().get("parent", {})
-            except (DamagedRecordError, FileNotFoundError):
-                continue
-            if parent.get("key") == self._parent:
-                if (reason := record.state()["last_error"]) is not None:
-                    return str(reason)
-                if record != self._record:
-                    return f"{record.key} is not delivered"
+        for record in _pending_of(self._record.home, self._parent) if self._sender else ():
+            if (reason := record.state()["last_error"]) is not None:
+                return str(reason)
+            if record != self._record:
+                return f"{record.key} is not delivered"
         return None
 
     def pages(self, keys: Mapping[str, str]) -> dict[str, str]:
@@ -98,6 +94,20 @@ class Pipeline:
         if PIPELINE in found:
             found[REPORT] = found[PIPELINE].replace("?", f"/artifacts/{REPORT}?")
         return found
+
+
+def _pending_of(home: Path, parent: str) -> Iterator[Record]:
+    """The records of a pipeline, its own and its stages', that MLflow does not have completely."""
+    for record in pending(home):
+        with suppress(DamagedRecordError, FileNotFoundError):
+            if record.header().get("parent", {}).get("key") == parent:
+                yield record
+
+
+def close_killed(home: Path, flow_run: str) -> None:
+    """Deliver what a killed flow run and its stages could not deliver, and their end."""
+    for record in _pending_of(home, key(flow_run)):
+        attempt(new_delivery(record), only_over=True)
 
 
 def note(facts: Mapping[str, str | None]) -> str:
