@@ -325,6 +325,9 @@ class Preferences(Section):
     """Number of train prompts to which the SFT model samples responses; 0: only the pairs of the data."""
     pairs_per_prompt: t.PositiveInt = 1
     """Number of pairs made for each of those prompts."""
+    samples_per_pair: Annotated[int, Field(ge=2, le=64, multiple_of=2)] = 2
+    """Even number of samples of which the ones with the highest and the lowest score are the pair. More than
+    two make surer labels, and take longer to sample."""
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of the SFT model."""
     function: t.ImportPath | None = None
@@ -646,6 +649,12 @@ class Config(Section):
                 if lost := columns - set(self.data.columns.keep):
                     names = ", ".join(sorted(lost))
                     yield f"{key}: a verifier needs the column {names}; add it to data.columns.keep"
+        count = self.preferences.samples_per_pair
+        if count > 2 and not self.preferences.function and self.data.source != "synthetic":
+            yield (
+                f"preferences.samples_per_pair: {count} needs scores of the samples; set "
+                "preferences.function, or samples_per_pair to 2"
+            )
         if self.ppo.response_length > self.data.max_completion_tokens:
             yield (
                 f"ppo.response_length={self.ppo.response_length} exceeds data.max_completion_tokens="

@@ -109,6 +109,7 @@ def train(
     minibatch_size = batch_size // config.num_mini_batches
     actor_critic = state.actor_critic
     has_critic = not isinstance(actor_critic.critic, NoCritic)
+    warmup: CriticWarmup | None = getattr(config.critic, "warmup", None)
     kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
     selected_at = selection_updates(config.num_selections, num_updates)
     shown_at = sample_updates(config.num_sample_generations, num_updates)
@@ -141,7 +142,7 @@ def train(
                 # 1. At first the critic may train alone, at a constant rate (arXiv 2307.04964, section
                 # 5.3.4). Then the learning rate follows its schedule.
                 start = clock()
-                is_warmup = has_critic and not _is_warm(config, state.warmup_losses)
+                is_warmup = warmup is not None and not _is_warm(warmup, state.warmup_losses)
                 rate = config.learning_rate
                 if not is_warmup:
                     rate = learning_rate(config, state.update, num_updates)
@@ -279,13 +280,17 @@ def train(
                     )
                 require_finite(epoch_metrics, rollout)
                 trips: list[GuardTrip] = []
-                if is_warmup:  # which has an axis of its own
+                if is_warmup and warmup:  # which has an axis of its own
                     state.warmup_losses.append(epoch_metrics["loss/value_avg"])
                     metrics = {
                         "warmup/value_loss": epoch_metrics["loss/value_avg"],
                         "warmup/explained_variance": rollout_metrics["val/explained_variance"],
                     }
                     tracker.metrics(metrics, step=len(state.warmup_losses) * batch_size)
+                    console.say(
+                        f"ppo: the critic warms up, update {len(state.warmup_losses)} of at most "
+                        f"{warmup.max_updates}: value loss {state.warmup_losses[-1]:.4g}"
+                    )
                 else:
                     # 10. The update is done: kl_coef adapts, and the reference may follow the policy.
                     state.update += 1
@@ -495,10 +500,9 @@ def policy_losses(
     return torch.where(old.mask, losses, 0), metrics
 
 
-def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
-    """Whether the critic's loss has settled, or there is no warm-up."""
-    warmup: CriticWarmup | None = getattr(config.critic, "warmup", None)
-    if warmup is None or len(losses) >= warmup.max_updates:
+def _is_warm(warmup: CriticWarmup, losses: Sequence[float]) -> bool:
+    """Whether the critic's loss has settled, or the warm-up is at its end."""
+    if len(losses) >= warmup.max_updates:
         return True
     return len(losses) > 2 and min(losses[-2:]) > (1 - warmup.settled) * min(losses[:-2])
 

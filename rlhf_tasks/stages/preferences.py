@@ -1,9 +1,10 @@
 """Stage preferences: the pairs for the reward model, given ones and samples of the SFT policy.
 
 A reward model misjudges responses of a kind that it has not seen, so it trains on the policy's samples too.
-`preferences.function`, or the gold judge on the synthetic task, compares two samples for one prompt. Without
-either a sample is the rejected response and the prompt's reference the chosen one. Their train labels are
-flipped with probability `label_noise`, because people err too; held-out labels are correct.
+`preferences.function`, or the gold judge on the synthetic task, scores samples for one prompt, of which the
+best and the worst are a pair. Without either a sample is the rejected response and the prompt's reference the
+chosen one. Their train labels are flipped with probability `label_noise`, because people err too; held-out
+labels are correct.
 
 A sample ends as PPO's responses do, also at `ppo.stop_token`; a special token that ended it is no text of it.
 One that was cut at `data.max_completion_tokens` is a response too: like all rows of the reward model it is
@@ -14,8 +15,10 @@ With `reward.train: false` nothing reads the pairs: the tables are empty, and no
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -50,8 +53,9 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
     # 1. The prompts to sample for. Without any, no model is loaded.
     prompts = {split: _choose_prompts(paths, config, split) for split in SPLITS}
     scorer = _scorer(paths, config, prompts["train"])
-    num_rounds = 2 if scorer else 1
-    total = num_rounds * sum(map(len, prompts.values()))
+    # In each of two rounds, the samples of a pair are given side by side and share their prompt's tokens.
+    num_rounds, per_round = (2, settings.samples_per_pair // 2) if scorer else (1, 1)
+    total = num_rounds * per_round * sum(map(len, prompts.values()))
     if total:
         model, tokenizer = place(load_causal(paths.sft), dist.device), load_tokenizer(paths.sft)
         ends = ends_of(model, tokenizer, [config.stop_token])
@@ -67,11 +71,12 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                 given = read_table(paths, "preferences", split).table
                 tables.append(given.append_column("origin", pa.repeat("given", len(given))))
             if total:
+                repeated = [row["prompt"] for row in prompts[split] for _ in range(per_round)]
                 samples = [
                     sample_responses(
                         model,
                         tokenizer,
-                        [row["prompt"] for row in prompts[split]],
+                        repeated,
                         max_new_tokens=config.max_completion_tokens,
                         temperature=settings.temperature,
                         seed=2 * (config.seed * len(SPLITS) + number) + i,
@@ -80,15 +85,16 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                     )
                     for i in range(num_rounds)
                 ]
-                queries = encode(tokenizer, [row["prompt"] for row in prompts[split]])
-                texts = [
+                queries = encode(tokenizer, repeated)
+                sampled = (
                     response_texts(tokenizer, queries, close_responses(tokenizer, ids, ends))
                     for ids in samples
-                ]
+                )
+                texts = [found[i::per_round] for found in sampled for i in range(per_round)]
                 made = _pair(prompts[split], texts, scorer)
-                if len(made) < len(queries):
+                if left_out := len(prompts[split]) - len(made):
                     console.say(
-                        f"{split}: {len(queries) - len(made):,} of {len(queries):,} pairs are left out: "
+                        f"{split}: {left_out:,} of {len(prompts[split]):,} pairs are left out: "
                         "equal texts, equal scores or NaN"
                     )
                 names = (*COLUMNS, SET) if any(SET in row for row in made) else COLUMNS
@@ -138,7 +144,7 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
 
 
 def _scorer(paths: Paths, config: PreferencesView, rows: Sequence[Row]) -> Scorer | None:
-    """What compares two samples for one prompt; None: samples are compared with references."""
+    """What compares samples for one prompt; None: samples are compared with references."""
     if config.preferences.function and rows:
         kept = columns.of_rows(rows)
         return FunctionScorer(config.preferences.function, "preferences.function", paths.root, kept)
@@ -146,7 +152,10 @@ def _scorer(paths: Paths, config: PreferencesView, rows: Sequence[Row]) -> Score
 
 
 def _pair(rows: Sequence[Row], texts: Sequence[list[str]], scorer: Scorer | None) -> list[Row]:
-    """Pairs of two samples that a scorer compares, or of a sample and the reference; no equal texts."""
+    """Pairs of samples that a scorer compares, or of a sample and the reference; no equal texts.
+
+    `texts`: the first sample of each row, the second ones, and so on.
+    """
     if scorer is not None:
         pairs = compare(scorer, rows, *texts)
     else:
@@ -160,13 +169,16 @@ def _pair(rows: Sequence[Row], texts: Sequence[list[str]], scorer: Scorer | None
     ]
 
 
-def compare(
-    scorer: Scorer, rows: Sequence[Row], first: list[str], second: list[str]
-) -> list[tuple[str, str] | None]:
-    """(better, worse) of each two responses; None where their scores are equal, or one of them is NaN."""
+def compare(scorer: Scorer, rows: Sequence[Row], *texts: list[str]) -> list[tuple[str, str] | None]:
+    """(best, worst) of the responses to each row; None where these scores are equal. NaN is no score."""
     prompts, kept = [row["prompt"] for row in rows], columns.of_rows(rows)
-    scores = [scorer(Responses.of_texts(prompts, texts, kept)).tolist() for texts in (first, second)]
-    return [
-        (x, y) if a > b else (y, x) if a < b else None
-        for a, b, x, y in zip(*scores, first, second, strict=True)
-    ]
+    scores = [scorer(Responses.of_texts(prompts, column, kept)).tolist() for column in texts]
+    pairs: list[tuple[str, str] | None] = []
+    for of_row, candidates in zip(zip(*scores, strict=True), zip(*texts, strict=True), strict=True):
+        known = [
+            (score, text) for score, text in zip(of_row, candidates, strict=True) if not math.isnan(score)
+        ]
+        known.sort(key=itemgetter(0))
+        decides = bool(known) and known[0][0] < known[-1][0]
+        pairs.append((known[-1][1], known[0][1]) if decides else None)
+    return pairs

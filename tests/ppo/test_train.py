@@ -56,7 +56,9 @@ def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:
 # ----------------------------------------------------------------------------------------- critic warm-up
 
 
-def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled() -> None:
+def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     changes: dict[str, Any] = {"learning_rate": 3e-3, "num_ppo_epochs": 4, "total_episodes": 16}
     changes |= {"advantages__critic__warmup": {"max_updates": 12, "settled": 0.3}}
     one = toy(truncation__kind="none", **changes)
@@ -70,6 +72,9 @@ def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled
     assert losses == one.state.warmup_losses
     assert 3 <= len(losses) <= 12
     assert losses[-1] < losses[0]
+    said = [line for line in capsys.readouterr().out.splitlines() if "the critic warms up" in line]
+    assert said[-1].endswith(f"update {len(losses)} of at most 12: value loss {losses[-1]:.4g}")
+    assert len(said) == len(losses)
     settled = [n for n in range(3, len(losses) + 1) if min(losses[n - 2 : n]) > 0.7 * min(losses[: n - 2])]
     assert len(losses) == next(iter(settled), 12)
     assert one.state.update == 1, "the first update follows the warm-up"

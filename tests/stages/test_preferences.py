@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torch import Tensor
 
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import SPLITS
@@ -16,6 +19,7 @@ from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import score_gold
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.stages import preferences
 from rlhf_tasks.stages.preferences import compare
 from rlhf_tasks.tracking import NullTracker
@@ -38,6 +42,29 @@ def test_the_better_sample_is_chosen_whichever_came_first_and_ties_are_left_out(
         (good, bad),
         None,
     ]
+
+
+def test_of_several_samples_the_best_and_the_worst_are_the_pair_and_nan_is_none_of_them() -> None:
+    def length(rows: Responses) -> Tensor:
+        return torch.tensor([math.nan if text == "?" else float(len(text)) for text in rows.texts])
+
+    row = {"prompt": PROMPT, "reference": ""}
+    columns = (["aa", "?", "?"], ["a", "?", "a"], ["aaaa", "aaa", "?"], ["aaa", "a", "?"])
+    assert compare(length, [row] * 3, *columns) == [("aaaa", "a"), ("aaa", "a"), None]
+
+
+def test_samples_per_pair_widen_the_pairs(models_here: Path) -> None:
+    Path("own.py").write_text("def longer(prompts, responses):\n    return map(len, responses)\n")
+    gaps = {}
+    for count in (2, 4):
+        changes = FILES | {"preferences.function": "own:longer", "preferences.samples_per_pair": count}
+        metrics, found = run(**changes)
+        sampled = [row for row in found["train"] if row["origin"] == "sft_samples"]
+        assert metrics["pairs/train/sft_samples"] == len(sampled) <= 24  # 12 prompts, two pairs each
+        gaps[count] = sum(len(row["chosen"]) - len(row["rejected"]) for row in sampled) / len(sampled)
+    assert gaps[4] > gaps[2]
+    with pytest.raises(UserError, match="samples_per_pair: 4"):
+        run(**FILES, **{"preferences.samples_per_pair": 4})
 
 
 def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(models_here: Path) -> None:
