@@ -2,7 +2,8 @@
 
     constraints   RLOO as in the preset, in float32 and in bfloat16; in bfloat16 PPO with a critic at equal
                   episodes, and RLOO with LoRA adapters
-    docstrings    SFT, reward model and PPO as in the preset, in float32 and in bfloat16
+    docstrings    SFT, reward model and RLOO as in the preset, in float32 and in bfloat16; in bfloat16 PPO
+                  with a critic at equal episodes
     sentiment     four KL coefficients, in bfloat16: optimized and judged score over the KL, with the fit of
                   Gao et al.
 
@@ -201,7 +202,19 @@ TABLES = {
         constraints_cell,
         constraints_table,
     ),
-    "docstrings": Table({"float32": FP32, "bf16": BF16}, docstrings_cell, docstrings_table),
+    "docstrings": Table(
+        {
+            "RLOO, float32": FP32,
+            "RLOO, bf16": BF16,
+            "PPO with a critic, bf16": {
+                "ppo.advantages": "{kind: gae, samples_per_prompt: 8}",
+                "ppo.whiten_advantages": "true",
+            }
+            | BF16,
+        },
+        docstrings_cell,
+        docstrings_table,
+    ),
     "sentiment": Table(
         {coef: BF16 | {"ppo.kl_coef": coef} for coef in ("0.0", "0.02", "0.05", "0.2")},
         sentiment_cell,
