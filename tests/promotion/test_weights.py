@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import hashing
+from rlhf_tasks.project import dvc_cli, hashing
 from rlhf_tasks.promotion import weights
 from tests.flows.toy import commit, git
 from tests.promotion import planted
@@ -97,6 +97,19 @@ def test_weights_come_from_their_first_folder_unless_it_changed(project: Path) -
     (POLICY / "weights").write_text("other", encoding="utf-8")
     with pytest.raises(UserError, match="was removed, or has changed"):
         restore(project, md5, folder=str(POLICY.resolve()))
+
+
+def test_another_run_in_the_way_of_one_place_does_not_hide_the_next(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_words: object) -> str:
+        raise UserError("another run is at work")
+
+    monkeypatch.setattr(dvc_cli, "run", busy)
+    md5, there = hashing.dvc_md5(POLICY), str(POLICY.resolve())
+    assert restore(project, md5, path=str(POLICY), rev="HEAD", folder=there) == POLICY.resolve()
+    with pytest.raises(UserError, match=r"does not hold all of them; another run is at work$"):
+        restore(project, md5, path=str(POLICY), rev="HEAD")
 
 
 def test_missing_weights_are_a_user_error_that_lists_every_place(project: Path) -> None:
