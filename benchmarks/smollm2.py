@@ -190,6 +190,7 @@ WITH_CRITIC = RLOO | {
     "ppo.advantages": "{kind: gae, samples_per_prompt: 8, critic: {init: sft}}",
     "ppo.whiten_advantages": "true",
 }
+FROM_REWARD = "{kind: gae, samples_per_prompt: 8, critic: {init: reward}}"
 WITH_LORA = RLOO | {"ppo.lora": "{r: 16, alpha: 32.0}", "ppo.learning_rate": "3e-4"}
 TABLES = {
     "constraints": Table(
@@ -206,11 +207,7 @@ TABLES = {
         {
             "RLOO, float32": FP32,
             "RLOO, bf16": BF16,
-            "PPO with a critic, bf16": {
-                "ppo.advantages": "{kind: gae, samples_per_prompt: 8}",
-                "ppo.whiten_advantages": "true",
-            }
-            | BF16,
+            "PPO with a critic, bf16": WITH_CRITIC | {"ppo.advantages": FROM_REWARD} | BF16,
         },
         docstrings_cell,
         docstrings_table,

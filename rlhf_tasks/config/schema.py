@@ -318,7 +318,7 @@ class Preferences(Section):
     """Preference pairs made from samples of the SFT model, beside the pairs of the data.
 
     The chosen response is the reference, the rejected one is a sample. With a `function`, and in the
-    synthetic task by its gold judge, both are samples, and the one with the higher score is chosen.
+    synthetic task by its gold judge, both are samples: the best and the worst of `samples_per_pair`.
     """
 
     num_prompts: t.Count = 2000
@@ -326,14 +326,15 @@ class Preferences(Section):
     pairs_per_prompt: t.PositiveInt = 1
     """Number of pairs made for each of those prompts."""
     samples_per_pair: Annotated[int, Field(ge=2, le=64, multiple_of=2)] = 2
-    """Even number of samples of which the ones with the highest and the lowest score are the pair. More than
-    two make surer labels, and take longer to sample."""
+    """Even number of samples of which the ones with the highest and the lowest score are the pair. With more
+    than two the order of a pair is less often chance, and there is more to sample."""
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of the SFT model."""
     function: t.ImportPath | None = None
     """`module:function` that scores samples, called as a scorer's function is, with lists of prompts and
     responses and the columns of `data.columns.keep` that it takes by keyword; it returns one float per
-    response, and equal ones or NaN make no pair. null: samples are compared with references."""
+    response. A sample with NaN is left out, and equal scores make no pair. null: samples are compared with
+    references."""
     label_noise: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Share of the train labels that are flipped: of `function` for samples, and all of the synthetic task;
     0.5: random labels."""
@@ -650,7 +651,8 @@ class Config(Section):
                     names = ", ".join(sorted(lost))
                     yield f"{key}: a verifier needs the column {names}; add it to data.columns.keep"
         count = self.preferences.samples_per_pair
-        if count > 2 and not self.preferences.function and self.data.source != "synthetic":
+        is_sampled = self.preferences.num_prompts and self.reward.train
+        if count > 2 and is_sampled and not self.preferences.function and self.data.source != "synthetic":
             yield (
                 f"preferences.samples_per_pair: {count} needs scores of the samples; set "
                 "preferences.function, or samples_per_pair to 2"

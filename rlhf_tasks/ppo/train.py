@@ -280,7 +280,7 @@ def train(
                     )
                 require_finite(epoch_metrics, rollout)
                 trips: list[GuardTrip] = []
-                if is_warmup and warmup:  # which has an axis of its own
+                if warmup is not None and is_warmup:  # which has an axis of its own
                     state.warmup_losses.append(epoch_metrics["loss/value_avg"])
                     metrics = {
                         "warmup/value_loss": epoch_metrics["loss/value_avg"],

@@ -56,7 +56,7 @@ def _restored(root: Path, target: Path, md5: str, tags: Mapping[str, str]) -> Pa
             path = f"{git.prefix(root)}{tags[PATH]}"  # of a commit, DVC takes paths from the repository's top
             dvc_cli.run(root, "get", ".", path, "--rev", revision, "--out", str(target))
         except UserError as error:  # DVC failed, or another run is at work here
-            problems.append(getattr(error, "reason", str(error)))
+            problems.append(error.reason if isinstance(error, dvc_cli.DvcError) else str(error))
             continue
         if _has_bytes(target, md5):
             return target

@@ -53,7 +53,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
     # 1. The prompts to sample for. Without any, no model is loaded.
     prompts = {split: _choose_prompts(paths, config, split) for split in SPLITS}
     scorer = _scorer(paths, config, prompts["train"])
-    # In each of two rounds, the samples of a pair are given side by side and share their prompt's tokens.
+    # Two rounds, each of half of a pair's samples: side by side they share their prompt's tokens.
     num_rounds, per_round = (2, settings.samples_per_pair // 2) if scorer else (1, 1)
     total = num_rounds * per_round * sum(map(len, prompts.values()))
     if total:
@@ -135,7 +135,7 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
     if rows.table["reference"].null_count and not settings.function:
         raise UserError(
             "data/prompts has no references, with which stage preferences compares samples: set "
-            "preferences.function to what compares two of them, or preferences.num_prompts to 0 where the "
+            "preferences.function to what scores them, or preferences.num_prompts to 0 where the "
             f"data has pairs. {PROMPTS_ALONE}"
         )
     seed = config.seed * len(SPLITS) + SPLITS.index(split)
@@ -170,7 +170,7 @@ def _pair(rows: Sequence[Row], texts: Sequence[list[str]], scorer: Scorer | None
 
 
 def compare(scorer: Scorer, rows: Sequence[Row], *texts: list[str]) -> list[tuple[str, str] | None]:
-    """(best, worst) of the responses to each row; None where these scores are equal. NaN is no score."""
+    """(best, worst) of the responses to each row; None without two different scores. NaN is none."""
     prompts, kept = [row["prompt"] for row in rows], columns.of_rows(rows)
     scores = [scorer(Responses.of_texts(prompts, column, kept)).tolist() for column in texts]
     pairs: list[tuple[str, str] | None] = []

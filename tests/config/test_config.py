@@ -128,6 +128,11 @@ def test_a_key_without_a_default_that_is_missing_is_named() -> None:
         ({"reward.from": "some/name", "reward.revision": "main"}, "full commit hash"),
         ({"model.scratch.num_heads": 5}, "must be an even whole number"),
         ({"preferences.label_noise": 0.6}, "less than or equal to 0.5"),
+        ({"preferences.samples_per_pair": 3}, "multiple of 2"),
+        (
+            {"preferences.samples_per_pair": 4, "data.source": "files", "judge.judges": [small.HELDOUT]},
+            "preferences.samples_per_pair: 4 needs scores of the samples",
+        ),
         ({"ppo.select_by": {"judge": small.GOLD}}, "'gold' found using 'kind'"),
         ({"ppo.select_by": {"judge": small.HELDOUT}}, "select_by cannot name models/reward_heldout"),
         (

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import score_gold
@@ -53,18 +54,32 @@ def test_of_several_samples_the_best_and_the_worst_are_the_pair_and_nan_is_none_
     assert compare(length, [row] * 3, *columns) == [("aaaa", "a"), ("aaa", "a"), None]
 
 
-def test_samples_per_pair_widen_the_pairs(models_here: Path) -> None:
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_all_samples_of_a_pair_are_of_its_prompt(
+    models_here: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample is a part of its prompt here, the longer the later it is drawn."""
+    lengths: dict[str, list[int]] = {}
+
+    def sample(model: Any, tokenizer: Any, prompts: list[str], **_: Any) -> list[list[int]]:
+        found = []
+        for prompt, ids in zip(prompts, encode(tokenizer, prompts), strict=True):
+            drawn = lengths.setdefault(prompt, [])
+            drawn.append(8 + len(drawn))
+            found.append(ids[5 : 5 + drawn[-1]])
+        return found
+
     Path("own.py").write_text("def longer(prompts, responses):\n    return map(len, responses)\n")
-    gaps = {}
-    for count in (2, 4):
-        changes = FILES | {"preferences.function": "own:longer", "preferences.samples_per_pair": count}
-        metrics, found = run(**changes)
-        sampled = [row for row in found["train"] if row["origin"] == "sft_samples"]
-        assert metrics["pairs/train/sft_samples"] == len(sampled) <= 24  # 12 prompts, two pairs each
-        gaps[count] = sum(len(row["chosen"]) - len(row["rejected"]) for row in sampled) / len(sampled)
-    assert gaps[4] > gaps[2]
-    with pytest.raises(UserError, match="samples_per_pair: 4"):
-        run(**FILES, **{"preferences.samples_per_pair": 4})
+    monkeypatch.setattr(preferences, "sample_responses", sample)
+    of_function = {"preferences.function": "own:longer", "preferences.samples_per_pair": count}
+    metrics, found = run(**FILES, **of_function, **{"preferences.pairs_per_prompt": 1})
+    assert {len(drawn) for drawn in lengths.values()} == {count}
+    sampled = [row for row in found["train"] if row["origin"] == "sft_samples"]
+    assert metrics["pairs/train/sft_samples"] == len(sampled) == 12
+    for row in sampled:
+        words = " ".join(row["prompt"].split())
+        assert all(" ".join(row[name].split()) in words for name in ("chosen", "rejected"))
+        assert len(row["chosen"].split()) - len(row["rejected"].split()) == count - 1
 
 
 def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(models_here: Path) -> None:
@@ -159,7 +174,7 @@ def test_no_pairs_are_an_error(models_here: Path) -> None:
 
 def test_given_pairs_alone_load_no_model(models_here: Path) -> None:
     shutil.rmtree(Paths().sft)
-    metrics, found = run(**{"preferences.num_prompts": 0})
+    metrics, found = run(**FILES, **{"preferences.num_prompts": 0, "preferences.samples_per_pair": 4})
     assert [len(found[s]) for s in SPLITS] == [len(read_table(Paths(), "preferences", s)) for s in SPLITS]
     assert metrics["pairs/train/sft_samples"] == 0
 
