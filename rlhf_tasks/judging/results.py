@@ -249,8 +249,9 @@ class EvaluationResults(_Part):
 
     @property
     def first_judge(self) -> str:
-        """The judge that people are told of first: gold, or else one that PPO has not optimized; or ""."""
-        judges = sorted(one.judge for one in self.comparisons)
+        """The judge that people are told of first: gold, or else the first of judge.judges that PPO has not
+        optimized, or "" without one."""
+        judges = dict.fromkeys(one.judge for one in self.comparisons)
         return min(judges, key=lambda one: (one != "gold", one in self.optimised_judges), default="")
 
     def comparison(self, judge: str, a: str, b: str) -> ComparisonResult | None:

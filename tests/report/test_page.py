@@ -208,8 +208,10 @@ def test_missing_files_and_values_are_named(tmp_path: Path) -> None:
     assert "there is no gate to pass" in shown(tmp_path)
 
 
-def test_a_judge_that_ppo_optimised_does_not_lead_and_is_marked(whole: Path) -> None:
-    rates = {"optimized": workspace.interval(0.9), "other": workspace.interval(0.4)}
+def test_the_first_judge_that_ppo_has_not_optimised_leads(whole: Path) -> None:
+    rates = {
+        name: workspace.interval(rate) for name, rate in (("optimized", 0.9), ("other", 0.4), ("a", 0.5))
+    }
     comparisons = tuple(workspace.comparison(name, "policy", "sft", rate) for name, rate in rates.items())
     results = EvaluationResults(comparisons=comparisons, optimised_judges={"optimized": "models/reward"})
     results.write(whole / "evaluation/judge/results.json")
