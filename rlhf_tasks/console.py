@@ -50,6 +50,9 @@ class Meter:
     def skip(self, n: float) -> None:
         """Count work that another process has done, or take back what was undone; no matter of the speed."""
 
+    def restart_speed(self) -> None:
+        """Count the speed, and the time that is left, from now on: what came before was other work."""
+
 
 class Console:
     """Writes to `file`, by default to the stdout of the moment."""
@@ -225,7 +228,7 @@ class _Work(Meter):
         self._console, self.description = console, description
         self.total, self.unit = total, re.sub("(?<=ch)es$|s$", "", unit) if total == 1 else unit
         self.done = self.skipped = 0.0
-        self.start = time.monotonic()
+        self.start = self._timed_from = time.monotonic()
 
     def advance(self, n: float = 1, **metrics: float) -> None:
         self.done += n
@@ -233,6 +236,9 @@ class _Work(Meter):
 
     def skip(self, n: float) -> None:
         self.done, self.skipped = self.done + n, self.skipped + n
+
+    def restart_speed(self) -> None:
+        self._timed_from, self.skipped = time.monotonic(), self.done
 
     @property
     def text(self) -> str:
@@ -246,7 +252,7 @@ class _Work(Meter):
         if self.total is None:
             return ""
         percent = 100 * self.done / self.total if self.total else 100.0
-        seconds = time.monotonic() - self.start
+        seconds = time.monotonic() - self._timed_from
         rate = (self.done - self.skipped) / seconds if seconds > 0 else 0.0
         speed = f"  {rate:.3g}/s" if rate >= 1 else ""
         return f"{math.floor(percent + 1e-6)}% of {self.total:,.10g} {self.unit}{speed}"
@@ -311,7 +317,7 @@ class _Lines(_Work):
 
     def left(self) -> float:
         """Seconds until the end, at the speed so far."""
-        seconds = time.monotonic() - self.start
+        seconds = time.monotonic() - self._timed_from
         return max(self.total - self.done, 0) * seconds / (self.done - self.skipped)
 
     def show(self) -> None:

@@ -113,6 +113,18 @@ def test_work_that_is_undone_is_shown_again_and_counts_for_the_speed(clock: Cloc
     assert "25% of 4 episodes  30s left" in out.getvalue()
 
 
+def test_a_warm_up_before_the_work_says_nothing_of_the_time_left(clock: Clock) -> None:
+    out = io.StringIO()
+    with Console(out).progress("ppo", 4, unit="episodes") as bar:
+        clock.now += 60.0
+        bar.restart_speed()
+        for _ in range(4):
+            clock.now += 10.0
+            bar.advance(1)
+    assert out.getvalue().splitlines()[0] == "ppo  25% of 4 episodes  30s left"
+    assert out.getvalue().endswith("100% of 4 episodes  in 1m40s\n"), "of all of it"
+
+
 def test_interrupted_work_is_not_shown_as_finished(clock: Clock) -> None:
     out = io.StringIO()
 

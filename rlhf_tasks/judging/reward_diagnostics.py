@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import ArrayLike
 
+from rlhf_tasks import console
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.results import RewardDiagnostic
@@ -139,7 +140,8 @@ def diagnose(
         if not pairs.prompts:  # a collapsed policy samples the same text twice
             continue
         for name, model in rewards.items():
-            lead = leads(model, pairs)
+            with console.part(f"how {name} orders pairs ({origin})"):
+                lead = leads(model, pairs)
             agreed = agreement(lead) if origin in samples else None
             error, bins = calibration(lead)
             diagnostics.append(

@@ -193,7 +193,8 @@ def log_curve(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
             [row[column] for row in evaluation] for column in ("prompt", "response", "reference")
         )
         for judge in judges if None not in references else ():
-            comparisons = judge.compare(texts, responses, references, columns.of_rows(evaluation))
+            with console.part(f"judge {judge.name}: responses after {episode} episodes"):
+                comparisons = judge.compare(texts, responses, references, columns.of_rows(evaluation))
             if len(comparisons.failures) < len(texts):
                 rate = statistics.rate(comparisons.outcomes)
                 point = {"win_rate": rate.value, "low": rate.low, "high": rate.high}

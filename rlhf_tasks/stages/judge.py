@@ -123,10 +123,10 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     scores, gaps = dict(judged.scores), None
     of_policy = contracts.optimized_rewards(paths.policy)
     if "reward" in rewards and contracts.fingerprint(paths.reward) in of_policy:
-        own: dict[str, list[float]] = {
-            who: rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
-            for who, texts in sampled.texts.items()
-        }
+        own: dict[str, list[float]] = {}
+        for who, texts in sampled.texts.items():
+            with console.part(f"the optimized reward of {who}"):
+                own[who] = rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
         scores |= {(OPTIMIZED, who): values for who, values in own.items()}
         # PPO's win rate over SFT by the reward that it optimized, minus each judge's
         by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
