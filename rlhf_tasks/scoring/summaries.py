@@ -1,6 +1,7 @@
 """Scores of a sentence that summarizes a function: nearness to the author's sentence, and retrieval.
 
-They need no model. The preset docstrings labels its pairs by `chrf_beyond_signature`, and judges by the others.
+They need no model. The preset docstrings labels its pairs by `chrf_beyond_signature`, and judges by the
+other two.
 """
 
 from __future__ import annotations
