@@ -1,7 +1,6 @@
 """Scores of a sentence that summarizes a function: nearness to the author's sentence, and retrieval.
 
-They need no model. The preset docstrings labels its pairs by `chrf_beyond_signature`, and judges by the
-other two.
+They need no model. The preset docstrings labels its pairs by `chrf`, and judges by both.
 """
 
 from __future__ import annotations
@@ -37,21 +36,6 @@ def chrf(prompts: Sequence[str], responses: Sequence[str], summary: Sequence[str
         float(metric.sentence_score(response, [reference]).score)
         for response, reference in zip(responses, summary, strict=True)
     ]
-
-
-def chrf_beyond_signature(
-    prompts: Sequence[str], responses: Sequence[str], summary: Sequence[str]
-) -> list[float]:
-    """`chrf` of what each response says beyond its function's signature, against what the author says.
-
-    On both sides only the words that count for `retrieval` are compared: a sentence that repeats the
-    function's name gets nothing for it. Where the author's has no other word, whole sentences are compared.
-    """
-    sides = list[tuple[str, str]]()
-    for prompt, response, reference in zip(prompts, responses, summary, strict=True):
-        own, authors = (" ".join(_words_that_count(text, prompt)) for text in (response, reference))
-        sides.append((own, authors) if authors else (response, reference))
-    return chrf(prompts, [own for own, _ in sides], [authors for _, authors in sides])
 
 
 def retrieval(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rlhf_tasks.data.docstrings import SUFFIX
-from rlhf_tasks.scoring.summaries import chrf, chrf_beyond_signature, retrieval
+from rlhf_tasks.scoring.summaries import chrf, retrieval
 
 SUMMARIES = {"sort_rows": "Give all rows sorted.", "read_file": "Open a byte stream."}
 SUMMARIES |= {"send_mail": "Deliver a message to its server.", "draw_line": "Stroke with a color."}
@@ -65,29 +65,4 @@ def test_chrf_is_that_of_its_definition() -> None:
     recall = (2 / 3 + 1 / 2) / 2
     assert found == pytest.approx(
         [100, 0, 100 * 2 * recall / (1 + recall), 100 * (3 / 4 + 2 / 3 + 1 / 2) / 4]
-    )
-
-
-def test_beyond_the_signature_only_other_words_are_compared() -> None:
-    prompt = f"def sort_rows(table):\n    return sorted(table){SUFFIX}"
-    responses = [
-        "Sort the rows of a table.",
-        "Give the rows sorted.",
-        "Order the rows.",
-        "",
-        "`Give`(sorted)",
-    ]
-    scores = chrf_beyond_signature([prompt] * 5, responses, ["Give all rows of the table sorted."] * 5)
-    assert scores == chrf(
-        [""] * 5, ["the of a", "give the sorted", "order the", "", ""], ["give all of the sorted"] * 5
-    )
-    assert scores[1] > max(scores[0], scores[2])
-    assert scores[3:] == [0, 0]
-
-
-def test_an_author_who_only_repeats_the_signature_is_compared_as_a_whole() -> None:
-    prompt = f"def sort_rows(table):\n    return sorted(table){SUFFIX}"
-    responses = ["Sort rows.", "Give them in order."]
-    assert chrf_beyond_signature([prompt] * 2, responses, ["Sort rows."] * 2) == chrf(
-        [prompt] * 2, responses, ["Sort rows."] * 2
     )
