@@ -51,7 +51,7 @@ class Meter:
         """Count work that another process has done, or take back what was undone; no matter of the speed."""
 
     def restart_speed(self) -> None:
-        """Count the speed, and the time that is left, from now on: what came before was other work."""
+        """Measure the speed from now on: what came before was other work, such as a critic's warm-up."""
 
 
 class Console:
@@ -221,7 +221,7 @@ COLUMNS = (
 class _Work(Meter):
     """A part of the work, counted if it has a `total`.
 
-    What `skip` adds or takes back is left out of the speed, which is that of all work that was done.
+    What `skip` adds or takes back is left out of the speed, which is that of all work since `restart_speed`.
     """
 
     def __init__(self, console: Console, description: str, total: float | None, unit: str) -> None:
@@ -316,7 +316,7 @@ class _Lines(_Work):
             self.show()
 
     def left(self) -> float:
-        """Seconds until the end, at the speed so far."""
+        """Seconds until the end, at the speed so far; some work must be done."""
         seconds = time.monotonic() - self._timed_from
         return max(self.total - self.done, 0) * seconds / (self.done - self.skipped)
 

@@ -113,7 +113,7 @@ def test_work_that_is_undone_is_shown_again_and_counts_for_the_speed(clock: Cloc
     assert "25% of 4 episodes  30s left" in out.getvalue()
 
 
-def test_a_warm_up_before_the_work_says_nothing_of_the_time_left(clock: Clock) -> None:
+def test_the_time_left_does_not_count_a_warm_up(clock: Clock) -> None:
     out = io.StringIO()
     with Console(out).progress("ppo", 4, unit="episodes") as bar:
         clock.now += 60.0

@@ -140,7 +140,7 @@ def diagnose(
         if not pairs.prompts:  # a collapsed policy samples the same text twice
             continue
         for name, model in rewards.items():
-            with console.part(f"how {name} orders pairs ({origin})"):
+            with console.part(f"pairs of {origin} by {name}"):
                 lead = leads(model, pairs)
             agreed = agreement(lead) if origin in samples else None
             error, bins = calibration(lead)

@@ -193,7 +193,7 @@ def log_curve(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
             [row[column] for row in evaluation] for column in ("prompt", "response", "reference")
         )
         for judge in judges if None not in references else ():
-            with console.part(f"judge {judge.name}: responses after {episode} episodes"):
+            with console.part(f"judge {judge.name}: policy after {episode} episodes against reference"):
                 comparisons = judge.compare(texts, responses, references, columns.of_rows(evaluation))
             if len(comparisons.failures) < len(texts):
                 rate = statistics.rate(comparisons.outcomes)

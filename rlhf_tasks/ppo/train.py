@@ -150,7 +150,7 @@ def train(
                     # data parallelism has given the policy gradients of zero: counted as steps they would
                     # make its first real ones too small, or too large where the moments are slow
                     reset_moments(state.optimizer, state.num_policy_groups)
-                    bar.restart_speed()
+                    bar.restart_speed()  # a warm-up has taken time, and none of the episodes
                 set_learning_rate(state.optimizer, rate)
 
                 # 2. Responses: k to each of n prompts, in the order p_1 … p_n, again p_1 … p_n, and so on.

@@ -125,7 +125,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     if "reward" in rewards and contracts.fingerprint(paths.reward) in of_policy:
         own: dict[str, list[float]] = {}
         for who, texts in sampled.texts.items():
-            with console.part(f"the optimized reward of {who}"):
+            with console.part(f"the reward that PPO optimized, of {who}"):
                 own[who] = rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
         scores |= {(OPTIMIZED, who): values for who, values in own.items()}
         # PPO's win rate over SFT by the reward that it optimized, minus each judge's

@@ -83,17 +83,13 @@ def point(paths: Paths, stage: str) -> str | None:
 
 def _newest(folder: Path) -> tuple[str, float] | None:
     """The newest snapshot of a stage, as `rollout 12` or `step 7 of LOOP`, and its age in seconds."""
-    snapshot = _newest_snapshot(folder)
+    snapshot = max(folder.glob("*/step-*"), key=lambda path: path.stat().st_mtime, default=None)
     manifest = None if snapshot is None else read_manifest(snapshot)
     if snapshot is None or manifest is None:
         return None
     stage, loop = folder.parent.name, snapshot.parent.name
     name = f"{'rollout' if stage == 'ppo' else 'step'} {manifest['step']}" + f" of {loop}" * (loop != stage)
     return name, time.time() - snapshot.stat().st_mtime
-
-
-def _newest_snapshot(folder: Path) -> Path | None:
-    return max(folder.glob("*/step-*"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any] | None:
@@ -113,8 +109,6 @@ class Claim:
     key: str
     folder: Path | None = None
     root: Path = Path()
-    seconds: float = 0.0
-    """What the part of the run before this process took, up to the snapshot that it resumes from."""
 
     def finish(self) -> None:
         """Let this worktree's next stage remove the snapshots: only then has DVC stored the complete outs."""
@@ -161,10 +155,7 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
         if not (run.exists() and any(folder.glob("*/step-*"))):
             _show_others(folder, identity, inputs.auto_keys(config.load(paths.params)))
             atomic.write_text(run, lineage.new_key(stage))
-        snapshot = _newest_snapshot(folder)
-        manifest = None if snapshot is None else read_manifest(snapshot)
-        seconds = (manifest or {}).get("seconds", 0.0)
-        yield Claim(run.read_text(encoding="utf-8"), folder, paths.root, seconds)
+        yield Claim(run.read_text(encoding="utf-8"), folder, paths.root)
 
 
 def _remove_finished(paths: Paths, besides: Path | None) -> None:
@@ -248,8 +239,7 @@ class Checkpoint:
             "side by side": context.is_worker()
             and dist.world_size == 1,  # else a loop has both models' curves
         }
-        self._began_at = self._saved_at = self._step_began_at = time.monotonic()
-        self._seconds = 0.0  # of the processes before this one
+        self._saved_at = self._step_began_at = time.monotonic()
         self._step_seconds = self._save_seconds = 0.0  # what the last ones took
         self._cost = 0.0  # the seconds of training that the last snapshot took
         self.writer = ThreadPoolExecutor(1, "snapshots")
@@ -303,7 +293,6 @@ class Checkpoint:
             for name in (f"rank-{self._dist.rank}", "shared")
         )
         console.say(f"{self.folder.name}: resumed from the snapshot after step {manifest['step']}")
-        self._seconds = manifest.get("seconds", 0.0)
         self._saved_at = self._step_began_at = time.monotonic()
         folder = snapshot / TRAINING
         state: State = own | together | ({TRAINING: folder} if folder.exists() else {})
@@ -366,8 +355,7 @@ class Checkpoint:
         together = {key: state[key] for key in ("shared", TRAINING) if key in state}
         own = {key: value for key, value in state.items() if key not in together}
         made = {"made_by": self._made_by, "threads": torch.get_num_threads()}
-        seconds = self._seconds + time.monotonic() - self._began_at
-        manifest = {"step": step, "seconds": seconds, **made, "identity": self._identity}
+        manifest = {"step": step, **made, "identity": self._identity}
         size, copies = _num_bytes(state), dict[str, io.BytesIO]()
         with self._room(partial, size):
             if is_sharded := callable(write := together.get(TRAINING)):

@@ -182,21 +182,33 @@ def test_a_roll_back_returns_to_the_state_before_the_fault(tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_progress_takes_back_what_was_rolled_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted: list[float] = []
+@pytest.fixture
+def progress(monkeypatch: pytest.MonkeyPatch) -> list[float | str]:
+    """What the progress bar is told, in order: episodes that are done or taken back, and `restart`."""
+    told = list[float | str]()
 
-    class Counter(console.Meter):
+    class Recorder(console.Meter):
         def advance(self, n: float = 1, **metrics: float) -> None:
-            counted.append(n)
+            told.append(n)
 
         def skip(self, n: float) -> None:
-            counted.append(n)
+            told.append(n)
 
-    monkeypatch.setattr(console, "progress", lambda *args, **kwargs: nullcontext(Counter()))
+        def restart_speed(self) -> None:
+            told.append("restart")
+
+    monkeypatch.setattr(console, "progress", lambda *args, **kwargs: nullcontext(Recorder()))
+    return told
+
+
+def test_the_progress_takes_back_what_was_rolled_back(tmp_path: Path, progress: list[float | str]) -> None:
     list(toy(NanIn(3), guards=ROLL_BACK, faults=tmp_path, total_episodes=64).updates)
-    assert counted == [16, 16, -16, 16, 16, 16]
+    assert progress == [16, 16, -16, 16, 16, 16]
+
+
+def test_the_progress_does_not_count_a_warm_up_for_its_speed(progress: list[float | str]) -> None:
+    list(toy(advantages__critic__warmup={"max_updates": 2}, total_episodes=32).updates)
+    assert progress == ["restart", 16, 16]
 
 
 def test_all_trips_of_an_update_are_recorded_and_one_that_cannot_be_undone_stops(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -208,20 +207,6 @@ def test_the_point_of_resuming_is_that_of_the_newest_snapshot_of_the_same_parame
     with Path("params.yaml").open("w", encoding="utf-8") as file:
         yaml.dump(params, file)
     assert checkpoint.point(Paths(), "sft") is None
-
-
-def test_a_resumed_stage_has_taken_the_time_of_all_its_parts(
-    project: Path, view: SftView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Mock(wraps=time)
-    monkeypatch.setattr(checkpoint, "time", clock)
-    for step, before in enumerate((0.0, 30.0, 60.0)):
-        clock.monotonic.return_value = 1000.0 * step
-        with checkpoint.claim(Paths(), view, main=True) as claim, loop(view) as snapshots:
-            assert claim.seconds == before
-            snapshots.load()
-            clock.monotonic.return_value += 30
-            snapshots.save(step, {"step": step})
 
 
 def change(file: Path, edit: Callable[[bytes], bytes]) -> None:
