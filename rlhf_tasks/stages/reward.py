@@ -52,6 +52,7 @@ from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import PATIENCE, Distributed, alone
 from rlhf_tasks.training.supervised import Sums, save, train
 
+LOCKED = "locked"
 NONE_MADE = """\
 # No reward model
 
@@ -82,12 +83,16 @@ def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 def _side_by_side(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Make the model of this worker alone; the first one gets metrics and curves of the other."""
     is_main = context.is_main_rank()
-    dist, out = alone(config.launch, config.seed), paths.reward if is_main else paths.reward_heldout
-    metrics = _make_reward_model(dist, config, paths, tracker, out)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
         address, port, is_master=False, timeout=PATIENCE
     )
+    if is_main:  # it has locked the snapshots of both; the same stage may have been at work elsewhere
+        store.set(LOCKED, "")
+    else:
+        store.wait([LOCKED])
+    dist, out = alone(config.launch, config.seed), paths.reward if is_main else paths.reward_heldout
+    metrics = _make_reward_model(dist, config, paths, tracker, out)
     if not is_main:
         store.set(out.name, json.dumps([metrics, tracker.history()]))
         return metrics

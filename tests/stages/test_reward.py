@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rlhf_tasks.models.load import (
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import reward
 from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums
-from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.tracking import NullTracker, context
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
 
@@ -203,6 +204,31 @@ def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) 
     assert [contracts.read_identity(out)["parents"] for out in OUTS.values()] == [parent, parent]
     first, second = (contracts.fingerprint(out) for out in OUTS.values())
     assert first != second
+
+
+def test_the_second_of_two_processes_begins_when_the_first_has_locked_the_snapshots_of_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same stage may be at work in another process."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(context, "is_worker", lambda: True)
+    monkeypatch.setattr(context, "is_main_rank", lambda: False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    begun = threading.Event()
+
+    def make(*args: Any) -> dict[str, float]:
+        begun.set()
+        return {}
+
+    monkeypatch.setattr(reward, "_make_reward_model", make)
+    arguments = small.view("reward", SMALL), Paths(), NullTracker()
+    second = threading.Thread(target=reward.run, args=arguments, daemon=True)
+    second.start()
+    assert not begun.wait(0.5)
+    store.set(reward.LOCKED, "")
+    second.join()
+    assert begun.is_set()
 
 
 def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here: Path) -> None:
