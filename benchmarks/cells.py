@@ -12,10 +12,11 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Cell = dict[str, Any]
 
@@ -62,12 +63,9 @@ def run(
             with (folder / "run.log").open("a", encoding="utf-8") as log:
                 for words in (
                     ["rlhf", "preset", preset, "--set", *values, *args.set],
-                    ["dvc", "repro", "report"],
+                    ["rlhf", "run"],
                 ):
-                    done = subprocess.run(
-                        words, cwd=folder, env={**own, **(environment or {})}, stdout=log, stderr=log
-                    )
-                    if done.returncode:
+                    if call(words, folder, {**own, **(environment or {})}, log):
                         raise SystemExit(f"{' '.join(words)} failed: see {folder / 'run.log'}")
             cells.append({"seed": seed, "variant": variant, **measure(folder)})
             with file.open("a", encoding="utf-8") as lines:
@@ -75,6 +73,16 @@ def run(
             print(cells[-1], flush=True)
     order = list(variants)
     return sorted(cells, key=lambda cell: (cell["seed"], order.index(cell["variant"])))
+
+
+def call(words: Sequence[str], folder: Path, environment: Mapping[str, str], log: IO[str]) -> int:
+    """The exit status of a program. It gets our SIGTERM, so that a stage saves its state."""
+    with subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log) as program:
+        before = signal.signal(signal.SIGTERM, lambda *_: program.terminate())
+        try:
+            return program.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def publish(page: Path, name: str, text: str, args: argparse.Namespace) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
 import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,7 @@ def test_a_finished_cell_is_kept_and_a_trial_is_apart(
         return argparse.Namespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(cells, "call", lambda words, *_: run(words).returncode)
 
     def found(only: list[str], *changes: str) -> list[cells.Cell]:
         started.clear()
@@ -50,6 +56,23 @@ def test_a_finished_cell_is_kept_and_a_trial_is_apart(
     ]
     assert found(["plain"], "ppo.total_episodes=8")[0]["folder"] == ".rlhf/name-trial/2"
     assert found(["plain", "large"]) == [plain, large]
-    assert [words[0] for words in started] == ["git", "rlhf", "dvc"]
+    assert [words[0] for words in started] == ["git", "rlhf", "rlhf"]
     lines = Path(".rlhf/name/cells.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [large, plain]
+
+
+def test_a_stopped_benchmark_lets_its_program_save(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, signal\n"
+        "signal.signal(signal.SIGTERM, lambda *_: exit(7))\n"
+        "pathlib.Path('up').touch(); signal.pause()\n"
+    )
+
+    def stop() -> None:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    with (tmp_path / "log").open("w") as log:
+        assert cells.call([sys.executable, "-c", program], tmp_path, os.environ, log) == 7
