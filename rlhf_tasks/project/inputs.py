@@ -213,7 +213,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
     """What the stage reads, and what is wrong with it."""
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     deps = graph[stage].deps if stage in graph else ()
-    problems, files = list[str](), dict[str, str]()
+    problems, files, missing = list[str](), dict[str, str](), dict[str, list[str]]()
     names = MODEL_PACKAGES if stage in MODEL_STAGES else TOKENIZER_PACKAGES if stage == "prepare" else ()
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
     packages = {name: _version(name) for name in (*names, *harness)}
@@ -227,7 +227,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
         try:
             place = paths.root / packaged.locate(path)
         except UserError as error:
-            problems.append(f"{key}: {error}")
+            missing.setdefault(str(error), []).append(key)
             continue
         if maker := next((name for name, node in graph.items() if is_in(path, node.outs)), None):
             problems.append(
@@ -238,6 +238,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
             problems.append(f"{key}={path} does not exist below {paths.root.resolve()}; give one that does")
         else:
             files[path] = hashing.dvc_md5(place, paths.home / "hashes.json")
+    problems += [f"{', '.join(keys)}: {error}" for error, keys in missing.items()]
     for key, function in functions_named(named):
         module, _, name = function.partition(":")
         try:

