@@ -39,7 +39,7 @@ def promote(
 
 def export(
     name: str = Argument(
-        ..., metavar="NAME", help="champion, an experiment of `dvc exp list`, or a checkpoint's folder"
+        ..., metavar="NAME", help="`champion`, an experiment of `dvc exp list`, or a checkpoint's folder"
     ),
     to: Path = Option(..., metavar="FOLDER", help="a folder that is empty or does not exist"),
 ) -> int:

@@ -393,7 +393,7 @@ class Ppo(Section):
     kl_penalty: KlPenalty | None = None
     """Penalty on the KL from the policy of the rollout; null: no penalty."""
     target_kl: t.PositiveFloat | None = None
-    """Policy/approxkl_avg of an epoch, in nats per token, above which no epoch follows; null: no limit."""
+    """`policy/approxkl_avg` of an epoch, in nats per token, above which no epoch follows; null: no limit."""
     reference_sync: ReferenceSync | None = None
     """Movement of the reference toward the policy; null: the reference is fixed."""
     ratio_from: Literal["rollout", "reference"] = "rollout"
@@ -426,7 +426,7 @@ class Ppo(Section):
     """Language-model loss on other text beside PPO's (PPO-ptx); null: no such loss."""
 
     guards: Guards | None = Guards()
-    """Checks that warn, stop or roll back; null: no checks."""
+    """Checks that warn, stop, roll back or raise the KL coefficient; null: no checks."""
 
     num_sample_generations: t.Count = 10
     """Times that responses to validation prompts are shown and stored, evenly from start to end, with

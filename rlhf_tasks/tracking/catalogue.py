@@ -26,7 +26,7 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
     "JUDGE": (_JUDGE, "the name of a judge in `judge.judges`"),
     "OTHER": (_JUDGE, "the name of another judge in `judge.judges`"),
     "A": (r"[a-z0-9]+", "the first model: `policy` or `sft`"),
-    "B": (r"[a-z0-9]+", "the second model: `sft` or `reference`; for `rlhf promote` also `champion`"),
+    "B": (r"[a-z0-9]+", "the second model: `sft`, `reference` or `base`; for `rlhf promote` also `champion`"),
     "MODEL": (r"policy|sft|reference|base", "`policy`, `sft` or `base`; of responses also `reference`"),
     "REWARD": (r"reward|reward_heldout", "which reward model: `reward` or `reward_heldout`"),
     "ORIGIN": (
