@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic
+from rlhf_tasks.project import atomic, packaged
 
 GPUS = {"l4": 24.0, "l40s": 48.0, "a100": 80.0, "h100": 80.0, "h200": 141.0}
 """GB of memory, as published."""
@@ -41,9 +41,23 @@ def preset(
     if not given and not changes:
         console.table("presets", ["name", "what it is"], [[n, presets.summary(n)] for n in presets.names()])
         return 0
+    former = _presets_in_force()
     changed = presets.apply(given, FILE, changes)
     console.say("\n  ".join([f"{FILE}: {len(changed)} values changed", *changed]))
+    if given and (remaining := presets.remaining(former, given, config.in_force(config.load(FILE)))):
+        again = "`git checkout params.yaml` first, if you do not want them"
+        console.say("\n  ".join([f"These values of a former preset remain ({again}):", *remaining]))
     return 0
+
+
+def _presets_in_force() -> list[str]:
+    """The presets that params.yaml has now; an invalid file has none."""
+    from rlhf_tasks import presets
+
+    try:
+        return presets.matching(config.in_force(config.load(FILE)))
+    except UserError:
+        return []
 
 
 def params(
@@ -83,7 +97,9 @@ def _upgrade() -> int:
 
 
 def check_model(
-    model: str = Argument(..., metavar="MODEL", help="a checkpoint folder, or OWNER/NAME@COMMIT of the hub"),
+    model: str = Argument(
+        ..., metavar="MODEL", help="a checkpoint folder, a GGUF file, or OWNER/NAME@COMMIT of the hub"
+    ),
 ) -> int:
     """Check that sampling and training give the same log-probs on random prompts.
 
@@ -91,10 +107,10 @@ def check_model(
     a reward model, compare its scores instead.
     """
     source, _, revision = model.partition("@") if not Path(model).exists() else (model, "", "")
-    if not Path(source).is_dir() and not config.is_hub_id(source):
+    if not Path(packaged.locate(source)).exists() and not config.is_hub_id(source):
         raise UserError(
-            f"{model}: there is no such folder, and it is not a hub model; give a checkpoint folder or "
-            "OWNER/NAME@COMMIT"
+            f"{model}: there is no such folder or file, and it is not a hub model; give a checkpoint folder, "
+            "a GGUF file or OWNER/NAME@COMMIT"
         )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports DeepSpeed, which would look for a GPU

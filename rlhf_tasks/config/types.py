@@ -239,8 +239,11 @@ def one_of(*words: str, example: str) -> BeforeValidator:
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a model source is an id of the hub, OWNER/NAME, and no local folder."""
-    return not Path(source).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
+    """Whether a model source is an id of the hub, OWNER/NAME, and no local folder or GGUF file."""
+    return (
+        not (Path(source).exists() or source.endswith(".gguf"))
+        and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
+    )
 
 
 def check_source(source: str | None, revision: str | None, key: str) -> Iterator[str]:
@@ -250,8 +253,8 @@ def check_source(source: str | None, revision: str | None, key: str) -> Iterator
             yield f"{key} names no model: `revision` would be ignored; set it to null too"
     elif is_hub_id(source) and revision is None:
         yield (
-            f"{key}={source!r} is not a local folder, so it is a hub id and needs `revision`: a commit hash; "
-            f"`git ls-remote https://huggingface.co/{source} HEAD` prints it"
+            f"{key}={source!r} is no folder here. If it is a model of the hub, it needs `revision`: a commit "
+            f"hash; `git ls-remote https://huggingface.co/{source} HEAD` prints it"
         )
     elif revision is not None and Path(source).exists():
         yield f"{key}={source!r} is a local folder: `revision` would be ignored; set it to null"

@@ -327,9 +327,9 @@ def rendered(
             before, row[name] = _answer(prompt, following, name, head, tools, rendering, table)
             row["prompt"] += before
         return row
-    except Unusable:
+    except (Unusable, UserError):
         raise
-    except ValueError as error:
+    except Exception as error:  # a template is a program: 1 / 0 is an error of its own
         detail = f"the chat template of {rendering.tokenizer} rejects it: {error}"
         raise Unusable("malformed", detail) from None
 

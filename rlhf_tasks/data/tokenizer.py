@@ -10,6 +10,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Model, Scratch
+from rlhf_tasks.config import Model, Scratch, is_hub_id
 from rlhf_tasks.data.chat import DATE, Rendering, end_with_turns, generated_spans, template
 from rlhf_tasks.data.rows import BATCH
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import disk, packaged
+from rlhf_tasks.project import disk, packaged, ready_models
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -156,11 +157,17 @@ def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase
 
     folder, file = packaged.gguf(model.base)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, revision=model.revision or "main", **file)
+        with packaged.reading(model.base) if file else nullcontext():
+            tokenizer = AutoTokenizer.from_pretrained(folder, revision=model.revision or "main", **file)
     except (OSError, ValueError, ImportError) as error:
+        ready_models.check_place(model.base)  # which says what a folder is instead
+        of_hub = f"Check the name and revision {model.revision}, and that this machine reaches the hub"
+        hint = (
+            f"{of_hub}; without it, give a folder." if is_hub_id(model.base) else "Does it lie in the folder?"
+        )
+        why = str(error).strip()
         raise UserError(
-            f"the tokenizer of model.base={model.base!r} (revision {model.revision}) could not be loaded: "
-            f"{error}\nCheck the name, and that this machine reaches the hub; without the hub, give a folder."
+            f"the tokenizer of model.base={model.base!r} could not be loaded: {why}\n{hint}"
         ) from error
     if not tokenizer.is_fast:
         raise UserError(

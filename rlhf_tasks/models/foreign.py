@@ -12,7 +12,6 @@ H hidden.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -25,22 +24,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_tasks.models.contracts import ContractError
+from rlhf_tasks.project import ready_models
 
 ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
 """Set to 1, the environment variable that allows weights in other formats than safetensors."""
 VALUE_HEADS = ("v_head.summary", "value_head")
 SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 """How the names of heads that score or classify texts begin."""
-OF_NO_MODEL = {
-    "*.gguf": "GGUF files; name one of them as `model.base: FOLDER/FILE.gguf`",
-    "*.distcp": "a distributed checkpoint of PyTorch (torch.distributed.checkpoint)",
-    "zero_to_fp32.py": "a training state of DeepSpeed, whose zero_to_fp32.py writes the weights",
-    "global_step*": "a training state of DeepSpeed",
-    "consolidated.*": "weights in the form of their authors, which transformers has a script to convert",
-    "checkpoint-*": "the output folder of a trainer; give one of its folders checkpoint-STEP",
-    "*.safetensors": "weights without their config.json",
-}
-"""What a folder without config.json is, by a file in it."""
 OTHER_HEADS = {
     "ForMaskedLM": "a masked language model, which reads both sides of a token",
     "ForTokenClassification": "a classifier of single tokens, such as a process reward model",
@@ -64,29 +54,9 @@ def refuse_others(source: str | Path, config: PretrainedConfig | None = None) ->
     With `config`, what that says too. Hub ids are known by their config alone.
 
     Raises:
-        ContractError: naming what the source is, and what to give instead.
+        UserError: naming what the source is, and what to give instead.
     """
-    folder = Path(source)
-    if (adapter := folder / "adapter_config.json").is_file():
-        try:
-            settings = dict(json.loads(adapter.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise ContractError(f"{source}: {adapter.name} cannot be read: {error}") from None
-        kind = "SequenceClassification" if settings.get("task_type") == "SEQ_CLS" else "CausalLM"
-        base = settings.get("base_model_name_or_path")
-        raise ContractError(
-            f"{source} holds an adapter alone, for the model {base}; merge them and give the merged folder: "
-            f"`peft.AutoPeftModelFor{kind}.from_pretrained({str(source)!r}).merge_and_unload()"
-            ".save_pretrained(FOLDER)`, with the tokenizer beside it"
-        )
-    if folder.is_file() and folder.suffix != ".gguf":
-        raise ContractError(f"{source} is a file; give the folder that holds config.json and the weights")
-    if folder.is_dir() and not (folder / "config.json").exists():
-        found = (what for pattern, what in OF_NO_MODEL.items() if any(folder.glob(pattern)))
-        raise ContractError(
-            f"{source} is no checkpoint folder: it has no config.json; it holds "
-            f"{next(found, 'nothing' if not any(folder.iterdir()) else 'no weights of a model')}"
-        )
+    ready_models.check_place(source)
     if config is not None and (what := _other_kind(config)):
         raise ContractError(f"{source} is {what}; give a causal language model, or a reward model")
 

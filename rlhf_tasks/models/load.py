@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -130,11 +130,10 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
         ContractError: if it cannot be read, or is no model for a stage.
     """
     refuse_others(source)
+    folder, file = packaged.gguf(str(source))
     try:
-        folder, file = packaged.gguf(str(source))
-        config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, revision=revision, **file))
-    except ImportError as error:
-        raise ContractError(f"{source}: {str(error).splitlines()[0]} (`pip install gguf`)") from None
+        with packaged.reading(source) if file else nullcontext():
+            config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, revision=revision, **file))
     except (OSError, ValueError) as error:
         raise _cannot_load(source, error) from error
     if file and hasattr(config, "quantization_config"):
@@ -156,8 +155,13 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
         # transformers saves no model that it has read from GGUF: its weights go into a new one
         with console.part(f"loading {Path(file['gguf_file']).stem}"):
             config = load_config(source)
-            with redirect_stderr(io.StringIO()):  # a bar of its own, among our lines
-                read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
+            auto: Any = AutoModelForCausalLM
+            # a bar of its own, and of a wrong file a report, among our lines
+            with packaged.reading(source), redirect_stderr(io.StringIO()):
+                read, info = auto.from_pretrained(
+                    folder, dtype=torch.float32, output_loading_info=True, **file
+                )
+            _check_whole(source, info)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.load_state_dict(read.state_dict())
         model.generation_config = read.generation_config
@@ -233,6 +237,12 @@ def _load(
         raise ContractError(
             f"{source} holds {', '.join(heads)}: it scores or classifies texts; give a language model"
         )
+    _check_whole(source, info)
+    return cast(PreTrainedModel, model.eval())
+
+
+def _check_whole(source: str | Path, info: Mapping[str, Any]) -> None:
+    """Refuse a model of which transformers' `output_loading_info` says that weights are new."""
     missing = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
     if missing:
         part = "its trained head" if any("score" in key for key in missing) else "weights"
@@ -240,7 +250,6 @@ def _load(
             f"{source} lacks {part}: {', '.join(missing[:5])} would be newly initialized; "
             "give a checkpoint that holds every weight"
         )
-    return cast(PreTrainedModel, model.eval())
 
 
 def _cannot_load(source: str | Path, error: Exception) -> ContractError:
@@ -282,7 +291,7 @@ def _fetch(source: str, revision: str | None, kinds: list[str]) -> Path:
 def _tokenizer_of_gguf(folder: str, gguf_file: str) -> tempfile.TemporaryDirectory[str]:
     """The tokenizer that a GGUF file holds, in a folder that this process removes at its end."""
     made = tempfile.TemporaryDirectory(prefix="rlhf-gguf-")
-    with console.part(f"reading the tokenizer of {gguf_file}"):
+    with console.part(f"reading the tokenizer of {gguf_file}"), packaged.reading(Path(folder, gguf_file)):
         AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file).save_pretrained(made.name)
     return made
 

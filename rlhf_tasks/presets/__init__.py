@@ -1,5 +1,15 @@
 """Presets: files of values that replace those of params.yaml."""
 
-from rlhf_tasks.presets.overlays import MOSTLY, Request, apply, matching, names, read, replaced, summary
+from rlhf_tasks.presets.overlays import (
+    MOSTLY,
+    Request,
+    apply,
+    matching,
+    names,
+    read,
+    remaining,
+    replaced,
+    summary,
+)
 
-__all__ = ["MOSTLY", "Request", "apply", "matching", "names", "read", "replaced", "summary"]
+__all__ = ["MOSTLY", "Request", "apply", "matching", "names", "read", "remaining", "replaced", "summary"]

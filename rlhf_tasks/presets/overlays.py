@@ -121,6 +121,13 @@ def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> li
     return changes
 
 
+def remaining(former: Sequence[str], chosen: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """What `values` still have of former presets and the chosen ones do not set, as `key=value`."""
+    own = {key for name in chosen for key in config.flatten(read(name))}
+    before = {k: v for name in former if name not in chosen for k, v in config.flatten(read(name)).items()}
+    return [f"{k}={config.in_yaml(v)}" for k, v in before.items() if k not in own and values.get(k) == v]
+
+
 def _combine(
     text: str, overlays: Sequence[Mapping[str, Any]], origin: str, single: Mapping[str, Any]
 ) -> tuple[str, config.Config, list[str]]:

@@ -234,6 +234,10 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
                 f"{key}={path} is made by stage {maker}, and is not among the deps of stage {stage} in "
                 "dvc.yaml; add it there, or name another one"
             )
+        elif paths.root.resolve().is_relative_to(place.resolve()):
+            problems.append(
+                f"{key}={path} is the project's folder, or holds it; give a folder or file of its own"
+            )
         elif not place.exists():
             problems.append(f"{key}={path} does not exist below {paths.root.resolve()}; give one that does")
         else:
@@ -241,6 +245,9 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
     problems += [f"{', '.join(keys)}: {error}" for error, keys in missing.items()]
     for key, function in functions_named(named):
         module, _, name = function.partition(":")
+        if name and module.endswith(".py"):
+            problems.append(f"{key}: write {module.removesuffix('.py')}:{name}, without .py")
+            continue
         try:
             own, foreign = _code(paths.root, module, name, (*deps, *NO_RESULT))
         except UserError as error:
@@ -248,12 +255,16 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
             continue
         files |= own
         packages |= {name: _version(name) for name in _distributions(foreign)}
-        place = paths.root.joinpath(*module.split("."))
+        place, top = paths.root.joinpath(*module.split(".")), module.split(".")[0]
         has_file = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
-        if not has_file and not _distributions({module.split(".")[0]}):
+        if not has_file and not _distributions({top}):
+            of_python = f"{top} is a module of Python itself: name a function of your own"
+            advice = (
+                of_python if top in sys.stdlib_module_names else f"write {top}.py, or install its package"
+            )
             problems.append(
                 f"{key}: the module of {function} is neither a file below {paths.root.resolve()} nor in an "
-                f"installed package; write {module.split('.')[0]}.py, or install its package"
+                f"installed package; {advice}"
             )
     return Inputs(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
 

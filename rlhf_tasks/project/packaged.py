@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_tasks.errors import UserError
@@ -19,6 +22,8 @@ def locate(source: str) -> str:
     if not source.startswith(PREFIX):
         return source
     name, _, file = source.removeprefix(PREFIX).partition("/")
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(f"{source}: {name!r} is no name of a package; write {PREFIX}NAME/FILE")
     try:
         package = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -37,3 +42,24 @@ def gguf(source: str) -> tuple[str, dict[str, str]]:
     """What `from_pretrained` gets for a source: a folder and its `gguf_file`, or the source."""
     path = Path(locate(source))
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(source), {})
+
+
+@contextmanager
+def reading(source: str | Path) -> Iterator[None]:
+    """Around what reads a GGUF file: whatever its parsers raise for a broken one is the user's mistake.
+
+    Raises:
+        UserError: naming the file and why it cannot be read.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except ImportError as error:
+        raise UserError(f"{source}: {str(error).splitlines()[0]} (`pip install gguf`)") from None
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"{source} cannot be read as GGUF ({type(error).__name__}: {why}): it is cut off, or of a form "
+            "that this version of transformers does not read; download it again, or give a folder"
+        ) from error

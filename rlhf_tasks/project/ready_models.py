@@ -28,12 +28,51 @@ from rlhf_tasks.project.paths import Paths
 FILE = "reference.json"
 KEYS = ("model.base", "sft.from", "reward.from")
 """The parameters that name a ready model."""
+OF_NO_MODEL = {
+    "*.gguf": "GGUF files; name one of them as `model.base: FOLDER/FILE.gguf`",
+    "*.distcp": "a distributed checkpoint of PyTorch (torch.distributed.checkpoint)",
+    "zero_to_fp32.py": "a training state of DeepSpeed, whose zero_to_fp32.py writes the weights",
+    "global_step*": "a training state of DeepSpeed",
+    "consolidated.*": "weights in the form of their authors, which transformers has a script to convert",
+    "checkpoint-*": "the output folder of a trainer; give one of its folders checkpoint-STEP",
+    "*.safetensors": "weights without their config.json",
+}
+"""What a folder without config.json is, by a file in it."""
 
 
 def read(folder: str | Path) -> dict[str, Any] | None:
     """The content of a folder's reference.json; None for a folder with weights, and for a hub id."""
     file = Path(folder) / FILE
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+
+def check_place(source: str | Path) -> None:
+    """Check that a source is no file but GGUF, no adapter alone, and no folder without a config.
+
+    Raises:
+        UserError: naming what the source is, and what to give instead.
+    """
+    folder = Path(source)
+    if (adapter := folder / "adapter_config.json").is_file():
+        try:
+            settings = dict(json.loads(adapter.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{source}: {adapter.name} cannot be read: {error}") from None
+        kind = "SequenceClassification" if settings.get("task_type") == "SEQ_CLS" else "CausalLM"
+        base = settings.get("base_model_name_or_path")
+        raise UserError(
+            f"{source} holds an adapter alone, for the model {base}; merge them and give the merged folder: "
+            f"`peft.AutoPeftModelFor{kind}.from_pretrained({str(source)!r}).merge_and_unload()"
+            ".save_pretrained(FOLDER)`, with the tokenizer beside it"
+        )
+    if folder.is_file() and folder.suffix != ".gguf":
+        raise UserError(f"{source} is a file; give the folder that holds config.json and the weights")
+    if folder.is_dir() and not (folder / "config.json").exists():
+        found = (what for pattern, what in OF_NO_MODEL.items() if any(folder.glob(pattern)))
+        raise UserError(
+            f"{source} is no checkpoint folder: it has no config.json; it holds "
+            f"{next(found, 'nothing' if not any(folder.iterdir()) else 'no weights of a model')}"
+        )
 
 
 def weights(place: Path) -> list[Path]:

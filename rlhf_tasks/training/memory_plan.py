@@ -13,6 +13,7 @@ reward models as large as the policy.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -28,6 +29,7 @@ from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import scratch_config
 from rlhf_tasks.models.logprobs import GPU_LOGITS
+from rlhf_tasks.project import packaged
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.precision import tokens_that_fit
 
@@ -106,8 +108,10 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
         source, revision = config.model.base, config.model.revision
     elif source == config.sft.source:
         revision = config.sft.revision
+    folder, file = packaged.gguf(source)
     try:
-        return sizes_of_config(AutoConfig.from_pretrained(source, revision=revision))
+        with packaged.reading(source) if file else nullcontext():
+            return sizes_of_config(AutoConfig.from_pretrained(folder, revision=revision, **file))
     except (OSError, ValueError) as error:
         hint = "a hub id needs network access or a filled cache" if is_hub_id(source) else "is it a folder?"
         why = str(error).splitlines()[0]

@@ -42,4 +42,4 @@ def test_positions_that_depend_on_the_batch_are_named_with_their_length(
 @pytest.mark.parametrize("given", ["nowhere", "models/nowhere/at/all"])
 def test_what_is_no_model_is_one_message(given: str, rlhf: Command) -> None:
     message = rlhf("check-model", given, status=2).err
-    assert f"{given}: there is no such folder, and it is not a hub model" in message
+    assert f"{given}: there is no such folder or file, and it is not a hub model" in message

@@ -117,6 +117,17 @@ def test_a_missing_input_is_named_with_the_stage_that_makes_it(stage: Install, r
     assert not Path("models/sft").exists()
 
 
+def test_a_function_that_only_the_judge_calls_is_imported_before_the_training(
+    stage: Install, rlhf: Command
+) -> None:
+    stage(lambda view, paths, tracker: pytest.fail("the stage began"))
+    Path("mine.py").write_text("import nothing_of_that_name\n\ndef score(prompts, responses): ...\n")
+    own = "judge.judges=[{kind: function, name: mine, function: 'mine:score'}]"
+    rlhf("preset --set", own, "promotion=null")
+    message = rlhf("sft", status=2).err
+    assert "judge.judges.0.function: mine:score cannot be imported: ModuleNotFoundError" in message
+
+
 def test_all_problems_of_params_yaml_are_reported_before_anything_is_loaded(
     stage: Install, rlhf: Command
 ) -> None:

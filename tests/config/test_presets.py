@@ -89,6 +89,15 @@ def test_a_preset_applies_to_a_section_that_the_same_command_turns_on(project: P
     assert settings.model_dump(mode="json") == gate, "single values win"
 
 
+def test_values_that_remain_of_a_former_preset_are_shown(project: Path, rlhf: Command) -> None:
+    rlhf("preset sentiment")
+    shown = rlhf("preset docstrings").out.partition("of a former preset remain")[2]
+    assert "ppo.guards.action=warn" in shown  # docstrings does not set it
+    assert "model.base" not in shown  # both set it
+    assert "ppo.kl_coef" not in shown
+    assert "remain" not in rlhf("preset docstrings").out + rlhf("preset docstrings --set seed=2").out
+
+
 def test_replacing_a_section_leaves_no_key_of_the_old_one() -> None:
     """A key that only the file's own section has is removed, even an unknown one."""
     own = SHIPPED.replace("tracking: {", "tracking: {of_old: 1, ")

@@ -89,5 +89,5 @@ def test_a_ready_tokenizer_without_pad_pads_with_eos_and_keeps_its_template(
 
 def test_a_missing_base_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"the tokenizer of model\.base"):
+    with pytest.raises(UserError, match=r"it has no config\.json; it holds nothing"):
         tokenizer.ready(Model(base=str(tmp_path / "empty"), revision=None, scratch=None))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import checks
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.foreign import ANY_WEIGHTS
@@ -136,7 +137,7 @@ def test_a_config_of_other_shapes_and_a_damaged_adapter_are_named(tmp_path: Path
     with pytest.raises(ContractError, match="weights have other shapes than its config"):
         load_causal(folder)
     (folder / "adapter_config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ContractError, match=r"adapter_config\.json cannot be read"):
+    with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
         load_causal(folder)
 
 
@@ -160,14 +161,14 @@ def test_a_folder_that_is_no_checkpoint_is_named_as_what_it_is(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     for load in (load_causal, load_reward):
-        with pytest.raises(ContractError, match=words):
+        with pytest.raises(UserError, match=words):
             load(tmp_path)
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(ContractError, match="is a file; give the folder"):
+    with pytest.raises(UserError, match="is a file; give the folder"):
         load_causal(file)
 
 
@@ -179,7 +180,7 @@ def test_an_adapter_is_refused_also_beside_a_config(tmp_path: Path, kind: str) -
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
     cls = "AutoPeftModelFor" + ("CausalLM" if kind == "CAUSAL_LM" else "SequenceClassification")
     for load in (load_causal, load_reward):
-        with pytest.raises(ContractError, match=f"an adapter alone, for the model some/base; .*{cls}"):
+        with pytest.raises(UserError, match=f"an adapter alone, for the model some/base; .*{cls}"):
             load(folder)
 
 

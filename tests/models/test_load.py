@@ -17,6 +17,7 @@ from transformers import (
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.foreign import ANY_WEIGHTS
 from rlhf_tasks.models.load import (
@@ -126,7 +127,7 @@ def test_what_is_no_checkpoint_or_a_damaged_one_is_an_error(tmp_path: Path) -> N
     weights = save(small.causal(), tmp_path / "torn") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     for folder in (tmp_path, tmp_path / "torn"):
-        with pytest.raises(ContractError, match=f"(cannot load a model from )?{folder}"):
+        with pytest.raises(UserError, match=f"(cannot load a model from )?{folder}"):
             load_causal(folder)
 
 

