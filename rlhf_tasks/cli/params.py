@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,23 +42,26 @@ def preset(
     if not given and not changes:
         console.table("presets", ["name", "what it is"], [[n, presets.summary(n)] for n in presets.names()])
         return 0
-    former = _presets_in_force()
     changed = presets.apply(given, FILE, changes)
     console.say("\n  ".join([f"{FILE}: {len(changed)} values changed", *changed]))
-    if given and (remaining := presets.remaining(former, given, config.in_force(config.load(FILE)))):
-        again = "`git checkout params.yaml` first, if you do not want them"
-        console.say("\n  ".join([f"These values of a former preset remain ({again}):", *remaining]))
+    if given and (committed := _committed()):
+        remaining = presets.remaining(committed, config.in_force(config.load(FILE)), given, changes)
+        again = "`git checkout params.yaml` first, if you do not want that"
+        if remaining:
+            console.say("\n  ".join([f"Earlier changes since the last commit remain ({again}):", *remaining]))
     return 0
 
 
-def _presets_in_force() -> list[str]:
-    """The presets that params.yaml has now; an invalid file has none."""
-    from rlhf_tasks import presets
+def _committed() -> Mapping[str, Any]:
+    """All values of the last commit's params.yaml; none where there is no such file, or an older one."""
+    from rlhf_tasks.project import git
 
     try:
-        return presets.matching(config.in_force(config.load(FILE)))
+        return config.in_force(
+            config.validate(config.parse(git.show(Path(), "HEAD", str(FILE)), str(FILE)), str(FILE))
+        )
     except UserError:
-        return []
+        return {}
 
 
 def params(
@@ -143,7 +147,7 @@ def plan(
         2000.0, metavar="GB", callback=above_zero, help="memory of a machine, for launch.offload"
     ),
     model: str | None = Option(
-        None, help="plan for the model of this folder or hub id, in place of params.yaml's"
+        None, help="plan for the model of this folder, GGUF file or hub id, in place of params.yaml's"
     ),
     as_json: bool = Option(False, "--json", help="print JSON instead of a table"),
 ) -> int:

@@ -256,8 +256,8 @@ def check_source(source: str | None, revision: str | None, key: str) -> Iterator
             f"{key}={source!r} is no folder here. If it is a model of the hub, it needs `revision`: a commit "
             f"hash; `git ls-remote https://huggingface.co/{source} HEAD` prints it"
         )
-    elif revision is not None and Path(source).exists():
-        yield f"{key}={source!r} is a local folder: `revision` would be ignored; set it to null"
+    elif revision is not None and (Path(source).exists() or source.endswith(".gguf")):
+        yield f"{key}={source!r} is no hub id: `revision` would be ignored; set it to null"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -122,7 +122,6 @@ def generated_spans(tokenizer: PreTrainedTokenizerBase) -> Spans | None:
 
 def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, list[tuple[int, int]]]]:
     """Renders messages: the text, and the spans that the template marks, if they are asked for."""
-    from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source = str(tokenizer.chat_template)
@@ -147,7 +146,9 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, li
                 add_generation_prompt=answer_follows,
                 **names,
             )
-        except (TemplateError, TypeError, AttributeError, KeyError) as error:  # templates expect their fields
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program: it expects fields, and may divide by 0
             raise ValueError(str(error)) from error
         [text], spans = found
         return text, spans[0] if with_spans else []
@@ -327,9 +328,9 @@ def rendered(
             before, row[name] = _answer(prompt, following, name, head, tools, rendering, table)
             row["prompt"] += before
         return row
-    except (Unusable, UserError):
+    except Unusable:
         raise
-    except Exception as error:  # a template is a program: 1 / 0 is an error of its own
+    except ValueError as error:
         detail = f"the chat template of {rendering.tokenizer} rejects it: {error}"
         raise Unusable("malformed", detail) from None
 

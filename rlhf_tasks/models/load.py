@@ -127,7 +127,7 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
     """The config of a folder or the hub.
 
     Raises:
-        ContractError: if it cannot be read, or is no model for a stage.
+        UserError: if it cannot be read, or is no model for a stage.
     """
     refuse_others(source)
     folder, file = packaged.gguf(str(source))
@@ -146,7 +146,7 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
     """A causal LM from a folder, the hub or a GGUF file, in float32 and eval mode.
 
     Raises:
-        ContractError: if it cannot be read, or weights are missing from it.
+        UserError: if it cannot be read, or weights are missing from it.
     """
     folder, file = packaged.gguf(str(ready_models.locate(source)))
     if not file:
@@ -155,12 +155,9 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
         # transformers saves no model that it has read from GGUF: its weights go into a new one
         with console.part(f"loading {Path(file['gguf_file']).stem}"):
             config = load_config(source)
-            auto: Any = AutoModelForCausalLM
-            # a bar of its own, and of a wrong file a report, among our lines
+            # a bar of its own, among our lines
             with packaged.reading(source), redirect_stderr(io.StringIO()):
-                read, info = auto.from_pretrained(
-                    folder, dtype=torch.float32, output_loading_info=True, **file
-                )
+                read, info = _from_pretrained(AutoModelForCausalLM, source, folder, **file)
             _check_whole(source, info)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.load_state_dict(read.state_dict())
@@ -176,7 +173,7 @@ def is_reward(source: str | Path, revision: str | None = None) -> bool:
     """Whether a checkpoint scores or classifies texts.
 
     Raises:
-        ContractError: if it cannot be read, or is no model for a stage.
+        UserError: if it cannot be read, or is no model for a stage.
     """
     config = load_config(source, revision)
     return is_classifier(config) or _head(source, revision, config) is not None
@@ -186,7 +183,7 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     """A reward model, or a value model, with its **trained** head, also under another program's name.
 
     Raises:
-        ContractError: if it has no trained one-score head, or cannot be read.
+        UserError: if it has no trained one-score head, or cannot be read.
     """
     config = load_config(source, revision)
     head = _head(source, revision, config)
@@ -217,21 +214,14 @@ def _load(
     """A model in float32; heads that score texts beside it are refused, or left out (`without_head`)."""
     config, place = load_config(source, revision), ready_models.locate(source)
     names = (*SCORE_HEADS, getattr(config, "value_head_prefix", None))
-    how: dict[str, Any] = {"revision": revision, "dtype": torch.float32, "output_loading_info": True}
+    how: dict[str, Any] = {"revision": revision}
     how |= {} if place == source else {"config": config}
     how |= {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
     try:
         with console.part(f"loading {Path(source).name}"):
-            model, info = auto.from_pretrained(place, **how)
+            model, info = _from_pretrained(auto, source, place, **how)
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(source, error) from error
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise ContractError(
-            f"{source}: weights have other shapes than its config.json says (the report above names them), "
-            "such as another vocab_size, or a score head without num_labels=1; correct config.json"
-        ) from error
     heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in names)
     if heads and not without_head:
         raise ContractError(
@@ -239,6 +229,22 @@ def _load(
         )
     _check_whole(source, info)
     return cast(PreTrainedModel, model.eval())
+
+
+def _from_pretrained(
+    auto: Any, source: str | Path, place: str | Path, **how: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """A model in float32, and what transformers says of its weights."""
+    try:
+        model, info = auto.from_pretrained(place, dtype=torch.float32, output_loading_info=True, **how)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ContractError(
+            f"{source}: weights have other shapes than its config says (the report above names them), such "
+            "as another vocab_size, or a score head without num_labels=1; correct config.json"
+        ) from error
+    return model, info
 
 
 def _check_whole(source: str | Path, info: Mapping[str, Any]) -> None:
@@ -291,8 +297,10 @@ def _fetch(source: str, revision: str | None, kinds: list[str]) -> Path:
 def _tokenizer_of_gguf(folder: str, gguf_file: str) -> tempfile.TemporaryDirectory[str]:
     """The tokenizer that a GGUF file holds, in a folder that this process removes at its end."""
     made = tempfile.TemporaryDirectory(prefix="rlhf-gguf-")
-    with console.part(f"reading the tokenizer of {gguf_file}"), packaged.reading(Path(folder, gguf_file)):
-        AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file).save_pretrained(made.name)
+    with console.part(f"reading the tokenizer of {gguf_file}"):
+        with packaged.reading(Path(folder, gguf_file)):
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
+        tokenizer.save_pretrained(made.name)
     return made
 
 

@@ -121,11 +121,17 @@ def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> li
     return changes
 
 
-def remaining(former: Sequence[str], chosen: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """What `values` still have of former presets and the chosen ones do not set, as `key=value`."""
-    own = {key for name in chosen for key in config.flatten(read(name))}
-    before = {k: v for name in former if name not in chosen for k, v in config.flatten(read(name)).items()}
-    return [f"{k}={config.in_yaml(v)}" for k, v in before.items() if k not in own and values.get(k) == v]
+def remaining(
+    committed: Mapping[str, Any], values: Mapping[str, Any], chosen: Sequence[str], settings: Sequence[str]
+) -> list[str]:
+    """How `values` differ from the committed ones where neither these presets nor settings set them."""
+    own = {*config.flatten(_together([_setting(words) for words in settings]))}
+    own |= {key for name in chosen for key in config.flatten(read(name))}
+    return [
+        change
+        for change in config.differences(committed, values)
+        if not any(f"{change.partition(':')[0]}.".startswith(f"{key}.") for key in own)
+    ]
 
 
 def _combine(

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
+
+MARK = "rlhf: "
+"""Where a message begins, after what a module may print."""
 
 
 def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
@@ -33,6 +39,20 @@ def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
         what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
         raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
     return found  # type: ignore[no-any-return]
+
+
+def check_importable(functions: Sequence[tuple[str, str]], root: Path) -> None:
+    """Check that (key, `module:function`) can be imported, in a process that gives back what modules hold.
+
+    Raises:
+        UserError: as `load_function`, for the first that cannot.
+    """
+    if functions:
+        words = [sys.executable, "-m", "rlhf_tasks.project.imports", str(root), *itertools.chain(*functions)]
+        with console.part("importing the functions of params.yaml"):
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode == 2:
+            raise UserError(done.stderr.partition(MARK)[2].strip())
 
 
 def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,3 +94,13 @@ def _import(name: str, root: Path) -> ModuleType:
             del sys.modules[name]
         raise
     return module
+
+
+if __name__ == "__main__":  # of `check_importable`
+    where, *named = sys.argv[1:]
+    try:
+        for own_key, own_function in zip(named[::2], named[1::2], strict=True):
+            load_function(own_function, own_key, Path(where))
+    except UserError as error:
+        print(f"{MARK}{error}", file=sys.stderr)
+        sys.exit(2)

@@ -245,7 +245,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
     problems += [f"{', '.join(keys)}: {error}" for error, keys in missing.items()]
     for key, function in functions_named(named):
         module, _, name = function.partition(":")
-        if name and module.endswith(".py"):
+        if module.endswith(".py") and (paths.root / module).is_file():
             problems.append(f"{key}: write {module.removesuffix('.py')}:{name}, without .py")
             continue
         try:

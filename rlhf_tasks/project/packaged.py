@@ -46,11 +46,13 @@ def gguf(source: str) -> tuple[str, dict[str, str]]:
 
 @contextmanager
 def reading(source: str | Path) -> Iterator[None]:
-    """Around what reads a GGUF file: whatever its parsers raise for a broken one is the user's mistake.
+    """Around the parsers of a GGUF file: whatever they raise for a broken one is the user's mistake.
 
     Raises:
-        UserError: naming the file and why it cannot be read.
+        UserError: naming the file, which does not exist, or why it cannot be read.
     """
+    if not Path(locate(str(source))).exists():
+        raise UserError(f"{source}: there is no such file")
     try:
         yield
     except (UserError, MemoryError):
@@ -58,6 +60,8 @@ def reading(source: str | Path) -> Iterator[None]:
     except ImportError as error:
         raise UserError(f"{source}: {str(error).splitlines()[0]} (`pip install gguf`)") from None
     except Exception as error:
+        if getattr(error, "errno", None) or "memory" in str(error):  # the machine's, not the file's
+            raise
         why = (str(error).splitlines() or [""])[0]
         raise UserError(
             f"{source} cannot be read as GGUF ({type(error).__name__}: {why}): it is cut off, or of a form "

@@ -92,7 +92,7 @@ def sizes_of_config(config: PretrainedConfig) -> Sizes:
 def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Sizes:
     """The policy of params.yaml: models/sft where the project has it, else what SFT would start from.
 
-    With `model`, a folder or a hub id, that one instead.
+    With `model`, a folder, a GGUF file or a hub id, that one instead.
 
     Raises:
         UserError: if the config of the model cannot be read.
@@ -111,11 +111,12 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     folder, file = packaged.gguf(source)
     try:
         with packaged.reading(source) if file else nullcontext():
-            return sizes_of_config(AutoConfig.from_pretrained(folder, revision=revision, **file))
+            found = AutoConfig.from_pretrained(folder, revision=revision, **file)
     except (OSError, ValueError) as error:
         hint = "a hub id needs network access or a filled cache" if is_hub_id(source) else "is it a folder?"
         why = str(error).splitlines()[0]
         raise UserError(f"cannot read the config of {source}: {why} ({hint})") from error
+    return sizes_of_config(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,17 @@ def test_a_preset_applies_to_a_section_that_the_same_command_turns_on(project: P
 
 
 def test_values_that_remain_of_a_former_preset_are_shown(project: Path, rlhf: Command) -> None:
-    rlhf("preset sentiment")
-    shown = rlhf("preset docstrings").out.partition("of a former preset remain")[2]
-    assert "ppo.guards.action=warn" in shown  # docstrings does not set it
-    assert "model.base" not in shown  # both set it
-    assert "ppo.kl_coef" not in shown
-    assert "remain" not in rlhf("preset docstrings").out + rlhf("preset docstrings --set seed=2").out
+    assert "remain" not in rlhf("preset sentiment").out, "there is no commit"
+    shutil.copy(toy.ROOT / "params.yaml", "params.yaml")
+    for words in ("init -q", "add params.yaml", "-c user.name=a -c user.email=a@b commit -q -m x"):
+        subprocess.run(["git", *words.split()], check=True)
+    assert "remain" not in rlhf("preset sentiment --set ppo.kl_coef=0.3").out, "the command sets all of it"
+    shown = rlhf("preset docstrings --set ppo.truncation.kind=none").out.partition("Earlier changes")[2]
+    assert "ppo.guards.action: stop → warn" in shown  # docstrings does not set it
+    for key in ("model.base", "ppo.kl_coef", "ppo.truncation"):
+        assert key not in shown  # the command does
+    rlhf("preset constraints")
+    assert "ppo.scorers: " in rlhf("preset grpo").out.partition("Earlier changes")[2]  # a list
 
 
 def test_replacing_a_section_leaves_no_key_of_the_old_one() -> None:

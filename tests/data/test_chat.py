@@ -135,6 +135,7 @@ def test_a_template_that_demands_alternation_names_itself(rendering: Any) -> Non
     assert len(corpus["sft"]["train"]) == 1
     expected = "the chat template of the tokenizer of m rejects it: Roles must alternate user/assistant"
     assert f"t:1: malformed: {expected}" in report
+    assert "rejects it: division by zero" in read(rendering("{{ 1 / 0 }}"), rows[1])[1]
 
 
 def test_a_default_system_prompt_is_part_of_the_prompt(rendering: Any) -> None:

