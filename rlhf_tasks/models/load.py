@@ -134,7 +134,7 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
     try:
         with packaged.reading(source) if file else nullcontext():
             config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, revision=revision, **file))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise _cannot_load(source, error) from error
     if file and hasattr(config, "quantization_config"):
         del config.quantization_config  # its weights are read as float32
