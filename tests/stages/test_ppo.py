@@ -144,7 +144,7 @@ def test_an_error_about_a_selection_judge_without_a_revision_names_its_own_key()
     judge = {"kind": "local", "prompt": "hhh", "name": "own", "path": "some/one"}
     with pytest.raises(ConfigError) as error:
         config.validate(small.params({"ppo.select_by": {"judge": judge, "max_failure_share": 0.5}}), "test")
-    assert "ppo.select_by.judge: path of judge own='some/one' is not a local folder" in str(error.value)
+    assert "ppo.select_by.judge: path of judge own='some/one' is no folder here" in str(error.value)
     assert "judge.judges" not in str(error.value)
 
 
