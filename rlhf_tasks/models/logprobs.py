@@ -73,11 +73,14 @@ def token_stats(
         """(B, T, H) → (B, R + 1, 3) in place of logits."""
         assert linear is not None
         states.append(hidden)
-        # Logits of 16 bits round by more than an update moves a log-prob: weights in float32 give float32
-        # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.
+        # Logits of 16 bits round by more than an update moves a log-prob. So the output layer computes in
+        # float32, under autocast and with weights that FSDP2 or DeepSpeed hold in 16 bits too.
         with torch.autocast(hidden.device.type, enabled=False):
-            hidden = batch.predicting(hidden).to(head.weight.dtype)  # (N, H)
-            stats = _chunked_stats(hidden, head, labels, temperature, entropy_grad, linear)  # (N, 3)
+            weight, bias = _at_least_float32(head.weight), None
+            if head.bias is not None:
+                bias = _at_least_float32(head.bias)
+            hidden = batch.predicting(hidden).to(weight.dtype)  # (N, H)
+            stats = _chunked_stats(hidden, weight, bias, labels, temperature, entropy_grad, linear)  # (N, 3)
         found = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
         found = torch.cat([found, found.new_zeros(len(mask), 1, 3)], dim=1)
         given.append((found.detach(), found._version))
@@ -123,7 +126,8 @@ def head_width(model: PreTrainedModel) -> int:
 
 def _chunked_stats(
     hidden: Tensor,
-    head: nn.Linear,
+    weight: Tensor,
+    bias: Tensor | None,
     labels: Tensor,
     temperature: float,
     entropy_grad: bool,
@@ -132,9 +136,9 @@ def _chunked_stats(
     """`_stats` of (N, H) states, (N, 3), from as many logits at a time as one chunk may have."""
 
     def stats_of_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
-        return _stats(linear(hidden, head.weight, head.bias), labels, temperature, entropy_grad)
+        return _stats(linear(hidden, weight, bias), labels, temperature, entropy_grad)
 
-    size = max(1, (CPU_LOGITS if hidden.device.type == "cpu" else GPU_LOGITS) // len(head.weight))
+    size = max(1, (CPU_LOGITS if hidden.device.type == "cpu" else GPU_LOGITS) // len(weight))
     chunks = zip(hidden.split(size), labels.split(size), strict=True)
     return torch.cat(
         [checkpoint(stats_of_chunk, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
@@ -146,12 +150,16 @@ def _stats(logits: Tensor, labels: Tensor, temperature: float, entropy_grad: boo
 
     H = −Σ p · log p, with p = softmax(logits / temperature). At least in float32.
     """
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = _at_least_float32(logits)
     logp = (z if temperature == 1 else z / temperature).log_softmax(-1)  # (N, V)
     chosen = logp.gather(1, labels[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -torch.einsum("nv,nv->n", logp.exp(), logp)
     return torch.stack([chosen, entropy, (chosen >= logp.amax(-1)).to(z.dtype)], dim=1)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _left_aligned(stats: Tensor, batch: Batch, states: Tensor) -> TokenStats:

@@ -1,5 +1,7 @@
 """A rollout: responses sampled from the policy, and every number that PPO learns from, on the CPU.
 
+All ranks hold all of it: so the number of ranks changes no advantage, no metric and no step.
+
 B responses · R response length. In each (B, R) tensor a row starts with the first token of its response;
 `mask` is True on real response tokens, EOS included.
 """
@@ -7,7 +9,7 @@ B responses · R response length. In each (B, R) tensor a row starts with the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate_groups, group_rows, group_sizes
-from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.load import TokenScores, disable_adapters, supports_shared_prefix
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
@@ -34,8 +36,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rollout:
-    """The rollout of all ranks, or one rank's share of it."""
-
     queries: list[Ids]
     responses: list[Ids]
     ended: Tensor  # (B,) bool: the response has an end
@@ -191,60 +191,30 @@ def score_rollout(
     queries: list[Ids],
     samples: Samples,
     columns: Columns,
+    minibatches: Sequence[Sequence[int]],
     *,
     tokenizer: PreTrainedTokenizerBase,
     ends: StopTokens,
     budget: TokenBudget,
     is_on_policy: bool,
 ) -> Rollout:
-    """The rollout of this rank's samples, without advantages: log-probs, values and scores.
+    """The rollout of all ranks' samples, without advantages: log-probs, values and scores.
 
-    `queries` are the ids of the `prompts`.
+    `queries` are the ids of the `prompts`; all of these are given to all ranks, and each computes its share.
     Where the policy in training did not sample by itself (`is_on_policy` is False), or not in float32, its
     log-probs come from a pass of their own: the sampler computes a token at a time and rounds otherwise, and
-    the first ratio would differ from 1.
+    the first ratio would differ from 1. The passes read the micro-batches in which the first epoch will train
+    on these `minibatches`: in bf16 the rows of a pass decide how it rounds.
 
     Raises:
         NonFiniteError: on all ranks, if any number is NaN or infinite; the rollout is its `batch`.
     """
     responses, lengths = samples.responses, torch.tensor([len(r) for r in samples.responses])
     shape = (len(queries), config.response_length)
+    recomputes = not is_on_policy or not dist.is_float32
+    ended = torch.tensor([has_ended(response, ends) for response in responses])
     logprobs, ref_logprobs, values = (torch.zeros(shape) for _ in range(3))
     last_values = torch.zeros(len(queries))
-    recomputes, shares = not is_on_policy or not dist.is_float32, model.shares_queries
-    groups = group_rows(queries, responses, range(len(queries)), budget.max_tokens, shares=shares)
-
-    def forward(numbers: list[int]) -> None:
-        own = [groups[number] for number in numbers]
-        rows = [row for group in own for row in group]
-        batch = collate_groups(queries, responses, own, tokenizer.pad_token_id).to(dist.device)
-        with dist.autocast():
-            ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
-            stats = None
-            if recomputes or isinstance(model.critic, ValueHead):
-                stats, state_values = model(batch, config.temperature)  # (b, r), (b, r + 1)
-            else:
-                state_values = model.values(batch)
-        if not rows:  # a pass that other ranks need
-            return
-        width = ref.shape[1]
-        mask, state_values = batch.mask.cpu(), state_values.float().cpu()
-        ref_logprobs[rows, :width] = ref.float().cpu()
-        values[rows, :width] = torch.where(mask, state_values[:, :-1], 0)
-        last_values[rows] = state_values.gather(1, lengths[rows, None]).squeeze(1)
-        if recomputes and stats is not None:
-            logprobs[rows, :width] = stats.logprobs.float().cpu()
-
-    dist.run_batches(budget, group_sizes(queries, responses, groups), forward)
-    if not recomputes:
-        logprobs = pad_rows(samples.logprobs, config.response_length)
-    ended = torch.tensor([has_ended(response, ends) for response in responses])
-    to_score = close_responses(tokenizer, responses, ends)
-    parts = raise_on_all_ranks(
-        dist,
-        lambda: scorers.parts(Responses.of_ids(prompts, queries, to_score, tokenizer, columns)),
-        {"queries": queries, "responses": responses},
-    )
     rollout = Rollout(
         queries=queries,
         responses=responses,
@@ -253,20 +223,71 @@ def score_rollout(
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
         values=values,
-        bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
-        scores=scorers.total(parts),
-        parts=parts,
+        bootstrap_values=last_values,
+        scores=torch.zeros(len(queries)),
+        parts={},
         importance=torch.ones(shape),
         advantages=torch.zeros(shape),
         returns=torch.zeros(shape),
         pad=tokenizer.pad_token_id,
-        shares_queries=shares,
+        shares_queries=model.shares_queries,
+    )
+
+    def forward(micro: MicroRows) -> None:
+        batch = rollout.batch(micro.groups).to(dist.device)
+        with dist.autocast():
+            ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
+            stats = None
+            if recomputes or isinstance(model.critic, ValueHead):
+                stats, state_values = model(batch, config.temperature)  # (b, r), (b, r + 1)
+            else:
+                state_values = model.values(batch)
+        if not micro.scale:  # a pass that other ranks need
+            return
+        rows, width = micro.rows, ref.shape[1]
+        mask, state_values = batch.mask.cpu(), state_values.float().cpu()
+        ref_logprobs[rows, :width] = ref.float().cpu()
+        values[rows, :width] = torch.where(mask, state_values[:, :-1], 0)
+        last_values[rows] = state_values.gather(1, lengths[rows, None]).squeeze(1)
+        if recomputes and stats is not None:
+            logprobs[rows, :width] = stats.logprobs.float().cpu()
+
+    with console.part("reading", len(minibatches), "minibatches") as meter:
+        for minibatch in minibatches:
+            for attempt in dist.attempts(budget):
+                with attempt:
+                    for micro in rollout.split(dist, dist.slice_rows(minibatch), budget):
+                        forward(micro)
+            meter.advance()
+    # each row was read by one rank, and is zero on the others
+    logprobs, ref_logprobs, values, last_values = (
+        dist.sum(x.to(dist.device)).cpu() for x in (logprobs, ref_logprobs, values, last_values)
+    )
+
+    own = dist.shard_rows(range(len(queries)))
+    own_queries, own_responses = [queries[i] for i in own], [responses[i] for i in own]
+    to_score = close_responses(tokenizer, own_responses, ends)
+    own_parts = raise_on_all_ranks(
+        dist,
+        lambda: scorers.parts(
+            Responses.of_ids([prompts[i] for i in own], own_queries, to_score, tokenizer, take(columns, own))
+        ),
+        {"queries": own_queries, "responses": own_responses},
+    )
+    parts: dict[str, Tensor] = interleave(dist.all_gather_object(own_parts))
+    rollout = replace(
+        rollout,
+        logprobs=logprobs if recomputes else pad_rows(samples.logprobs, config.response_length),
+        ref_logprobs=ref_logprobs,
+        values=values,
+        bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
+        scores=scorers.total(parts),
+        parts=parts,
     )
     names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")
     wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]
-    if dist.max(len(wrong)):  # all ranks must stop together
-        named = ", ".join(wrong) or "numbers on another rank"
-        raise NonFiniteError(f"a rollout has NaN or infinite {named}", vars(rollout))
+    if wrong:
+        raise NonFiniteError(f"a rollout has NaN or infinite {', '.join(wrong)}", vars(rollout))
     return rollout
 
 
@@ -286,20 +307,6 @@ def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mappi
         raise NonFiniteError(message, dict(batch)) from fault
     assert result is not None
     return result
-
-
-def gather_rollout(dist: Distributed, rollout: Rollout) -> Rollout:
-    """The rollout of all ranks, on each of them, in the order before `Distributed.shard_rows` has split it.
-
-    What follows sees all rows: so the number of ranks changes no advantage, no metric and no step.
-    """
-    parts = dist.all_gather_object(rollout)
-    whole = {
-        field.name: interleave([getattr(part, field.name) for part in parts])
-        for field in fields(Rollout)
-        if field.name not in ("pad", "shares_queries")
-    }
-    return replace(rollout, **whole)
 
 
 def interleave(parts: Sequence[Any]) -> Any:

@@ -48,7 +48,7 @@ class Sampler(Protocol):
     """Whether the policy in training samples by itself: its log-probs are then exact."""
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
-        """This rank's share of the responses p_1 … p_n, again p_1 … p_n, and so on, k times.
+        """The responses to p_1 … p_n, again p_1 … p_n, and so on, k times; all of them on all ranks.
 
         Raises:
             NonFiniteError: if the policy gives no distribution; the queries are its `batch`.
@@ -85,7 +85,10 @@ class PolicySampler:
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
         batch_size = self._config.sampler.batch_size if self._config.sampler.kind == "policy" else None
-        return self._sample(queries, self._config.samples_per_prompt, self._generator, batch_size)
+        own = self._sample(queries, self._config.samples_per_prompt, self._generator, batch_size)
+        parts = self._dist.all_gather_object((own.responses, own.logprobs))
+        responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
+        return Samples(responses, logprobs)
 
     def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return rollout, {}
@@ -153,7 +156,7 @@ class VllmSampler:
         self._load(update)
         samples = self._sample(queries, self._config.samples_per_prompt, self._generator)
         self._logprobs = samples.logprobs
-        return Samples(self._dist.shard_rows(samples.responses), self._dist.shard_rows(samples.logprobs))
+        return samples
 
     def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """π_old is the policy's own pass before the update."""

@@ -204,7 +204,8 @@ def initial_state(
         sampler = VllmSampler(dist, config, actor_critic.policy, tokenizer, token_rng, server)
     guards = None
     if config.guards is not None:
-        ratio_error = FLOAT32_RATIO_ERROR if dist.is_float32 else BF16_RATIO_ERROR
+        ratio_error = SHARDED_BF16_RATIO_ERROR if dist.rounds_weights else BF16_RATIO_ERROR
+        ratio_error = FLOAT32_RATIO_ERROR if dist.is_float32 else ratio_error
         guards = Guards(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
     return TrainState(
         actor_critic=actor_critic,

@@ -60,7 +60,6 @@ from rlhf_tasks.ppo.rollout import (
     NoCritic,
     Rollout,
     Scorers,
-    gather_rollout,
     score_rollout,
 )
 from rlhf_tasks.ppo.state import TrainState, handle_trips, keep_rollback_target, write_fault
@@ -106,7 +105,6 @@ def train(
     """
     num_updates, batch_size = config.total_episodes // config.rollout_batch_size, config.rollout_batch_size
     num_prompts, num_samples = batch_size // config.samples_per_prompt, config.samples_per_prompt  # n, k
-    minibatch_size = batch_size // config.num_mini_batches
     actor_critic = state.actor_critic
     has_critic = not isinstance(actor_critic.critic, NoCritic)
     warmup: CriticWarmup | None = getattr(config.critic, "warmup", None)
@@ -155,28 +153,29 @@ def train(
 
                 # 2. Responses: k to each of n prompts, in the order p_1 … p_n, again p_1 … p_n, and so on.
                 rows = state.prompt_order.take(num_prompts)
-                samples = state.sampler.sample([queries[i] for i in rows], state.update)  # of this rank
+                samples = state.sampler.sample([queries[i] for i in rows], state.update)
+                rows = rows * num_samples
                 generated = clock()
 
-                # 3. Scores, log-probs of policy and reference, and the critic's values, of this rank's rows.
-                own = dist.shard_rows(rows) * num_samples  # the sampler's order, as the ranks divide n
+                # 3. Scores, log-probs of policy and reference, and the critic's values. They are computed in
+                # the micro-batches of the first epoch, so that its ratios start at exactly 1 in bf16 too.
+                minibatches = shuffle_minibatches(config, state.order_rng)
                 rollout = score_rollout(
                     dist,
                     config,
                     actor_critic,
                     state.reference,
                     scorers,
-                    [prompts[i] for i in own],
-                    [queries[i] for i in own],
+                    [prompts[i] for i in rows],
+                    [queries[i] for i in rows],
                     samples,
-                    take(columns, own),
+                    take(columns, rows),
+                    minibatches,
                     tokenizer=tokenizer,
                     ends=ends,
-                    budget=state.scoring_budget,
+                    budget=state.budget,
                     is_on_policy=state.sampler.is_policy,
                 )
-                # From here on each rank has the B rows of all of them.
-                rollout = gather_rollout(dist, rollout)
                 rollout, sampler_metrics = state.sampler.correct(rollout)
                 mask = rollout.mask  # (B, R)
                 scored = clock()
@@ -224,18 +223,16 @@ def train(
                 rollout = replace(rollout, advantages=advantages, returns=returns)
                 require_finite(rollout_metrics, rollout)
 
-                # 6. Epochs over the rollout, in shuffled minibatches; each is one step. The k responses to a
-                # prompt stay together, where a minibatch is a multiple of k, and the models read it once.
+                # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
                 steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
                 num_epochs = 0
                 num_steps = config.num_ppo_epochs * config.num_mini_batches
                 with console.part("epochs", num_steps, "steps") as meter:
                     while num_epochs < config.num_ppo_epochs:
-                        shuffled: list[int] = torch.randperm(num_prompts, generator=state.order_rng).tolist()
-                        order = [row for p in shuffled for row in range(p, batch_size, num_prompts)]
-                        for first_row in range(0, batch_size, minibatch_size):
-                            mini = order[first_row : first_row + minibatch_size]  # of all ranks
-                            ptx_rows = state.ptx.take(minibatch_size) if state.ptx and not is_warmup else []
+                        if num_epochs:
+                            minibatches = shuffle_minibatches(config, state.order_rng)
+                        for mini in minibatches:
+                            ptx_rows = state.ptx.take(len(mini)) if state.ptx and not is_warmup else []
 
                             # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
                             sums, ptx_sums = accumulate_gradients(
@@ -338,7 +335,7 @@ def train(
                         kept = evaluator.rollout_rows(
                             state.evaluation,
                             rollout,
-                            [prompts[i] for i in rows] * num_samples,
+                            [prompts[i] for i in rows],
                             kl,
                             episode=int(metrics["episode"]),
                             update=state.update,
@@ -361,6 +358,19 @@ def train(
                 snapshots.save(state.num_rollouts, state.state_dict(dist) | {"tracker": tracker.state_dict()})
             if metrics:
                 yield metrics
+
+
+def shuffle_minibatches(config: Ppo, generator: torch.Generator) -> list[list[int]]:
+    """The rows of each minibatch of an epoch, of all ranks.
+
+    The k responses to a prompt stay together, where a minibatch is a multiple of k, and the models read it
+    once.
+    """
+    batch_size, size = config.rollout_batch_size, config.rollout_batch_size // config.num_mini_batches
+    num_prompts = batch_size // config.samples_per_prompt
+    shuffled: list[int] = torch.randperm(num_prompts, generator=generator).tolist()
+    order = [row for p in shuffled for row in range(p, batch_size, num_prompts)]
+    return [order[first : first + size] for first in range(0, batch_size, size)]
 
 
 def accumulate_gradients(

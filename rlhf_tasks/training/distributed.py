@@ -93,6 +93,8 @@ class Distributed:
         is_zero3 = self.is_deepspeed and self.accelerator.state.deepspeed_plugin.zero_stage == 3
         self.shards: bool = self._is_fsdp2 or is_zero3
         """Whether a rank holds only a part of the weights."""
+        self.rounds_weights: bool = not self.is_float32 and (self.is_deepspeed or self._is_fsdp2)
+        """Whether passes read weights of 16 bits, and not float32 ones that autocast rounds for each layer."""
         self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if self.shards else None
         self._computes_in = torch.bfloat16 if self._is_fsdp2 and not self.is_float32 else None
         self._offload = launch.offload
@@ -211,12 +213,13 @@ class Distributed:
     def freeze(self, model: nn.Module) -> None:
         """Make a model untrainable, in the precision of the trained model, and `put` it.
 
-        DeepSpeed converts the trained model's weights to bf16; with a float32 reference, rounding alone
-        would cause a KL.
+        DeepSpeed converts the trained model's parameters to bf16, and no buffer; any other rounding, such as
+        that of rotary frequencies, would cause a KL between equal models.
         """
         model.requires_grad_(False)
         if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
-            model.to(torch.bfloat16)
+            for weight in model.parameters():
+                weight.data = weight.data.to(torch.bfloat16)
         self.put(model)
 
     def to_check(self, model: M) -> M | None:

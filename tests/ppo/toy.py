@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,24 +128,9 @@ class EstimateEnds(Exception):
 @contextmanager
 def given(rollout: Rollout) -> Iterator[None]:
     """Within the block every update has this rollout of all ranks, whatever was sampled."""
-
-    def score(dist: Distributed, *_: Any, **__: Any) -> Rollout:
-        return share(rollout, dist)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "score_rollout", score)
+        patch.setattr(loop, "score_rollout", lambda *_, **__: rollout)
         yield
-
-
-def share(rollout: Rollout, dist: Distributed) -> Rollout:
-    """The rows of one rank."""
-
-    def rows(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: rows(part) for name, part in value.items()}
-        return value if isinstance(value, int) else value[dist.rank :: dist.world_size]
-
-    return replace(rollout, **{field.name: rows(getattr(rollout, field.name)) for field in fields(Rollout)})
 
 
 @dataclass
@@ -185,6 +170,7 @@ class Toy:
             queries * num_samples,
             sampler.sample(queries, 0),
             NONE,
+            [range(len(QUERIES))],
             tokenizer=self.inputs["tokenizer"],
             ends=self.inputs["ends"],
             budget=TokenBudget(self.config.micro_batch_tokens),
