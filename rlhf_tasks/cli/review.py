@@ -130,7 +130,7 @@ def judge(
 
 def generate(
     model: Path = Argument(..., metavar="MODEL", help="a checkpoint's folder, such as models/policy"),
-    prompt: str | None = Option(None, metavar="TEXT", help="the exact text that the model continues"),
+    prompt: str | None = Option(None, metavar="TEXT", help="the prompt; a user's turn for a chat model"),
     temperature: float = Option(1.0, callback=above_zero, help="temperature of the sampling"),
     max_new_tokens: int = Option(64, min=1, help="longest response, in tokens"),
     num_samples: int = Option(1, min=1, help="number of responses per prompt"),

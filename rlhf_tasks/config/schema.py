@@ -155,6 +155,9 @@ class Data(Section):
     """Number of validation prompts, if the source has no validation split."""
     num_test: t.NumRows = 1000
     """Number of test prompts, if the source has no test split."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Whether a plain prompt is a user's turn in the chat template of the model, and its answer the
+    assistant's: `auto` where the tokenizer has a template and the prompt does not hold its marks already."""
     chat_date: Day = "2025-01-01"
     """The date that a chat template prints where it prints today's: results do not depend on the day."""
     max_rows: t.PositiveInt | None = None

@@ -5,6 +5,10 @@ response is what it has to write then. Nothing of a conversation is dropped in s
 not write is refused, with the template named as the cause. Whether it writes a text is seen by rendering the
 conversation again, with a mark in place of each text.
 
+A plain prompt is a user's turn where the tokenizer has a template (`data.chat`), unless it holds marks of the
+template: then it was rendered before. The tokenizers of data and models keep the setting, so that whoever
+reads a prompt later does the same.
+
 A template that marks what is to be trained on (`{% generation %}`) decides what a demonstration is: a turn
 without marks is none, and what stands before the marks belongs to the prompt. EOS is trained on always.
 """
@@ -53,6 +57,8 @@ CALL = "function_call"
 """The role, in LLaMA-Factory's data, of a message that is the JSON of the assistant's tool calls."""
 DATE = "chat_date"
 """The key of a tokenizer's config that holds the date which its chat template prints."""
+PLAIN = "data_chat"
+"""The key of a tokenizer's config that holds `data.chat`."""
 DATE_CODES = re.compile(r"%[-_0^#]?[A-Za-z%]")
 
 Spans = Callable[[list[Message], Sequence[Any] | None], list[tuple[int, int]]]
@@ -83,6 +89,8 @@ class Rendering:
     special: names of special tokens; where a template writes no EOS after an answer, the last of them is its
         end, such as `<|eom_id|>` after a tool call.
     spans: where the template marks what is to be trained on; None where it marks nothing.
+    plain: whether plain prompts become a user's turn, as in `data.chat`.
+    marks: texts of which a prompt that the template has rendered holds one.
     """
 
     bos: str
@@ -92,6 +100,19 @@ class Rendering:
     train_on: Literal["last", "all"] = "last"
     special: Sequence[str] = ()
     spans: Spans | None = None
+    plain: Literal["auto", "always", "never"] = "never"
+    marks: Sequence[str] = ()
+
+    def is_turn(self, prompt: str) -> bool:
+        """Whether a plain prompt is to become a user's turn."""
+        return self.plain_kind(prompt) == "turns"
+
+    def plain_kind(self, prompt: str) -> Literal["turns", "marked", "plain"]:
+        """What a plain prompt is: to become a turn, rendered already, or to stay as it is."""
+        if self.chat is None or self.plain == "never":
+            return "plain"
+        is_marked = self.plain == "auto" and any(mark in prompt for mark in self.marks)
+        return "marked" if is_marked else "turns"
 
 
 class Unusable(ValueError):
@@ -154,6 +175,57 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, li
         return text, spans[0] if with_spans else []
 
     return render
+
+
+def marks_of(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[str]:
+    """What a chat template writes around a user's turn: special tokens, or else the last word before it.
+
+    BOS is no mark: plain prompts have it too.
+    """
+    mark = "\ue000prompt\ue000"  # no text has these characters
+    try:
+        before, _, after = chat([{"role": "user", "content": mark}], True).partition(mark)
+    except ValueError:  # so it rejects all plain prompts, and says why
+        return []
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    found = [token for token in special - {tokenizer.bos_token} if token in before + after]
+    return sorted(found) or before.removeprefix(str(tokenizer.bos_token)).split()[-1:]
+
+
+def as_turns(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Prompts that somebody wrote, as the models of this tokenizer read them, by the `data.chat` it keeps.
+
+    A prompt with marks of the template was rendered before, and stays as it is.
+
+    Raises:
+        UserError: if the template rejects a user's turn.
+    """
+    if not tokenizer.chat_template or tokenizer.init_kwargs.get(PLAIN) == "never":
+        return list(prompts)
+    chat = template(tokenizer)
+    marks = marks_of(tokenizer, chat)
+    try:
+        return [
+            text if any(mark in text for mark in marks) else chat([{"role": "user", "content": text}], True)
+            for text in prompts
+        ]
+    except ValueError as error:
+        raise UserError(
+            f"the chat template of {tokenizer.name_or_path} rejects a user's turn ({error}); give the whole "
+            "prompt, as the template writes it"
+        ) from None
+
+
+def in_words(tokenizer: PreTrainedTokenizerBase) -> str:
+    """How prompts reach the models of this tokenizer, for their cards; "" without a chat template."""
+    if not tokenizer.chat_template:
+        return ""
+    plain = tokenizer.init_kwargs.get(PLAIN, "auto")
+    turn = "stays as it is" if plain == "never" else "is a user's turn"
+    return (
+        "\n## Prompts\nMessages are rendered by the chat template; "
+        f"a plain prompt {turn} (`data.chat: {plain}`).\n"
+    )
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -296,6 +368,29 @@ def common_start(first: list[Message], second: list[Message]) -> list[Message]:
 
 
 # ---------------------------------------------------------------------------------------------- as the model
+
+
+def plain_row(
+    prompt: str, answers: Mapping[str, str], rendering: Rendering, table: str = "the data"
+) -> dict[str, str]:
+    """`prompt`, and each answer by its name, as texts; a user's turn and the assistant's where that is asked.
+
+    Raises:
+        Unusable: if the template cannot render the turns.
+    """
+    if prompt.strip() and rendering.is_turn(prompt):
+        # the blank with which plain answers follow their prompt is no part of a turn
+        turns = {name: re.sub(r"\A (?=\S)", "", text) for name, text in answers.items()}
+        given = {name: [{"role": "assistant", "content": text}] for name, text in turns.items()}
+        return rendered([{"role": "user", "content": prompt}], given, None, rendering, table)
+    if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
+        prompt = rendering.bos + prompt
+    return {"prompt": prompt} | {name: _without_end(text, rendering.eos) for name, text in answers.items()}
+
+
+def _without_end(text: str, eos: str) -> str:
+    bare = text.rstrip()
+    return bare.removesuffix(eos) if bare.endswith(eos) else text
 
 
 def rendered(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.chat import Chat
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.errors import UserError
 
@@ -95,14 +94,13 @@ def about(topic: str) -> str:
 
 def generate(
     seed: int,
-    chat: Chat | None,
     *,
     num_prompts: int,
     num_validation: int,
     num_test: int,
     keep: Sequence[str] = (),
 ) -> dict[Literal["prompts"], dict[Split, list[Row]]]:
-    """Prompts by split, as the chat template writes a message of the user.
+    """Plain prompts by split.
 
     Held-out splits have as few topics as their numbers of rows allow, each with every kind; train prompts
     have all other topics.
@@ -128,7 +126,7 @@ def generate(
         )
     rng.shuffle(train)
     parts["train"] = train[:num_prompts]
-    made = {s: [prompt(row, chat, keep, "constraints") for row in rows] for s, rows in parts.items()}
+    made = {s: [prompt(row, keep, "constraints") for row in rows] for s, rows in parts.items()}
     return {"prompts": made}
 
 
@@ -146,11 +144,10 @@ def _rows(rng: random.Random, topics: Sequence[str], kinds: Mapping[str, Kind]) 
     return rows
 
 
-def prompt(row: Row, chat: Chat | None, keep: Sequence[str], source: str) -> Row:
+def prompt(row: Row, keep: Sequence[str], source: str) -> Row:
     """A prompt's row without a reference, of a `text` and the columns to keep."""
-    text = row["text"] if chat is None else chat([{"role": "user", "content": row["text"]}], True)
     kept = {KEY: {name: row[name] for name in keep}} if keep else {}
-    return {"prompt": text, "reference": None, "source": source} | kept
+    return {"prompt": row["text"], "reference": None, "source": source} | kept
 
 
 TOPICS = re.split(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.chat import Chat
 from rlhf_tasks.data.constraints import TOPICS, Row, prompt
 from rlhf_tasks.errors import UserError
 
@@ -27,14 +26,13 @@ OPENERS = (
 
 def generate(
     seed: int,
-    chat: Chat | None,
     *,
     num_prompts: int,
     num_validation: int,
     num_test: int,
     keep: Sequence[str] = (),
 ) -> dict[Literal["prompts"], dict[Split, list[Row]]]:
-    """Prompts by split, as the chat template writes a message of the user.
+    """Plain prompts by split.
 
     Raises:
         UserError: if there are not as many.
@@ -57,5 +55,5 @@ def generate(
                 "data.num_test"
             )
         rng.shuffle(rows)
-        parts[split] = [prompt(row, chat, keep, "opinions") for row in rows[:count]]
+        parts[split] = [prompt(row, keep, "opinions") for row in rows[:count]]
     return {"prompts": parts}

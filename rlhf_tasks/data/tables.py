@@ -9,6 +9,7 @@ chat template.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from rlhf_tasks.data.chat import (
     Unusable,
     common_start,
     message,
+    plain_row,
     rendered,
     tools_of,
 )
@@ -60,10 +62,13 @@ class Part(NamedTuple):
     """The name of the set."""
 
 
-def assemble(parts: Sequence[Part], rendering: Rendering, problems: Problems) -> Corpus:
+def assemble(
+    parts: Sequence[Part], rendering: Rendering, problems: Problems, plain: Counter[str] | None = None
+) -> Corpus:
     """All tables as rows; bad lines go to `problems`, and what is read how, or not, is said.
 
-    Tables of one role and split are joined in their order. Prompts alone have the reference None.
+    Tables of one role and split are joined in their order. Prompts alone have the reference None. What plain
+    prompts became is counted in `plain`, by `Rendering.plain_kind`.
 
     Raises:
         UserError: naming every table whose shape is not known, or that lacks a column.
@@ -94,6 +99,7 @@ def assemble(parts: Sequence[Part], rendering: Rendering, problems: Problems) ->
     if faults:
         raise UserError("the data cannot be read as it is:\n  " + "\n  ".join(faults))
 
+    plain = Counter() if plain is None else plain
     writers, given = dict[Role, Writer](), dict[Role, list[Split]]()
     left_out = dict[str, list[str]]()
     total = sum(len(reading.table.lines) for _, _, reading, *_ in known)
@@ -130,13 +136,28 @@ def assemble(parts: Sequence[Part], rendering: Rendering, problems: Problems) ->
                     except Unusable as fault:
                         problems.add(line.where, row, fault.reason, fault.detail)
                         continue
+                    if isinstance(row.get("prompt"), str):
+                        plain[rendering.plain_kind(row["prompt"])] += 1
                     for turn in turns:
                         writer.add(place, {**turn, "source": line.where, **kept, **own})
             meter.advance(number % BATCH)
     for why, places in left_out.items():
         more = ", …" if len(places) > MOST_NAMED else ""
         console.say(f"  {len(places)} row(s) make no row: {why} ({', '.join(places[:MOST_NAMED])}{more})")
+    say_plain(plain, rendering)
     return {role: writer.finish(given[role]) for role, writer in writers.items()}
+
+
+def say_plain(plain: Mapping[str, int], rendering: Rendering) -> None:
+    """Say what became of plain prompts, where the tokenizer has a chat template."""
+    whose = f"the chat template of {rendering.tokenizer}"
+    said = {
+        "turns": f"become a user's turn in {whose} (data.chat: never leaves them as they are)",
+        "marked": f"hold {' or '.join(rendering.marks)} of {whose} already, and stay as they are",
+        "plain": f"stay as they are, without {whose} (data.chat: never)",
+    }
+    for kind, count in plain.items() if rendering.chat is not None else ():
+        console.say(f"  {count:,} plain prompt(s) {said[kind]}")
 
 
 def _peek(reading: Reading) -> tuple[tuple[str, ...], Iterator[tuple[Line, Any]]]:
@@ -211,9 +232,7 @@ def _texts(
         return [*(turn | {CONVERSATION: row["prompt"]} for turn in earlier), row]
     if tools_of(values.get("tools")):
         raise Unusable("malformed", "has tools, but its prompt is text, which no chat template renders")
-    if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
-        prompt = rendering.bos + prompt
-    return [{"prompt": prompt} | {name: _without_end(a, rendering.eos) for name, a in answers.items()}]
+    return [plain_row(prompt, answers, rendering, table)]
 
 
 def split_row(
@@ -299,8 +318,3 @@ def _value(name: str, value: Any) -> str | list[Message]:
             "malformed", f"{name} is of type {type(value).__name__}; give text or a list of messages"
         )
     return [message(name, number, item) for number, item in enumerate(value)]
-
-
-def _without_end(text: str, eos: str) -> str:
-    bare = text.rstrip()
-    return bare.removesuffix(eos) if bare.endswith(eos) else text

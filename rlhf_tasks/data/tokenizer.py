@@ -19,8 +19,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Model, Scratch, is_hub_id
-from rlhf_tasks.data.chat import DATE, Rendering, end_with_turns, generated_spans, template
+from rlhf_tasks.config import Data, Model, Scratch, is_hub_id
+from rlhf_tasks.data.chat import (
+    DATE,
+    PLAIN,
+    Rendering,
+    end_with_turns,
+    generated_spans,
+    marks_of,
+    template,
+)
 from rlhf_tasks.data.rows import BATCH
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import disk, packaged, ready_models
@@ -144,11 +152,11 @@ def _uncased(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Toke
 
 
 @console.part("loading the tokenizer")
-def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase:
+def ready(model: Model, data: Data | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a base model that exists; a missing pad token is EOS (masks come from lengths).
 
-    EOS is the end of a turn, where the chat template writes one.
-    `chat_date` is kept in its config, for chat templates that print today's date.
+    EOS is the end of a turn, where the chat template writes one. What `data` says of chat templates is kept
+    in its config: the date that they print, and whether plain prompts are turns.
 
     Raises:
         UserError: if it cannot be loaded, is not one of the `tokenizers` library, or has no EOS.
@@ -180,8 +188,13 @@ def ready(model: Model, chat_date: str | None = None) -> PreTrainedTokenizerBase
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     end_with_turns(tokenizer)
-    if tokenizer.chat_template and chat_date is not None:
-        tokenizer.init_kwargs[DATE] = chat_date
+    if tokenizer.chat_template and data is not None:
+        tokenizer.init_kwargs |= {DATE: data.chat_date, PLAIN: data.chat}
+    elif data is not None and data.chat == "always":
+        raise UserError(
+            f"data.chat: always needs a chat template, and the tokenizer of model.base={model.base!r} has "
+            "none; set it to auto, or use a model that has one"
+        )
     return tokenizer
 
 
@@ -198,13 +211,16 @@ def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
                 f"Warning: {name} has a BOS token {tokenizer.bos_token!r} with rstrip, which takes the white "
                 "space after it, so that plain prompts lose theirs at the start; set rstrip to false for it"
             )
+    chat = template(tokenizer) if tokenizer.chat_template else None
     return Rendering(
         bos=bos,
         eos=str(tokenizer.eos_token),
-        chat=template(tokenizer) if tokenizer.chat_template else None,
+        chat=chat,
         tokenizer=f"the tokenizer of {name}",
         special=[str(token) for token in tokenizer.added_tokens_decoder.values() if token.special],
         spans=generated_spans(tokenizer),
+        plain=tokenizer.init_kwargs.get(PLAIN, "auto"),
+        marks=marks_of(tokenizer, chat) if chat else (),
     )
 
 

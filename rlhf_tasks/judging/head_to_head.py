@@ -17,7 +17,8 @@ from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView, is_hub_id
 from rlhf_tasks.config.types import check_source, pinned_revision
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.chat import as_turns
 from rlhf_tasks.data.rows import prompt_key
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import summary
@@ -138,7 +139,7 @@ def _model(name: str, paths: Paths) -> Model:
     if name == REFERENCE:
         return REFERENCE
     if name.endswith(".jsonl"):
-        return _response_file(paths.root / name)
+        return _response_file(paths.root / name, paths)
     source, _, revision = name.partition("@") if not (paths.root / name).exists() else (name, "", "")
     folder = paths.root / source
     if not folder.is_dir() and not is_hub_id(source):
@@ -161,14 +162,16 @@ def _model(name: str, paths: Paths) -> Model:
     return Checkpoint(source, revision or None)
 
 
-def _response_file(file: Path) -> ResponseFile:
-    """Responses made elsewhere, one per prompt."""
+def _response_file(file: Path, paths: Paths) -> ResponseFile:
+    """Responses made elsewhere, one per prompt, which is read as the data's are."""
     responses: dict[str, str] = {}
     twice = []
-    for where, row in read_rows(file, Response).items():
-        if prompt_key(row.prompt) in responses:
+    rows = read_rows(file, Response)
+    prompts = as_turns([row.prompt for row in rows.values()], load_tokenizer(paths.tokenizer))
+    for (where, row), key in zip(rows.items(), map(prompt_key, prompts), strict=True):
+        if key in responses:
             twice.append(f"{where}: an earlier row has a response to this prompt; keep one of them")
-        responses[prompt_key(row.prompt)] = row.completion
+        responses[key] = row.completion
     if twice:
         raise UserError("\n".join(twice[:MAX_SHOWN]))
     return responses

@@ -46,6 +46,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Lora, Ready, Scratch, is_hub_id
+from rlhf_tasks.data import chat
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import (
@@ -526,7 +527,7 @@ def save_checkpoint(
         else:
             _save_reference(model, folder, source)
         tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / "README.md").write_text(card + chat.in_words(tokenizer), encoding="utf-8")
         text = json.dumps(dict(identity), indent=2, sort_keys=True) + "\n"
         (folder / IDENTITY).write_text(text, encoding="utf-8")
 

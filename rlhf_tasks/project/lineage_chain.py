@@ -227,6 +227,8 @@ def lines(chain: Chain) -> Iterator[str]:
             yield f"data         {path}  {md5 or 'not in dvc.lock'}"
     if (source := chain.data.get("data.source", "files")) != "files":
         yield f"data         source {source}"
+    if "data.chat" in chain.data:
+        yield f"data         chat {chain.data['data.chat']}"
     for link in chain.links:
         run = link.lineage.get("rlhf.run")
         text = f"run {run}, code of {link.lineage.get('git.rev')}" if run else ""

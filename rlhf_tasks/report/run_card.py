@@ -29,7 +29,10 @@ def show(paths: Paths, settings: Config) -> None:
 def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     ppo = _json(paths.metrics("ppo"))
     episodes = f", {ppo['episode']:,.0f} episodes of PPO" if "episode" in ppo else ""
-    yield "Trained", f"{run_facts.base_model(settings.model)}{episodes}; data: {settings.data.in_words}"
+    data = settings.data.in_words
+    if _json(paths.metrics("prepare")).get("rows/as_turns"):
+        data += ", as turns of the chat template"
+    yield "Trained", f"{run_facts.base_model(settings.model)}{episodes}; data: {data}"
     try:
         results = EvaluationResults.read(paths.evaluation_results)
     except UserError:

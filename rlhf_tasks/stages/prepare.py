@@ -29,9 +29,9 @@ from rlhf_tasks.data import (
     synthetic,
     tokenizer,
 )
-from rlhf_tasks.data.chat import Rendering
+from rlhf_tasks.data.chat import Rendering, Unusable, plain_row
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SET, SPLITS, TEXTS, Corpus, Lengths, Problems, Role
-from rlhf_tasks.data.tables import Part, assemble
+from rlhf_tasks.data.tables import Part, assemble, say_plain
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.imports import load_function
@@ -53,11 +53,14 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     data, scratch, problems = config.data, config.model.scratch, Problems()
     # 1. Rows of any source, as the base model's chat template renders them.
     if scratch is None:
-        words = tokenizer.ready(config.model, data.chat_date)
+        words = tokenizer.ready(config.model, data)
         rendering = replace(tokenizer.ready_rendering(words, config.model.base), train_on=config.train_on)
     else:
+        if data.chat == "always":
+            raise UserError("data.chat: always needs a chat template, and model.base: scratch has none")
         rendering = tokenizer.scratch_rendering()
-    corpus = _read(paths, config, rendering, problems)
+    plain = Counter[str]()
+    corpus = _read(paths, config, rendering, problems, plain)
     if [*corpus] == ["prompts"]:
         if scratch is not None:
             raise UserError(f"model.base: scratch has no text to learn from. {PROMPTS_ALONE}")
@@ -96,6 +99,8 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         raise UserError(f"{error}\n{problems.report()}" if problems else str(error)) from None
     kept = splits.mix_train(full, weights, data.max_rows, config.seed)
     metrics = _measure(kept, good, lengths, problems)
+    if rendering.chat is not None:
+        metrics["rows/as_turns"] = float(plain["turns"])
     # Responses of a tokenizer of words are decoded with a blank before each word.
     joins = scratch is not None and scratch.tokenizer == "words"
     merged = sum(int(lengths[batch.role].merged[batch.numbers].sum()) for batch in rows.batches(good))
@@ -112,7 +117,10 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     return metrics
 
 
-def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Problems) -> Corpus:
+def _read(
+    paths: Paths, config: PrepareView, rendering: Rendering, problems: Problems, plain: Counter[str]
+) -> Corpus:
+    """The rows of the source. How many plain prompts became turns, or did not, is counted in `plain`."""
     data, settings, seed = config.data, config.prepare, config.seed
     sizes: dict[Split, int] = {"validation": data.num_validation, "test": data.num_test}
     generated = {
@@ -142,17 +150,36 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
         case "arithmetic":
             made = arithmetic.generate(seed, num_sft=num_sft, **counts)
         case "constraints":
-            made = constraints.generate(seed, rendering.chat, **counts)
+            made = constraints.generate(seed, **counts)
         case "opinions":
-            made = opinions.generate(seed, rendering.chat, **counts)
+            made = opinions.generate(seed, **counts)
         case "docstrings":
             most, length = settings.docstrings_max_pairs, data.max_prompt_tokens
             with console.part("reading the installed packages"):
                 made = docstrings.load(seed, sizes, most, length, data.columns.keep)
         case _:
-            corpus = assemble(_parts(paths, data, problems), rendering, problems)
+            corpus = assemble(_parts(paths, data, problems), rendering, problems, plain)
             return splits.fill_splits(corpus, seed=seed, sizes=sizes)
-    return rows.stored(made)
+    return rows.stored(made if rendering.chat is None else _turns(made, rendering, plain))
+
+
+def _turns(made: Mapping[Role, Any], rendering: Rendering, plain: Counter[str]) -> dict[Role, Any]:
+    """The rows of a generator, whose prompts are plain, as a chat template renders them."""
+
+    def turn(role: Role, row: rows.Row) -> rows.Row:
+        plain[rendering.plain_kind(row["prompt"])] += 1
+        answers = {name: row[name] for name in TEXTS[role][1:] if row[name] is not None}
+        return row | plain_row(row["prompt"], answers, rendering)
+
+    try:
+        found = {
+            role: {split: [turn(role, row) for row in given] for split, given in tables.items()}
+            for role, tables in made.items()
+        }
+    except Unusable as fault:
+        raise UserError(f"{fault.detail}; set data.chat: never, which leaves prompts as they are") from None
+    say_plain(plain, rendering)
+    return found
 
 
 def _parts(paths: Paths, data: Data, problems: Problems) -> list[Part]:

@@ -6,6 +6,7 @@ import math
 
 from rlhf_tasks.config import SftView
 from rlhf_tasks.data.batches import TokenBudget, load_tokenizer
+from rlhf_tasks.data.chat import DATE, PLAIN
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal
@@ -32,6 +33,8 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         model, tokenizer = load_causal(settings.source, settings.revision), load_tokenizer(where)
         contracts.check_same_shape(model, name, paths.base)
         contracts.check_fits(model, tokenizer, name)
+        of_data = load_tokenizer(paths.tokenizer).init_kwargs
+        tokenizer.init_kwargs |= {key: of_data[key] for key in (DATE, PLAIN) if key in of_data}
         dist.put(model)
         parents, origin = contracts.read_parents(where), {"sft.from": "lineage unknown"}
     else:

@@ -153,7 +153,7 @@ def test_the_date_of_a_template_is_that_of_the_tokenizer(
     words = AutoTokenizer.from_pretrained(chat_model)
     words.chat_template = template
     words.save_pretrained(tmp_path / "one")
-    ready = tokenizer.ready(Model(base=str(tmp_path / "one"), scratch=None), "2023-02-01")
+    ready = tokenizer.ready(Model(base=str(tmp_path / "one"), scratch=None), Data(chat_date="2023-02-01"))
     tokenizer.save(ready, tmp_path / "two")  # the date is that of all stages that load the tokenizer
     loaded = tokenizer.ready_rendering(AutoTokenizer.from_pretrained(tmp_path / "two"), "two")
     assert loaded.chat is not None

@@ -21,8 +21,8 @@ TEXT = "A lighthouse is a tall tower by the sea that warns all ships at night"  
 SMALL = TEXT.lower()
 
 
-def generate(seed: int = 3, chat: Any = None, **changes: int) -> Any:
-    return constraints.generate(seed, chat, **{**SIZES, **changes}, keep=COLUMNS)["prompts"]
+def generate(seed: int = 3, **changes: int) -> Any:
+    return constraints.generate(seed, **{**SIZES, **changes}, keep=COLUMNS)["prompts"]
 
 
 def passes(kind: str, response: str, argument: Any = "") -> bool:
@@ -93,9 +93,7 @@ def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only(
     assert len({*prompts}) == len(prompts)
 
 
-def test_a_seed_decides_the_prompts_which_the_chat_template_writes() -> None:
+def test_a_seed_decides_the_prompts() -> None:
     assert generate(3) == generate(3) != generate(4)
-    marked = generate(3, lambda messages, answer_follows: f"<{messages[0]['content']}>{answer_follows}")
-    assert marked["test"][0]["prompt"] == f"<{generate(3)['test'][0]['prompt']}>True"
     with pytest.raises(UserError, match=r"synthetic_prompt_rows=9000, and .* different train prompts"):
         generate(num_prompts=9000)

@@ -1,4 +1,4 @@
-"""Questions about opinions: splits by topic, the chat template, sizes."""
+"""Questions about opinions: splits by topic, sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {"num_prompts": 300, "num_validation": 20, "num_test": 3
 
 
 def test_every_topic_is_in_one_split_and_sizes_are_those_asked_for() -> None:
-    found = generate(1, None, keep=["topic"], **SIZES)["prompts"]
+    found = generate(1, keep=["topic"], **SIZES)["prompts"]
     assert {split: len(rows) for split, rows in found.items()} == {"train": 300, "validation": 20, "test": 31}
     topics = {split: {row[KEY]["topic"] for row in rows} for split, rows in found.items()}
     assert are_disjoint(topics.values())
@@ -25,17 +25,13 @@ def test_every_topic_is_in_one_split_and_sizes_are_those_asked_for() -> None:
     assert all(row[KEY]["topic"] in row["prompt"] for rows in found.values() for row in rows)
 
 
-def test_the_seed_decides_and_the_chat_template_is_applied() -> None:
-    def render(messages: list[dict[str, Any]], add: bool) -> str:
-        return f"<user>{messages[0]['content']}<assistant>"
-
-    chat: Any = render
-    first = generate(1, chat, **SIZES)
-    assert first == generate(1, chat, **SIZES) != generate(2, chat, **SIZES)
-    assert all(row["prompt"].startswith("<user>") and KEY not in row for row in first["prompts"]["test"])
+def test_the_seed_decides() -> None:
+    first = generate(1, **SIZES)
+    assert first == generate(1, **SIZES) != generate(2, **SIZES)
+    assert all(KEY not in row for row in first["prompts"]["test"])
     assert all(row["reference"] is None for row in first["prompts"]["test"])
 
 
 def test_more_prompts_than_there_are_is_an_error() -> None:
     with pytest.raises(UserError, match=r"opinions has .* lower prepare\.synthetic_prompt_rows"):
-        generate(1, None, num_prompts=len(TOPICS) * len(OPENERS), num_validation=1, num_test=1)
+        generate(1, num_prompts=len(TOPICS) * len(OPENERS), num_validation=1, num_test=1)
