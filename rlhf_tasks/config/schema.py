@@ -5,6 +5,7 @@ The types hold names, units, ranges, rules and defaults: what params.yaml does n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -43,6 +44,13 @@ class Columns(Section):
     """List of further columns of the prompts' rows for scorers and judges. The built-in task has `who`,
     `thing`, `place` and `plan`, arithmetic has `answer`, constraints have `rule`, `about`, `form`,
     `kind`, `seen` and `topic`, opinions have `topic`, docstrings have `package` and `summary`."""
+
+    def problems(self) -> Iterator[str]:
+        roles = "prompt", "completion", "chosen", "rejected", "system"
+        names = {role: name.strip().casefold() for role in roles if (name := getattr(self, role)) is not None}
+        for one, other in itertools.combinations(names, 2):
+            if names[one] == names[other]:
+                yield f"{one} and {other} name the same column, {names[one]!r}; each needs a name of its own"
 
 
 class HubSet(Section):

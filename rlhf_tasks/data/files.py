@@ -246,15 +246,23 @@ def _check_rows_are_lines(content: str, name: str) -> None:
     """Check that the first JSON value ends on the line on which it starts.
 
     Raises:
-        UserError: for one JSON document, or for objects that are printed over several lines.
+        UserError: for one JSON document, also a broken one, or for objects printed over several lines.
     """
     text = content.lstrip()
+    number = content[: len(content) - len(text)].count("\n") + 1
     try:
         _, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        lines = text.rstrip().split("\n")
+        if 2 * sum(line.startswith(text[0]) and _is_json(line) for line in lines) < len(lines):
+            at, fault = number - 1 + getattr(error, "lineno", 1), getattr(error, "msg", error)
+            raise UserError(
+                f"{name}:{at}: the JSON value that begins in line {number} is broken: {fault}. It is not "
+                "known where its rows end, so data.on_bad_row: quarantine cannot leave one out; write the "
+                "file again, or one row, a JSON object, per line"
+            ) from None
         return  # the lines are reported one by one
     if "\n" in text[:end]:
-        number = content[: len(content) - len(text)].count("\n") + 1
         what = (
             "this is one JSON document" if not text[end:].strip() else "a JSON value goes over several lines"
         )
@@ -275,25 +283,21 @@ def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -
             separators = (hint[1], *separators)
             skipped, first = next(lines, (0, ""))
         separator = next((one for one in separators if _num_columns(first, one) > 1), separator)
-        records = _csv_records(itertools.chain([first], text), separator)
-        header, at = next(records, (1, [], None)), f"{name}:{skipped + 1}"
-        if header[2] is not None or not header[1]:
-            raise UserError(
-                f"{at}: no CSV header: {header[2] or 'the file is empty'}; name the columns in the first line"
-            )
-        columns = tuple(header[1])
+        records = _csv_records(itertools.chain([first], text), separator, name, skipped)
+        at, columns, _ = next(records, (f"{name}:{skipped + 1}", [], False))
+        if not columns:
+            raise UserError(f"{at}: no CSV header: the file is empty; name the columns in the first line")
         if twice := [column for column, count in Counter(columns).items() if column and count > 1]:
             named = ", ".join(map(repr, twice))
             raise UserError(f"{at}: the header names {named} twice; rename one of them")
-        for number, fields, fault in records:
-            where = f"{name}:{number + skipped}"
-            if fault is not None:
-                problems.add(where, {"fields": fields}, "malformed", f"not CSV: {fault}")
+        for where, fields, has_quotes in records:
+            if len(fields) != len(columns):
+                detail = f"{len(fields)} fields, the header has {len(columns)}"
+                if has_quotes:  # one of them may be a stray one, and the record longer or shorter
+                    raise _without_end(where, detail)
+                problems.add(where, {"fields": fields}, "malformed", detail)
             elif (not_utf8 := _bad_byte("".join(fields))) is not None:
                 problems.add(where, {"fields": fields}, "not_utf8", not_utf8)
-            elif len(fields) != len(columns):
-                detail = f"{len(fields)} fields, the header has {len(columns)}"
-                problems.add(where, {"fields": fields}, "malformed", detail)
             else:
                 yield Line(where, dict(zip(columns, fields, strict=True)))
 
@@ -309,13 +313,15 @@ def _num_columns(header: str, separator: str) -> int:
 csv.field_size_limit(2**31 - 1)
 EXCEL_HINT = re.compile(r'"?sep=(.)"?[,;\t|]*', re.IGNORECASE)
 """A first line that tells Excel the separator."""
-MOST_LINES = 20  # of a broken record that are set aside
 
 
-def _csv_records(lines: Iterable[str], separator: str) -> Iterator[tuple[int, list[str], str | None]]:
-    """(first line, fields, error or None) of each record; blank lines are skipped.
+def _csv_records(
+    lines: Iterable[str], separator: str, name: str, skipped: int
+) -> Iterator[tuple[str, list[str], bool]]:
+    """(place, fields, whether it has quotes) of each record after `skipped` lines, without blank ones.
 
-    The fields of a broken record are its first lines.
+    Raises:
+        UserError: at a record that is not CSV.
     """
     read = list[str]()
 
@@ -326,21 +332,26 @@ def _csv_records(lines: Iterable[str], separator: str) -> Iterator[tuple[int, li
 
     reader = csv.reader(remembered(), strict=True, delimiter=separator)
     while True:
-        start = reader.line_num + 1
+        where = f"{name}:{reader.line_num + 1 + skipped}"
         read.clear()
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            fault = str(error)
-            if fault == "unexpected end of data":
-                what = f"the {len(read)} line(s) from here to the end of the file are one record"
-                fault = f"a quote is never closed: {what}"
-            yield start, [line.rstrip("\r\n") for line in read[:MOST_LINES]], fault
-            continue
+            is_open = str(error) == "unexpected end of data"
+            raise _without_end(where, "a quote is never closed" if is_open else str(error)) from None
         if fields:
-            yield start, fields, None
+            yield where, fields, any('"' in line for line in read)
+
+
+def _without_end(where: str, fault: str) -> UserError:
+    """A CSV record whose quotes may not match: the lines after it may be of its fields, or rows."""
+    return UserError(
+        f"{where}: not CSV: {fault}. It is not known where the next record begins, so data.on_bad_row: "
+        "quarantine cannot leave this one out; write a quote inside a quoted field twice, and quote each "
+        "field that has a separator or a line break"
+    )
 
 
 def _read_parquet(file: Path, name: str, problems: Problems) -> Iterator[Line]:

@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from rlhf_tasks.config import Columns, Data, Split
-from rlhf_tasks.data.chat import CALL, OTHER_NAMES, WHAT, WHO, Message, Unusable
+from rlhf_tasks.data.chat import CALL, OTHER_NAMES, WHAT, WHO, Message, Unusable, message
 from rlhf_tasks.data.rows import Role, digest
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
@@ -97,7 +97,17 @@ TURN = re.compile(r"(?:^|\n\n)(Human|Assistant|System): ?")
 TEXT_KEYS = ("full_text", "text", "content", *PROMPTS)
 """The keys of the text in an object that is a prompt."""
 EXTRA_ID = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
-TIE = re.compile(r"(tie|both|draw)\b.*|both_(good|bad)")
+VERDICT = re.compile(
+    r"((overall|final|human|annotation|record|response|review|pair|winner|is)[_-])?(status|verdict|winner"
+    r"|vote|choice|preference|preferred|outcome|result|decision|label|chosen_by|tie|tied)|preference_strength"
+)
+"""Columns beside a pair that may say that neither side was chosen, such as Argilla's `status`."""
+TIE = re.compile(r"tie( .*)?|tied|both( are)?( ?(good|bad)| equal.*)?|draw|equal|same")
+UNCHOSEN = re.compile(
+    r"neither|nobody|no (one|winner|preference|choice|votes?|majority|agreement|consensus)|not chosen"
+    r"|un(chosen|decided|resolved|labell?ed|annotated|rated|judged)|inconclusive|abstain(ed)?|pending|draft"
+    r"|discarded|skipped|invalid"
+)
 FINAL = re.compile(r"^####\s*(\S.*?)\s*$", re.MULTILINE)
 SAMPLE = 1000  # rows by which the type of a column is known
 MOST_NAMED = 40  # columns in a message
@@ -438,7 +448,14 @@ class _Shape:
                 "record and returns a row. A file that holds no rows must not be in the folder"
             )
         has_two = role is None and found[0].rule.startswith("question and answer")
-        return found[: 2 if has_two else 1]
+        found = found[: 2 if has_two else 1]
+        for reading in found:
+            if twice := [name for name, count in Counter(reading.used).items() if count > 1]:
+                raise UserError(
+                    f"{self.table.name} would be read as {reading.rule}: {twice[0]!r} in two roles; name the "
+                    "column of each in data.columns (prompt, completion, chosen, rejected, system)"
+                )
+        return found
 
     def found(self) -> list[Reading]:
         """The readings by all rules that fit, the first one first."""
@@ -523,16 +540,35 @@ class _Shape:
         below = self.context and values.get(self.context)
         if isinstance(text, str) and below is not None and str(below or "").strip():
             text = f"{text}\n{below}"
-        text, system = self.given(text), values.get(self.system) if self.system else None
+        text = self.given(text)
         if self.has_history and isinstance(text, str):
             text = [*_before(values.get("history")), {"role": "user", "content": text}]
-        if self.system is None:
-            return text
-        has_system = isinstance(system, str) and bool(system.strip())
-        if not self.chat:
-            return f"{system}\n\n{text}" if has_system and isinstance(text, str) else text
-        turns = [{"role": "user", "content": text}] if isinstance(text, str) else text
-        return [{"role": "system", "content": system}, *turns] if has_system else turns
+        system = self.system_before(text, values)
+        if isinstance(text, str) and not self.chat:
+            return f"{system}\n\n{text}" if system else text
+        if isinstance(text, str) and self.system is not None:
+            text = [{"role": "user", "content": text}]
+        return [{"role": "system", "content": system}, *text] if system else text
+
+    def system_before(self, talk: Any, values: Values) -> str | None:
+        """The system message of a record's column, unless the conversation or text begins with it.
+
+        Raises:
+            Unusable: if the conversation begins with another system message.
+        """
+        system = values.get(self.system) if self.system else None
+        if not isinstance(system, str) or not system.strip():
+            return None
+        turns = dialogue(talk) if isinstance(talk, str) else talk
+        if not turns and isinstance(talk, str):
+            return None if talk.lstrip().startswith(f"{system.strip()}\n") else system
+        if not isinstance(turns, list) or not turns or _role(turns[0]) != "system":
+            return system
+        first = message("the conversation", 0, turns[0])["content"]
+        if first.split() != system.split():
+            both = f"{self.system} is {system!r:.60}, and the conversation begins with the system message"
+            raise Unusable("malformed", f"{both} {first!r:.60}: give one of them, or the same text in both")
+        return None
 
     @cached_property
     def has_history(self) -> bool:
@@ -544,7 +580,8 @@ class _Shape:
     @cached_property
     def context(self) -> str | None:
         """The column of what stands below the prompt."""
-        names = (name for name in CONTEXTS if name != self.prompt)
+        named = (self.prompt, self.columns.completion, self.columns.chosen, self.columns.rejected)
+        names = (name for name in CONTEXTS if name not in named)
         return next((name for name in names if self.kinds.get(name) in ("text", "number")), None)
 
     @cached_property
@@ -566,13 +603,27 @@ class _Shape:
         """Whether a column that no rule has read looks like an answer: then this is another shape."""
         return any(LIKE_ANSWERS.match(name) for name, kind in self.kinds.items() if name not in used)
 
+    def unchosen(self, values: Values) -> str | None:
+        """Why a pair of a record is none, by the columns beside it: a tie, or nobody chose a side."""
+        return next((why for name in self.verdicts if (why := _unchosen(name, values.get(name)))), None)
+
+    @cached_property
+    def verdicts(self) -> list[str]:
+        """The columns that `unchosen` reads."""
+        sides = self.columns.prompt, self.columns.chosen, self.columns.rejected, self.columns.completion
+        return [name for name in self.kinds if VERDICT.fullmatch(name.casefold()) and name not in sides]
+
     def rows(
         self, role: Role, rule: str, used: Iterable[str | None], convert: Callable[[Values], Row]
     ) -> list[Reading]:
         """The reading that converts each record; one that raises LeftOut is left out and named."""
-        return self.reading(
-            role, rule, used, lambda: ((line, _converted(convert, line)) for line in self.table.lines)
-        )
+
+        def made() -> Iterator[tuple[Line, Any]]:
+            for line in self.table.lines:
+                why = self.unchosen(line.values) if role == "preferences" else None
+                yield line, why or _converted(convert, line)
+
+        return self.reading(role, rule, used, made)
 
     def reading(
         self,
@@ -592,8 +643,12 @@ class _Shape:
                 yield line, {name: line.values[name] for name in names if name in line.values} | row
 
         extra = ("split",) if any(split_of(line.values) for line in self.sample) else ()
-        taken = (*(name for name in used if name), *keep, *extra, "tools")
-        return [Reading(role, rule, self.table, taken, rows)]
+        taken = [name for name in used if name]
+        if role == "preferences" and (beside := [name for name in self.verdicts if name not in taken]):
+            rule = f"{rule}; left out: what {' or '.join(beside)} calls a tie or unchosen"
+            taken += beside
+        taken += [name for name in dict.fromkeys((*keep, *extra, "tools")) if name not in taken]
+        return [Reading(role, rule, self.table, tuple(taken), rows)]
 
     def by_function(self, own: Callable[[Row], Any]) -> list[Reading]:
         """The rows of a function of the user's: a record goes in, a row, several or None come out."""
@@ -726,6 +781,17 @@ def _flag(value: Any) -> bool | None:
     return _is_good(value if number is None else number)
 
 
+def _unchosen(name: str, value: Any) -> str | None:
+    """Why a verdict is for neither side: a word, a flag of a tie, a strength of 0; None if it is not."""
+    said = " ".join(re.split(r"[\W_]+", value.casefold())).strip() if isinstance(value, str) else ""
+    known = name.casefold()
+    is_tie = _number(value) == 0 if known in SIGNED else known.endswith(("tie", "tied")) and _flag(value)
+    if is_tie or TIE.fullmatch(said):
+        return "a tie"
+    is_nobody = said == "none" and not known.endswith(("status", "label"))
+    return f"{name} is {value!r}" if is_nobody or UNCHOSEN.fullmatch(said) else None
+
+
 def _unpaired(shape: _Shape) -> list[Reading]:
     """Answers marked good or bad: never demonstrations unless somebody says so."""
     prompt, answer = shape.prompt, shape.first((shape.columns.completion, *ANSWERS))
@@ -785,7 +851,7 @@ def _by_prompt(
     """
     groups: dict[str, list[tuple[Line, Any]]] = {}
     for line in shape.table.lines:
-        made = _converted(rated, line)
+        made = shape.unchosen(line.values) or _converted(rated, line)
         if isinstance(made, tuple):
             groups.setdefault(repr(made[0]), []).append((line, made))
         else:
@@ -912,7 +978,7 @@ def _voted(shape: _Shape) -> list[Reading]:
             )
         return one > two
 
-    judged = (_converted(is_first, line) for line in shape.table.lines)
+    judged = (_converted(is_first, line) for line in shape.table.lines if not shape.unchosen(line.values))
     strange = [one for one in judged if isinstance(one, Unusable)]
     if vote is not None and strange:
         raise UserError(
@@ -941,7 +1007,7 @@ def _voted(shape: _Shape) -> list[Reading]:
     def made() -> Iterator[tuple[Line, Any]]:
         seen = set[bytes]()
         for line in shape.table.lines:
-            row = _converted(convert, line)
+            row = shape.unchosen(line.values) or _converted(convert, line)
             if isinstance(row, dict):
                 key = digest(repr(row))
                 row = "the same pair as an earlier row, by another judge" if key in seen else row
@@ -978,8 +1044,10 @@ def _is_first(value: Any, vote: str, first: Sequence[str], second: Sequence[str]
         Unusable: for another value.
     """
     name = str(int(value) if isinstance(value, float) and value.is_integer() else value).casefold().strip()
-    if TIE.fullmatch(name):
-        raise LeftOut("a tie")
+    if value in (None, ""):
+        raise LeftOut(f"{vote} is empty")
+    if why := _unchosen(vote, name):
+        raise LeftOut(why)
     if name in first or name in second:
         return name in first
     raise Unusable("malformed", f"{vote} is {value!r}, which names none of the two answers")
@@ -1055,7 +1123,7 @@ def _rated_objects(shape: _Shape) -> list[Reading]:
         return prompt, [(sign * n, one[text]) for one in items if (n := _number(one.get(rating))) is not None]
 
     rule = f"pairs of {name} by {rating}, {_paired(shape.data)}; prompt = {asked}"
-    used = (name, asked, *(shape.beside if asked != name else ()))
+    used = (name,) if asked == name else (name, asked, *shape.beside)
     return shape.reading("preferences", rule, used, lambda: _from_list(shape, rated))
 
 
@@ -1114,7 +1182,7 @@ def _from_list(shape: _Shape, rated_of: Callable[[Values], Rated]) -> Iterator[t
         return [_pair(prompt, *pair) for pair in _ordered(rated, shape.data)]
 
     for line in shape.table.lines:
-        made = _converted(pairs, line)
+        made = shape.unchosen(line.values) or _converted(pairs, line)
         yield from ((line, row) for row in made) if isinstance(made, list) else [(line, made)]
 
 
@@ -1244,8 +1312,8 @@ def _conversations(shape: _Shape) -> list[Reading]:
         return []
 
     def convert(values: Values) -> Row:
-        turns, system = values[name], values.get(shape.system) if shape.system else None
-        if isinstance(system, str) and system.strip() and isinstance(turns, list):
+        turns = values[name]
+        if isinstance(turns, list) and (system := shape.system_before(turns, values)):
             turns = [{"role": "system", "content": system}, *turns]
         if rejected is None:
             if isinstance(turns[-1], Mapping) and turns[-1].get("weight") == 0:
