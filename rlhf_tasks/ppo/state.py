@@ -21,6 +21,7 @@ from rlhf_tasks.ppo.evaluate import EvaluationState
 from rlhf_tasks.ppo.guards import (
     BF16_RATIO_ERROR,
     FLOAT32_RATIO_ERROR,
+    SHARDED_BF16_RATIO_ERROR,
     Guards,
     GuardTrip,
     GuardTripped,

@@ -94,7 +94,7 @@ class Distributed:
         self.shards: bool = self._is_fsdp2 or is_zero3
         """Whether a rank holds only a part of the weights."""
         self.rounds_weights: bool = not self.is_float32 and (self.is_deepspeed or self._is_fsdp2)
-        """Whether passes read weights of 16 bits, and not float32 ones that autocast rounds for each layer."""
+        """Whether passes read weights of 16 bits, and not float32 ones under autocast."""
         self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if self.shards else None
         self._computes_in = torch.bfloat16 if self._is_fsdp2 and not self.is_float32 else None
         self._offload = launch.offload

@@ -133,8 +133,8 @@ def test_nan_on_one_rank_stops_both(tmp_path: Path) -> None:
         return str(caught.value)
 
     first, second = run_ranks(lambda dist: toy(score, dist=dist, faults=tmp_path / str(dist.rank)), trip)
-    assert {"numbers on another rank" in first, "numbers on another rank" in second} == {True, False}
-    assert "infinite scores" in first + second
+    assert "infinite scores" in first
+    assert "infinite scores" in second
 
 
 # ------------------------------------------------------------------------------- a server for two ranks

@@ -1,4 +1,4 @@
-"""Before PPO's first step the policy is its reference, and all ratios are 1, in every layout and precision."""
+"""Before PPO's first step the policy is its reference and all ratios are 1, in each layout and precision."""
 
 from __future__ import annotations
 
