@@ -123,7 +123,7 @@ def test_a_package_file_only_makes_names_public(module: str) -> None:
 
 
 def test_modules_load_no_library_before_they_need_it() -> None:
-    """Each of these takes a second or more, and most runs do not use it; MLflow is loaded by a thread."""
+    """Each of these takes a second or more, and most runs do not use it; a run loads MLflow when it opens."""
     flows = [name for name in all_modules() if name.startswith("flows.")]
     light = [f"rlhf_tasks.{name}" for name in TORCH_FREE] + flows
     assert loaded(light, ["torch"]) == []

@@ -34,7 +34,7 @@ from rlhf_tasks.tracking.sync import Sender, attempt, deliver_run, new_delivery
 
 NAME, NOTE = "mlflow.runName", "mlflow.note.content"
 NUM_SAMPLES = 20
-LINKS_SECONDS = 10.0  # until MLflow was imported and has the flow's run
+LINKS_SECONDS = 10.0  # until MLflow has the flow's run
 
 
 class Pipeline:

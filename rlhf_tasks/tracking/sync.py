@@ -29,15 +29,12 @@ MAX_REASON = 500  # characters
 
 
 class Sender(threading.Thread):
-    """Delivers a run's record while it grows. It never raises: what it could not deliver stays for `sync`.
+    """Delivers a run's record while it grows. It never raises: what it could not deliver stays for `sync`."""
 
-    It imports MLflow only after the first event: two threads that import large packages at once may each see
-    a half-imported module.
-    """
-
-    def __init__(self, record: Record) -> None:
+    def __init__(self, delivery: Delivery) -> None:
+        self.record = record = delivery.record
         super().__init__(name=f"deliver {record.key}", daemon=True)
-        self.record = record
+        self._delivery = delivery
         self.error: str | None = None
         """Why the last attempt failed; None if it succeeded."""
         self.has_tried = threading.Event()
@@ -57,25 +54,23 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         due = due_left = 0.0
-        delivery = None
         while not self._is_over.wait(BATCH_SECONDS):
             now, size = time.monotonic(), self.record.file.stat().st_size if self.record.file.exists() else 0
             if now >= due and (size != self._size or self.error is not None):
                 self._size = size
-                delivery = delivery or new_delivery(self.record)
-                self._attempt(delivery)
+                self._attempt()
                 due = now + (RETRY_SECONDS if self.error else 0.0)
                 if self.error is None and now >= due_left:  # what killed processes left
                     due_left = now + RETRY_SECONDS
                     for record in pending(self.record.home):
                         if record != self.record and not self._is_over.is_set():
                             attempt(new_delivery(record), only_over=True)
-        self._attempt(delivery or new_delivery(self.record))
+        self._attempt()
         for record in self.also:
             attempt(new_delivery(record), only_over=True)
 
-    def _attempt(self, delivery: Delivery) -> None:
-        self.error = attempt(delivery)
+    def _attempt(self) -> None:
+        self.error = attempt(self._delivery)
         self.has_tried.set()
         if self.error is not None:
             self._report(self.error)
@@ -130,8 +125,10 @@ def sync(home: Path) -> tuple[int, dict[str, str]]:
 @contextmanager
 def deliver_run(record: Record, header: Event) -> Iterator[Sender]:
     """A run that a thread delivers: FINISHED when the block ends, FAILED on an error, KILLED on a signal."""
+    with console.part("loading MLflow"):  # before the thread exists: two that import it see half of it
+        delivery = new_delivery(record)
     record.begin(header)
-    sender, status, reason = Sender(record), "FINISHED", ""
+    sender, status, reason = Sender(delivery), "FINISHED", ""
     sender.start()
     try:
         yield sender

@@ -49,6 +49,21 @@ with tracking.open_run(Paths(), "sft", config.VIEWS["sft"].of(config.load()), ke
     tracker.metrics({"train/loss": 1.0}, step=1)
 """
 
+IMPORTING = f"""\
+import sys, threading, time
+class Pausing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlflow.entities" and threading.current_thread() is not threading.main_thread():
+            has_imported.wait(60)
+has_imported = threading.Event()
+sys.meta_path.insert(0, Pausing())
+{STAGE}
+    while "mlflow" not in sys.modules:
+        time.sleep(0.01)
+    import mlflow.exceptions
+    has_imported.set()
+"""
+
 
 @pytest.fixture
 def real(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -58,11 +73,11 @@ def real(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return store
 
 
-def stage(key: str, **environment: str) -> subprocess.Popen[bytes]:
+def stage(key: str, code: str = STAGE, **environment: str) -> subprocess.Popen[bytes]:
     """A stage in a process of its own."""
     root = str(Path(tracking.__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, **environment}
-    return subprocess.Popen([sys.executable, "-c", STAGE, key], env=environment)
+    return subprocess.Popen([sys.executable, "-c", code, key], env=environment)
 
 
 def test_a_dead_server_ends_nothing_loses_nothing_and_is_reported_once(
@@ -118,6 +133,12 @@ def test_a_run_is_delivered_while_it_grows_and_completely_at_its_end(real: Path)
     assert points(real) == [(1, 2.0), (2, 1.0)]
     run = runs(real)["sft"].info.run_id
     assert "curves.png" in [file.path for file in MlflowClient(embedded_uri(real)).list_artifacts(run)]
+
+
+def test_a_stage_never_meets_an_mlflow_that_the_delivery_has_half_imported(real: Path) -> None:
+    """This stage imports it, too: at once, and any other thread goes on with its own import after that."""
+    assert stage("k", IMPORTING).wait(120) == 0
+    assert points(real) == [(1, 1.0)]
 
 
 def test_a_killed_stage_is_shown_as_failed_by_a_run_that_goes_on(
