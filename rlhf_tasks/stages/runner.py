@@ -67,13 +67,12 @@ def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
         launch.check_machines(settings.launch)
     if launch.is_needed(stage, settings.launch) or launch.trains_side_by_side(stage, settings):
         return launch.run(paths, stage, settings)
-    start = time.monotonic()
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
     with (
         checkpoint.claim(paths, view, main=is_main) as claim,
         console.log_to(paths.home / "logs" / f"{claim.key}.log"),
     ):
-        listener.next_run = claim.next_run
+        listener.next_run, start = claim.next_run, time.monotonic() - claim.earlier_seconds
         if tokens := getattr(getattr(view, stage, None), "micro_batch_tokens", None):
             console.remark(f"{stage}: {view.launch.precision}, at most {tokens:,} tokens a micro-batch")
         with tracking.open_run(paths, stage, view, key=claim.key) as tracker:

@@ -2,6 +2,7 @@
 
     $RLHF_STATE_DIR/STAGE/DIGEST/        by default under .rlhf/state of the main checkout
       run                                the key of the run that is resumed
+      earlier_seconds                    what its parts before this one took; written when this one began
       LOOP/step-000000120/               a snapshot: fsynced, then renamed; the last K are kept
         manifest.json                    the sha256 of every file, and the settings of the run
         shared.pt  rank-0.pt  training/  the state that all ranks share, that of each, and sharded weights
@@ -109,6 +110,8 @@ class Claim:
     key: str
     folder: Path | None = None
     root: Path = Path()
+    earlier_seconds: float = 0.0
+    """The time of the parts of this run before it was stopped and resumed, each up to its last snapshot."""
 
     def finish(self) -> None:
         """Let this worktree's next stage remove the snapshots: only then has DVC stored the complete outs."""
@@ -151,11 +154,16 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
     with held:
         folder.mkdir(exist_ok=True)  # another stage may have removed it
         (folder / FINISHED).unlink(missing_ok=True)
-        run = folder / "run"
-        if not (run.exists() and any(folder.glob("*/step-*"))):
+        run, earlier, seconds = folder / "run", folder / "earlier_seconds", 0.0
+        saved = [snapshot.stat().st_mtime for snapshot in folder.glob("*/step-*")]
+        if run.exists() and saved:
+            began = earlier.stat().st_mtime  # by the clock of the disk, as the times of the snapshots
+            seconds = float(earlier.read_text(encoding="utf-8")) + max(0.0, max(saved) - began)
+        else:
             _show_others(folder, identity, inputs.auto_keys(config.load(paths.params)))
             atomic.write_text(run, lineage.new_key(stage))
-        yield Claim(run.read_text(encoding="utf-8"), folder, paths.root)
+        atomic.write_text(earlier, str(seconds))
+        yield Claim(run.read_text(encoding="utf-8"), folder, paths.root, seconds)
 
 
 def _remove_finished(paths: Paths, besides: Path | None) -> None:

@@ -27,7 +27,7 @@ from ruamel.yaml import YAML
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import hashing, inputs, lineage, precision
+from rlhf_tasks.project import durations, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import NullTracker
@@ -357,6 +357,40 @@ def test_a_run_keeps_its_key_and_snapshots_until_dvc_has_stored_its_outs(view: S
         pass
     assert first.key != second.key, "the first saved no snapshot"
     assert second.key == third.key != fourth.key
+
+
+def test_a_resumed_run_has_taken_the_time_of_its_parts_each_up_to_its_last_snapshot(view: SftView) -> None:
+    """Of two loops, side by side or one after the other, it is the time of the stage."""
+
+    def part(begins: float, **loops: float) -> float:
+        """Claim the stage, and save snapshots of these loops at these times; returns the seconds before."""
+        with checkpoint.claim(Paths(), view, main=True) as claim:
+            assert claim.folder is not None
+            os.utime(claim.folder / "earlier_seconds", (begins, begins))
+            for name, time_saved in loops.items():
+                with checkpoint.open(small.distributed(), Paths(), view, name) as snapshots:
+                    snapshots.save(1, {"step": 1})
+                [snapshot] = (claim.folder / name).glob("step-*")
+                os.utime(snapshot, (time_saved, time_saved))
+        return claim.earlier_seconds
+
+    assert part(1000.0) == 0.0
+    assert part(2000.0, reward=2060.0, reward_heldout=2100.0) == 0.0, "the first saved no snapshot"
+    assert part(5000.0, third=5030.0) == 100.0
+    assert part(9000.0) == 130.0
+    assert part(9500.0) == 130.0, "the fourth saved no snapshot"
+
+
+def test_the_time_of_a_stage_is_that_of_all_its_parts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first part began 1000 seconds before its last snapshot; it is resumed from that."""
+    monkeypatch.setenv("RLHF_STATE_DIR", "state")
+    assert runner.run("sft", Paths()) == 0
+    first = durations.read(Paths().home)["sft"]
+    [begun] = here.glob("state/sft/*/earlier_seconds")
+    newest = max(file.stat().st_mtime for file in begun.parent.glob("sft/step-*"))
+    os.utime(begun, (newest - 1000.0, newest - 1000.0))
+    assert runner.run("sft", Paths()) == 0
+    assert 1000.0 <= durations.read(Paths().home)["sft"] < 1000.0 + 60.0 + first
 
 
 @pytest.mark.parametrize(
