@@ -298,7 +298,7 @@ case "$*" in
   *) echo data sft ppo judge ;;
 esac
 """
-RLHF = '#!/bin/bash\necho "rlhf $MACHINE_RANK $1 $MASTER_ADDR" >> "$CALLS"\n'
+RLHF = '#!/bin/bash\necho "rlhf $MACHINE_RANK $1 $MASTER_ADDR ${SRUN_CPUS_PER_TASK:-as given}" >> "$CALLS"\n'
 
 
 def test_the_slurm_file_is_valid_and_needs_no_gpu_unless_an_option_requests_one() -> None:
@@ -326,15 +326,19 @@ def stand_ins(folder: Path, scripts: dict[str, str], **variables: str) -> dict[s
     return os.environ | variables | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
 
 
-def test_slurm_runs_training_stages_on_all_nodes_and_others_on_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "cpus"), [({"SLURM_CPUS_PER_TASK": "32"}, "32"), ({}, "as given")])
+def test_slurm_runs_training_stages_on_all_nodes_and_others_on_one(
+    given: dict[str, str], cpus: str, tmp_path: Path
+) -> None:
+    """Since Slurm 22.05 `srun` reads the job's CPUs per task from a variable of its own."""
     scripts = {"srun": SRUN, "dvc": DVC, "rlhf": RLHF, "scontrol": "#!/bin/bash\nprintf 'n1\\nn2\\n'\n"}
     calls = tmp_path / "calls"
-    slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "CALLS": str(calls)}
+    slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "CALLS": str(calls), **given}
     environment = stand_ins(tmp_path, scripts | {"python": PYTHON}, **slurm)
     words = ["bash", str(INFRA / "slurm/pipeline.sbatch")]
     subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=60)
     done = calls.read_text(encoding="utf-8").splitlines()
-    assert sorted(done) == sorted(["dvc - sft", "dvc 0 ppo", "rlhf 1 ppo n1", "dvc - judge"])
+    assert sorted(done) == sorted(["dvc - sft", "dvc 0 ppo", f"rlhf 1 ppo n1 {cpus}", "dvc - judge"])
     assert done[0] == "dvc - sft"
     assert done[-1] == "dvc - judge"
 
