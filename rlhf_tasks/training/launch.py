@@ -10,6 +10,7 @@ each; MASTER_ADDR, MASTER_PORT and MACHINE_RANK differ.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -71,12 +72,13 @@ def num_threads(environment: Mapping[str, str]) -> int:
 
 
 def check_machines(launch: Launch) -> None:
-    """Check that the machines that a cluster has started are those of `launch`.
+    """Check that the machines that a cluster has started are those of `launch`, and their GPUs suffice.
 
-    A machine too many would train the whole stage beside the others, and a missing one be waited for.
+    A machine too many would train the whole stage beside the others, and a missing one be waited for. Two
+    processes on one GPU fail in NCCL; without GPUs a machine may start any number.
 
     Raises:
-        UserError: if their number differs, or this machine's number is not below it.
+        UserError: if their number differs, this machine's number is not below it, or it has too few GPUs.
     """
     started, rank = os.environ.get(MACHINES), os.environ.get("MACHINE_RANK", "0")
     if started is not None and started != str(launch.num_machines):
@@ -88,6 +90,13 @@ def check_machines(launch: Launch) -> None:
         raise UserError(
             f"MACHINE_RANK={rank} is not below launch.num_machines={launch.num_machines}; machines are "
             "numbered from 0"
+        )
+    num_gpus, num_local = len(precision.gpu_memories()), math.ceil(launch.num_processes / launch.num_machines)
+    if 0 < num_gpus < num_local:
+        raise UserError(
+            f"launch.num_processes={launch.num_processes} starts {num_local} processes on a machine that "
+            f"lets them use {num_gpus} GPU(s) (see CUDA_VISIBLE_DEVICES); each process needs one of its own. "
+            f"With launch.num_machines={launch.num_machines} set at most {num_gpus * launch.num_machines}"
         )
 
 

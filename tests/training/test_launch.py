@@ -184,6 +184,28 @@ def test_machines_that_the_launch_does_not_know_are_refused(
         launch.check_machines(settings)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "num_processes", "num_machines", "is_refused"),
+    [
+        (8, 8, 1, False),
+        (8, 9, 1, True),
+        (8, 16, 2, False),
+        (8, 32, 2, True),
+        (1, 1, 1, False),
+        (0, 64, 1, False),
+    ],
+)
+def test_a_machine_with_gpus_starts_at_most_one_process_for_each(
+    gpus: int, num_processes: int, num_machines: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two on one GPU would fail in NCCL. Without GPUs they meet by gloo, as many as there are."""
+    monkeypatch.setattr(precision, "gpu_memories", lambda: [80 * 2**30] * gpus)
+    settings = section(num_processes=num_processes, num_machines=num_machines)
+    message = rf"launch.num_processes={num_processes} .* {gpus} GPU\(s\).*at most {gpus * num_machines}"
+    with pytest.raises(UserError, match=message) if is_refused else nullcontext():
+        launch.check_machines(settings)
+
+
 @pytest.mark.parametrize("kind", ["user", "fault", "none"])
 def test_a_workers_message_reaches_the_launcher(kind: str) -> None:
     body = {"user": "UserError('fix it')", "fault": "ValueError('boom')", "none": "None"}[kind]
