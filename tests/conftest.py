@@ -86,7 +86,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def snapshots_at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """`resume.every_seconds` alone says how often snapshots are saved in this process."""
-    monkeypatch.setattr(checkpoint, "SHARE", math.inf)
+    for share in ("COPY_SHARE", "WAIT_SHARE"):
+        monkeypatch.setattr(checkpoint, share, math.inf)
 
 
 @pytest.fixture(scope="session")

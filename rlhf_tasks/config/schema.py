@@ -528,7 +528,8 @@ class Resume(Section):
     """Snapshots from which a training stage resumes after a crash or a kill."""
 
     every_seconds: t.PositiveFloat = 60.0
-    """Least time between two snapshots, in seconds; longer where saving one takes more than 2% of it."""
+    """Time between two snapshots, in seconds. Longer until a step ends and the last snapshot is written, and
+    where training waits more than 2% of it for the disk, or 10% for a copy in memory."""
     keep: t.PositiveInt = 2
     """Number of snapshots kept, in case the last one is damaged."""
 

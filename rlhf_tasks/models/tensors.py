@@ -5,7 +5,7 @@ B batch · R response. Masks are bool, True = a real response token (EOS include
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,3 +66,18 @@ def distinct(responses: Sequence[Sequence[int]], n: int) -> Tensor:
     """(B,): distinct n-grams of a response over all its n-grams (Li et al. 2016); 1 without n-grams."""
     grams = [[tuple(r[i : i + n]) for i in range(len(r) - n + 1)] for r in responses]
     return torch.tensor([len(set(g)) / len(g) if g else 1.0 for g in grams])
+
+
+def copy_to_cpu(part: Any, copies: dict[Any, Tensor] | None = None) -> Any:
+    """A copy of a nested state, its tensors on the CPU; a tensor that it has twice is copied once."""
+    copies = {} if copies is None else copies
+    if isinstance(part, Tensor):
+        place = (part.device, part.data_ptr(), part.shape, part.stride(), part.dtype)
+        if place not in copies:
+            copies[place] = part.detach().to("cpu", copy=True)
+        return copies[place]
+    if isinstance(part, Mapping):
+        return {key: copy_to_cpu(value, copies) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return type(part)(copy_to_cpu(value, copies) for value in part)
+    return part

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.models.load import num_bytes
-from rlhf_tasks.models.tensors import NonFiniteError
+from rlhf_tasks.models.tensors import NonFiniteError, copy_to_cpu
 from rlhf_tasks.ppo.evaluate import EvaluationState
 from rlhf_tasks.ppo.guards import (
     BF16_RATIO_ERROR,
@@ -240,7 +240,7 @@ def keep_rollback_target(dist: Distributed, state: TrainState) -> None:
     if guards is None or not guards.rolls_back:
         return
     if state.update == 0:
-        state.rollback_target = on_cpu(state.rollback_state(dist))
+        state.rollback_target = copy_to_cpu(state.rollback_state(dist))
         return
     passed = guards.all_passed
     if passed and state.rollback_candidate:
@@ -248,7 +248,7 @@ def keep_rollback_target(dist: Distributed, state: TrainState) -> None:
     is_due = passed and state.update % guards.settings.checkpoint_every == 0
     if guards.settings.gap_max is not None:
         is_due = passed and "eval/standardized_gap" in state.metrics
-    state.rollback_candidate = on_cpu(state.rollback_state(dist)) if is_due else {}
+    state.rollback_candidate = copy_to_cpu(state.rollback_state(dist)) if is_due else {}
 
 
 def handle_trips(
@@ -285,7 +285,7 @@ def handle_trips(
             f"PPO was stopped at update {update} after {state.roll_backs} roll backs by the guard {trip}"
         )
     kl_coef = state.kl_coef * guards.kl_coef_factor
-    state.load_rollback_state(dist, on_cpu(state.rollback_target))
+    state.load_rollback_state(dist, copy_to_cpu(state.rollback_target))
     state.rollback_candidate, state.kl_coef = {}, kl_coef
     state.roll_backs += 1
     state.undone_episodes += (update - state.update) * batch_size
@@ -306,12 +306,3 @@ def write_fault(dist: Distributed, state: TrainState, error: NonFiniteError, fol
         f"{error} (after update {state.update}; see {file})",
         "steps are too big, or a scorer gives extreme numbers",
     )
-
-
-def on_cpu(part: Any) -> Any:
-    """A copy of a state, its tensors on the CPU."""
-    if isinstance(part, Tensor):
-        return part.detach().cpu().clone()
-    if isinstance(part, dict):
-        return {key: on_cpu(value) for key, value in part.items()}
-    return [on_cpu(value) for value in part] if isinstance(part, list) else part

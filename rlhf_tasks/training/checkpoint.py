@@ -9,9 +9,9 @@
 
 What a loop keeps is its `TrainState` (`ppo/state.py`, `training/supervised.py`) and the tracker's curves:
 weights, moments, generators, the position in the data, the best weights, and for PPO coefficients, guards
-and scaling. `resume.keep` says how many, and `resume.every_seconds` how often: less often where saving takes
-more than 2% of the time. One process makes the files in memory, and trains on while a thread writes them;
-several processes wait for the disk.
+and scaling. `resume.keep` says how many, and `resume.every_seconds` how often. One process copies the state
+in memory, and trains on while a thread writes the copy. Several processes wait for the disk, as does one
+without room for the copy, and save less often. A stage says how much work a kill can lose.
 
 The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
@@ -22,7 +22,6 @@ must be on a disk that all of them share. No torch at import.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -53,7 +52,8 @@ State = dict[str, Any]
 """Nested: tensors, numbers, strings, lists, None. What is under `shared` is equal on all ranks, and written
 once; `training` is a `Distributed.training_state`."""
 FINISHED, MANIFEST, TRAINING = "finished", "manifest.json", "training"
-SHARE = 0.02  # the most of the training time that snapshots may take
+WAIT_SHARE = 0.02  # the most of the time that training may wait for snapshots to be on the disk,
+COPY_SHARE = 0.1  # … and for their copies in memory: 60 seconds suffice for one of six
 SHARE_A_DISK = "snapshots must be on a disk that all machines share: set RLHF_STATE_DIR to a folder there"
 
 
@@ -249,9 +249,11 @@ class Checkpoint:
         }
         self._saved_at = self._step_began_at = time.monotonic()
         self._step_seconds = self._save_seconds = 0.0  # what the last ones took
-        self._cost = 0.0  # the seconds of training that the last snapshot took
+        self._longest_step = 0.0
+        self._every_seconds: float = view.resume.every_seconds  # longer where saving takes much of the time
+        self._bound = 0.0  # the seconds of work that a kill can lose, as last said
         self.writer = ThreadPoolExecutor(1, "snapshots")
-        self._writing: Future[tuple[float, float]] | None = None
+        self._writing: Future[float] | None = None
         self._ended_by = 0  # the signal that all ranks have agreed on
 
     def reserve(self, weights: int, state: int) -> None:
@@ -266,6 +268,10 @@ class Checkpoint:
         parts = f"{decimal(weights)} of weights, {count} snapshots of {decimal(state)}"
         size, free = decimal(weights + count * state), decimal(disk.free(self.folder))
         console.say(f"{self.folder.name}: needs up to {size} of disk ({parts}); {free} free")
+        console.say(
+            f"{self.folder.name}: a kill loses at most {console.duration(self._every_seconds)} of work, and "
+            "the step and the snapshot in progress"
+        )
         left = max(0, count * state - disk.size(self.folder))  # a resumed run has some
         disk.reserve({self._models: weights, self.folder: left})
 
@@ -325,13 +331,15 @@ class Checkpoint:
     def due(self) -> bool:
         """True if a snapshot is due after this step: by the time, or because a signal ends the stage.
 
-        The time is `resume.every_seconds`, or longer, so that snapshots take no more than `SHARE` of it.
+        The time is `resume.every_seconds`, or longer until the last snapshot is written, and so that training
+        waits no more than `COPY_SHARE` of it for a copy, or `WAIT_SHARE` for the disk.
         """
         if self._writing is not None and self._writing.done():
             self.wait()
         now = time.monotonic()
         self._step_seconds, self._step_began_at = now - self._step_began_at, now
-        is_late = now - self._saved_at >= max(self._settings.every_seconds, self._cost / SHARE)
+        self._longest_step = max(self._longest_step, self._step_seconds)
+        is_late = self._writing is None and now - self._saved_at >= self._every_seconds
         agreed = self._dist.max(2 * self._listener.received + is_late)  # one rank may have the signal first
         self._ended_by = agreed // 2
         return agreed > 0
@@ -340,7 +348,7 @@ class Checkpoint:
     def save(self, step: int, state: State) -> None:
         """Save the state after a step; ends the stage if it has received a signal.
 
-        One process makes the files in memory, and a thread writes them while it trains on.
+        One process copies it in memory, and a thread writes the copy while it trains on.
 
         Raises:
             DiskFullError: if it does not fit on the disk, or the last one did not; those before it stand.
@@ -349,6 +357,9 @@ class Checkpoint:
         """
         import torch
 
+        from rlhf_tasks.models.tensors import copy_to_cpu
+
+        torch.serialization.set_crc32_options(False)  # the manifest has a sha256 of each file
         dist, snapshot, began_at = self._dist, self.folder / f"step-{step:09d}", time.monotonic()
         partial = self.folder / f".{snapshot.name}.partial"
         self.wait()
@@ -364,7 +375,7 @@ class Checkpoint:
         own = {key: value for key, value in state.items() if key not in together}
         made = {"made_by": self._made_by, "threads": torch.get_num_threads()}
         manifest = {"step": step, **made, "identity": self._identity}
-        size, copies = _num_bytes(state), dict[str, io.BytesIO]()
+        size = _num_bytes(state)
         with self._room(partial, size):
             if is_sharded := callable(write := together.get(TRAINING)):
                 (partial / TRAINING).mkdir(exist_ok=True)
@@ -372,20 +383,23 @@ class Checkpoint:
                 del together[TRAINING]
             is_beside = dist.world_size == 1 and not is_sharded and 2 * size < precision.free_memory()
             parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": together} if dist.is_main else {})
-            for name, part in parts.items():
-                if is_beside:
-                    torch.save(part, copies.setdefault(name, io.BytesIO()))
-                else:
+            if is_beside:
+                parts = copy_to_cpu(parts)
+                self._writing = self.writer.submit(self._write, parts, partial, snapshot, manifest, size)
+            else:
+                for name, part in parts.items():
                     torch.save(part, partial / name)
                     atomic.fsync(partial / name)  # another machine cannot do it for this one
-            dist.barrier()
-            if is_beside:
-                self._writing = self.writer.submit(self._write, copies, partial, snapshot, manifest, size)
-            elif dist.is_main:
-                self._complete(partial, snapshot, manifest)
+                dist.barrier()
+                if dist.is_main:
+                    self._complete(partial, snapshot, manifest)
         dist.barrier()
-        self._saved_at = self._step_began_at = time.monotonic()
-        self._save_seconds = self._cost = self._saved_at - began_at
+        self._saved_at, self._step_began_at = began_at, time.monotonic()
+        self._save_seconds = self._step_began_at - began_at
+        share = COPY_SHARE if is_beside else WAIT_SHARE
+        self._every_seconds = max(self._settings.every_seconds, self._save_seconds / share)
+        if not is_beside:
+            self._say_bound()
         if self._ended_by:
             self.wait()
             console.say(
@@ -395,19 +409,21 @@ class Checkpoint:
 
     def _write(
         self,
-        copies: Mapping[str, io.BytesIO],
+        parts: Mapping[str, State],
         partial: Path,
         snapshot: Path,
         manifest: Mapping[str, Any],
         size: int,
-    ) -> tuple[float, float]:
-        """In the thread: write the files of a snapshot; the seconds that it took, of them those of a CPU."""
-        began_at, cpu_began_at = time.monotonic(), time.thread_time()
+    ) -> float:
+        """In the thread: write the files of a snapshot; returns the seconds that it took."""
+        import torch
+
+        began_at = time.monotonic()
         with self._room(partial, size):
-            for name, copy in copies.items():
-                (partial / name).write_bytes(copy.getbuffer())
+            for name, part in parts.items():
+                torch.save(part, partial / name)
             self._complete(partial, snapshot, manifest)
-        return time.monotonic() - began_at, time.thread_time() - cpu_began_at
+        return time.monotonic() - began_at
 
     def _complete(self, partial: Path, snapshot: Path, manifest: Mapping[str, Any]) -> None:
         """Give the written files their manifest and their name, and remove the oldest snapshot."""
@@ -433,10 +449,19 @@ class Checkpoint:
         """Wait until the last snapshot is written, and raise what its writing has raised."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            seconds, cpu_seconds = writing.result()
-            self._save_seconds += seconds
-            if self._dist.device.type == "cpu":  # the cores that train have written
-                self._cost += cpu_seconds
+            self._save_seconds += writing.result()
+            self._say_bound()
+
+    def _say_bound(self) -> None:
+        """Say how much work a kill can lose from now on, if that is more than was said."""
+        step, save = self._longest_step, self._save_seconds
+        every = max(self._every_seconds, save)
+        bound = every + step + save  # killed just before the next snapshot is whole
+        if self._dist.is_main and not self._ended_by and bound > 1.2 * self._bound:
+            self._bound = bound
+            shown = [console.duration(seconds) for seconds in (bound, every, step, save)]
+            text = "a kill loses at most about {} of work: a snapshot every {}, steps of {}, {} to save one"
+            console.say(f"{self.folder.name}: {text.format(*shown)}")
 
     def plan(self) -> str:
         """What a signal is answered with, and how long it takes by the last step and the last snapshot."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from rlhf_tasks.models.tensors import (
+    copy_to_cpu,
     distinct,
     masked_mean,
     masked_moments,
@@ -51,3 +54,20 @@ def test_distinct_ngrams_by_hand() -> None:
     found = [[5, 6, 5, 6], [7]]
     torch.testing.assert_close(distinct(found, 1), torch.tensor([0.5, 1.0]))
     torch.testing.assert_close(distinct(found, 2), torch.tensor([2 / 3, 1.0]))
+
+
+def test_a_copied_state_shares_nothing_with_its_source_and_copies_a_tied_weight_once() -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    source: dict[str, Any] = {
+        "tied": [weight, weight],
+        "row": weight[1],
+        "plain": (1, "a", None),
+        "rows": [[1]],
+    }
+    copied = copy_to_cpu(source)
+    weight.zero_()
+    source["rows"][0].append(2)
+    assert copied["tied"][0].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert copied["tied"][1] is copied["tied"][0]
+    assert copied["row"].tolist() == [3.0, 4.0, 5.0]
+    assert (copied["plain"], copied["rows"]) == ((1, "a", None), [[1]])

@@ -27,6 +27,7 @@ from ruamel.yaml import YAML
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.models import tensors
 from rlhf_tasks.project import durations, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
@@ -241,27 +242,74 @@ def test_a_half_written_snapshot_is_not_used(project: Path, view: SftView) -> No
     assert not half.exists()
 
 
-def test_snapshots_take_at_most_a_fiftieth_of_the_time(
-    view: SftView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of two files takes three seconds here, and one of a core beside the training."""
-    now, cpu, save = [0.0], iter((0.0, 1.0)), torch.save
+@pytest.fixture
+def clock(view: SftView, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that have passed: a copy in memory takes three, and snapshots are due each minute."""
+    now, copy = [0.0], tensors.copy_to_cpu
 
-    def slow(part: Any, file: Any) -> None:
-        now[0] += 3.0
-        save(part, file)
+    def slow(part: Any, copies: Any = None) -> Any:
+        now[0] += 3.0 * (copies is None)
+        return copy(part, copies)
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "thread_time", lambda: next(cpu))
-    monkeypatch.setattr(torch, "save", slow)
-    monkeypatch.setattr(checkpoint, "SHARE", 0.02)
+    monkeypatch.setattr(tensors, "copy_to_cpu", slow)
+    monkeypatch.setattr(checkpoint, "COPY_SHARE", 0.1)
+    monkeypatch.setattr(checkpoint, "WAIT_SHARE", 0.02)
     object.__setattr__(view.resume, "every_seconds", 60.0)
+    return now
+
+
+def test_snapshots_are_as_often_as_set_where_the_disk_can_do_it_and_the_stage_says_what_a_kill_can_lose(
+    view: SftView, clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second one takes 62 seconds to write, during a step as long."""
+    is_writing, go, sums = threading.Event(), threading.Event(), hashing.sha256_of_files
+
+    def slow(folder: Path) -> dict[str, str]:
+        is_writing.set()
+        assert go.wait(60)
+        return sums(folder)
+
     with loop(view) as snapshots:
-        now[0] = 60.0
-        assert snapshots.due()
+        snapshots.reserve(0, 0)
+        assert [snapshots.due() for clock[0] in (20.0, 59.0, 60.0)] == [False, False, True]
         snapshots.save(1, {})
         snapshots.wait()
-        assert [snapshots.due() for now[0] in (66.0 + 349.0, 66.0 + 350.0)] == [False, True]
+        assert [snapshots.due() for clock[0] in (80.0, 119.0, 120.0)] == [False, False, True]
+        monkeypatch.setattr(hashing, "sha256_of_files", slow)
+        snapshots.save(2, {})
+        assert is_writing.wait(60)
+        clock[0] = 185.0
+        assert not snapshots.due(), "it is not written yet"
+        go.set()
+        snapshots.wait()
+        assert snapshots.due()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loop: a kill loses")]
+    assert [line.partition(" a kill loses at most ")[2] for line in said] == [
+        "1m00s of work, and the step and the snapshot in progress",
+        "about 1m42s of work: a snapshot every 1m00s, steps of 39s, 3s to save one",
+        "about 3m12s of work: a snapshot every 1m05s, steps of 1m02s, 1m05s to save one",
+    ]
+
+
+def test_where_training_waits_for_the_disk_it_does_so_for_a_fiftieth_of_the_time(
+    view: SftView, clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of the two files takes three seconds."""
+    save = torch.save
+
+    def slow(part: Any, file: Any) -> None:
+        clock[0] += 3.0
+        save(part, file)
+
+    monkeypatch.setattr(torch, "save", slow)
+    monkeypatch.setattr(precision, "free_memory", lambda: 0)
+    with loop(view) as snapshots:
+        clock[0] = 60.0
+        assert snapshots.due()
+        snapshots.save(1, {})
+        assert [snapshots.due() for clock[0] in (60.0 + 299.0, 60.0 + 300.0)] == [False, True]
+    assert "about 6m06s of work: a snapshot every 5m00s, steps of 1m00s, 6s to" in capsys.readouterr().out
 
 
 def test_a_snapshot_holds_its_step_though_training_goes_on_while_it_is_written(
