@@ -1,7 +1,7 @@
 """Install the locked requirements, and say every few seconds how far that is.
 
-`python infra/install.py`, by the Python of the environment; the variable TORCH is that of the Makefile. No package
-is imported: there may be none yet.
+`python infra/install.py`, by the Python of the environment; the Makefile says what the variable TORCH may be.
+No package is imported: there may be none yet.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CUDA_NAMES = ("cuda-", "nvidia-", "triton")  # what only torch's CUDA build needs
 # GB to download and on disk, all packages of the lock together: measured on Linux x86-64 with MEASURED_TORCH
 MEASURED_TORCH = "2.13.0"
-GIGABYTES = {"CUDA": (0.0, 0.0), "CPU": (0.0, 0.0)}
+GIGABYTES = {"CUDA": (3.1, 6.5), "CPU": (0.5, 2.5)}
 
 
 def run(*words: str, what: str, total: int = 0, must: bool = True) -> None:
@@ -96,13 +96,13 @@ def describe_build(line: str) -> str:
 
 
 def pip_source(torch: str) -> tuple[str, ...]:
-    """pip's options that take torch from where a value of TORCH says, and from nowhere else."""
+    """pip's options that take torch from where a value of TORCH says."""
     if torch in ("", "default"):
         return ()
     if torch == "cpu" or "://" in torch:
         return ("--index-url", CPU_INDEX if torch == "cpu" else torch)
     if Path(torch).is_dir():
-        return ("--no-index", "--find-links", torch)
+        return ("--isolated", "--no-index", "--find-links", torch)  # not from folders of pip's settings
     refuse(f"TORCH={torch} is none of: cpu, default, the address of an index, an existing folder of wheels")
 
 
@@ -122,8 +122,8 @@ def find_unsupported(system: str, machine: str, libc: tuple[str, str], macos: st
     if oldest and [int(part) for part in version.split(".")[:2]] >= oldest:
         return ""
     return (
-        f"torch has no build for {system} on {machine} with {name or 'no glibc'} {version}; it has them for Linux on "
-        "x86-64 and arm64 with glibc 2.28 or newer, and for macOS 14 or newer on Apple silicon"
+        f"torch has no build for {system} on {machine} with {name or 'no glibc'} {version}; it has them for "
+        "Linux on x86-64 and arm64 with glibc 2.28 or newer, and for macOS 14 or newer on Apple silicon"
     )
 
 
@@ -139,15 +139,20 @@ def main() -> None:
     torch = next(line for line in locked if line.startswith("torch=="))
     cuda = [line for line in locked if line.startswith(CUDA_NAMES)]
     if choice != before:
-        names = [line.split("==")[0] for line in [torch, *cuda]]
-        run("pip", "uninstall", "--yes", *names, what=f"removing what there is of torch, for TORCH={choice}")
-        remembered.write_text(choice, encoding="utf-8")
+        names = [package.name for package in metadata.distributions()]
+        if old := [name for name in names if name == "torch" or name.startswith(CUDA_NAMES)]:
+            run(
+                "pip", "uninstall", "--yes", *old, what=f"removing the present build of torch: TORCH={choice}"
+            )
 
     # Compiling takes longer than unpacking, and pip would do it on one core.
     install = ("pip", "install", "--progress-bar", "off", "--no-compile")
     run(*install, "--no-deps", *source, torch, what=f"installing {torch}")
+    remembered.write_text(choice, encoding="utf-8")
     # The lock has the libraries of the default build. A CPU build needs none.
     needs = any(line.startswith(CUDA_NAMES) for line in metadata.requires("torch") or ())
+    if needs and choice == "cpu":
+        refuse(f"TORCH=cpu, but pip's settings (`pip config list`) lead to torch {metadata.version('torch')}")
     default = needs and "+" not in metadata.version("torch")
     rest = [line for line in locked if line != torch and (default or line not in cuda)]
     # The lock names all packages, so that pip need not look for what they need.
@@ -155,7 +160,7 @@ def main() -> None:
     run(*install, "--no-deps", *rest, what=what, total=len(rest))
     # Another build names libraries of its own, which may lie beside it.
     beside = {"--index-url": "--extra-index-url"}
-    options = [beside.get(word, word) for word in source if word != "--no-index"]
+    options = [beside.get(word, word) for word in source if word not in {"--isolated", "--no-index"}]
     run(*install, *options, torch, what="looking for what this build of torch needs besides")
     packages = sysconfig.get_path("purelib")
     # fails where a package holds a template with the suffix .py: pip leaves those too
