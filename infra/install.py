@@ -141,18 +141,16 @@ def main() -> None:
     if choice != before:
         names = [package.name for package in metadata.distributions()]
         if old := [name for name in names if name == "torch" or name.startswith(CUDA_NAMES)]:
-            run(
-                "pip", "uninstall", "--yes", *old, what=f"removing the present build of torch: TORCH={choice}"
-            )
+            run("pip", "uninstall", "--yes", *old, what=f"removing torch's present build for TORCH={choice}")
 
     # Compiling takes longer than unpacking, and pip would do it on one core.
     install = ("pip", "install", "--progress-bar", "off", "--no-compile")
     run(*install, "--no-deps", *source, torch, what=f"installing {torch}")
-    remembered.write_text(choice, encoding="utf-8")
     # The lock has the libraries of the default build. A CPU build needs none.
     needs = any(line.startswith(CUDA_NAMES) for line in metadata.requires("torch") or ())
     if needs and choice == "cpu":
         refuse(f"TORCH=cpu, but pip's settings (`pip config list`) lead to torch {metadata.version('torch')}")
+    remembered.write_text(choice, encoding="utf-8")
     default = needs and "+" not in metadata.version("torch")
     rest = [line for line in locked if line != torch and (default or line not in cuda)]
     # The lock names all packages, so that pip need not look for what they need.
