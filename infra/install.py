@@ -60,8 +60,10 @@ def run(*words: str, what: str, total: int = 0, must: bool = True) -> None:
                 found, now = found + 1, f"reading {line.split()[1]}"
             elif line.strip().startswith("Downloading "):
                 now = f"downloading {line.split()[1].rsplit('/', 1)[-1]}"
+            elif line.startswith("Building wheels"):
+                now = "building the packages that have no wheel"
             elif line.startswith("Installing collected packages"):
-                found, now = total, "unpacking, which takes a minute or two"
+                found, now = total, "unpacking, which takes minutes"
         except queue.Empty:
             pass
         if time.monotonic() - said_at >= EVERY_SECONDS:
