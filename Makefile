@@ -1,5 +1,8 @@
 # make run: environment, dependencies, the whole pipeline. make test: all checks. make help: the rest.
 PYTHON ?= python3
+# The build of torch: cpu, the address of an index, a folder of wheels, or default, which is what pip finds. Unset, it is
+# that of the environment in .venv.
+TORCH ?=
 PORT ?= 5000
 DOCS_PORT ?= 0
 
@@ -45,17 +48,26 @@ docs: $(INSTALLED) ## build the documentation and serve it on this machine; DOCS
 	@python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs .rlhf/docs
 	@python -u -m http.server $(DOCS_PORT) --bind 127.0.0.1 --directory .rlhf/docs
 
-lock: $(INSTALLED) ## write infra/requirements.lock from what is installed
-	@python infra/lock.py
+lock: $(INSTALLED) ## write infra/requirements.lock for pyproject.toml; versions that still fit stay
+	@uv pip compile pyproject.toml --extra dev --extra docs --universal --python-version 3.11 --no-annotate --quiet \
+	  --custom-compile-command "make lock" --output-file infra/requirements.lock
 
 clean: ## remove the environment and the tools' caches; no data, no checkpoint, no run
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
+ifneq ($(TORCH),)
+ifneq ($(TORCH),$(shell cat .venv/.torch 2>/dev/null))
+.PHONY: $(INSTALLED)
+endif
+endif
+
 $(INSTALLED): infra/requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Python 3.11 or newer is needed, $(PYTHON) is older or missing; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) or sys.platform == "win32")' || \
+	  { echo "Python 3.11 to 3.14 on Linux, macOS or WSL is needed, $(PYTHON) is another one or missing; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python infra/install.py
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 git:
