@@ -662,6 +662,8 @@ class Config(Section):
                 if lost := columns - set(self.data.columns.keep):
                     names = ", ".join(sorted(lost))
                     yield f"{key}: a verifier needs the column {names}; add it to data.columns.keep"
+        if self.data.chat == "always" and self.model.base == "scratch":
+            yield "data.chat: always needs a chat template, and model.base: scratch has none; set it to auto"
         count = self.preferences.samples_per_pair
         is_sampled = self.preferences.num_prompts and self.reward.train
         if count > 2 and is_sampled and not self.preferences.function and self.data.source != "synthetic":

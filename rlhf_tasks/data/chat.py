@@ -103,13 +103,14 @@ class Rendering:
     plain: Literal["auto", "always", "never"] = "never"
     marks: Sequence[str] = ()
 
-    def is_turn(self, prompt: str) -> bool:
-        """Whether a plain prompt is to become a user's turn."""
-        return self.plain_kind(prompt) == "turns"
+    @property
+    def renders_plain(self) -> bool:
+        """Whether plain prompts, and dialogues in marked text, become messages."""
+        return self.chat is not None and self.plain != "never"
 
     def plain_kind(self, prompt: str) -> Literal["turns", "marked", "plain"]:
         """What a plain prompt is: to become a turn, rendered already, or to stay as it is."""
-        if self.chat is None or self.plain == "never":
+        if not self.renders_plain:
             return "plain"
         is_marked = self.plain == "auto" and any(mark in prompt for mark in self.marks)
         return "marked" if is_marked else "turns"
@@ -178,42 +179,20 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, li
 
 
 def marks_of(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[str]:
-    """What a chat template writes around a user's turn: special tokens, or else the last word before it.
+    """What a chat template writes around a user's turn: special tokens, or else the lines next to it.
 
     BOS is no mark: plain prompts have it too.
-    """
-    mark = "\ue000prompt\ue000"  # no text has these characters
-    try:
-        before, _, after = chat([{"role": "user", "content": mark}], True).partition(mark)
-    except ValueError:  # so it rejects all plain prompts, and says why
-        return []
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    found = [token for token in special - {tokenizer.bos_token} if token in before + after]
-    return sorted(found) or before.removeprefix(str(tokenizer.bos_token)).split()[-1:]
-
-
-def as_turns(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Prompts that somebody wrote, as the models of this tokenizer read them, by the `data.chat` it keeps.
-
-    A prompt with marks of the template was rendered before, and stays as it is.
 
     Raises:
-        UserError: if the template rejects a user's turn.
+        ValueError: if the template rejects a user's turn alone.
     """
-    if not tokenizer.chat_template or tokenizer.init_kwargs.get(PLAIN) == "never":
-        return list(prompts)
-    chat = template(tokenizer)
-    marks = marks_of(tokenizer, chat)
-    try:
-        return [
-            text if any(mark in text for mark in marks) else chat([{"role": "user", "content": text}], True)
-            for text in prompts
-        ]
-    except ValueError as error:
-        raise UserError(
-            f"the chat template of {tokenizer.name_or_path} rejects a user's turn ({error}); give the whole "
-            "prompt, as the template writes it"
-        ) from None
+    mark = "\ue000prompt\ue000"  # no text has these characters
+    before, _, after = chat([{"role": "user", "content": mark}], True).partition(mark)
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if found := [token for token in special - {tokenizer.bos_token} if token in before + after]:
+        return sorted(found)
+    before = before.removeprefix(str(tokenizer.bos_token))
+    return [*before.strip().splitlines()[-1:], *after.strip().splitlines()[:1]]
 
 
 def in_words(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -378,17 +357,17 @@ def plain_row(
     Raises:
         Unusable: if the template cannot render the turns.
     """
-    if prompt.strip() and rendering.is_turn(prompt):
+    if prompt.strip() and rendering.plain_kind(prompt) == "turns":
         # the blank with which plain answers follow their prompt is no part of a turn
         turns = {name: re.sub(r"\A (?=\S)", "", text) for name, text in answers.items()}
         given = {name: [{"role": "assistant", "content": text}] for name, text in turns.items()}
         return rendered([{"role": "user", "content": prompt}], given, None, rendering, table)
     if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
         prompt = rendering.bos + prompt
-    return {"prompt": prompt} | {name: _without_end(text, rendering.eos) for name, text in answers.items()}
+    return {"prompt": prompt} | {name: _without_eos(text, rendering.eos) for name, text in answers.items()}
 
 
-def _without_end(text: str, eos: str) -> str:
+def _without_eos(text: str, eos: str) -> str:
     bare = text.rstrip()
     return bare.removesuffix(eos) if bare.endswith(eos) else text
 

@@ -76,9 +76,7 @@ def assemble(
     known = [
         (part, split, reading, *_peek(reading))
         for part in parts
-        for split, reading in shapes.read(
-            part.tables, part.data, chat=rendering.chat is not None, own=part.own
-        )
+        for split, reading in shapes.read(part.tables, part.data, chat=rendering.renders_plain, own=part.own)
     ]
     for part in parts:
         _say_use([reading for owner, _, reading, *_ in known if owner is part])
@@ -136,7 +134,7 @@ def assemble(
                     except Unusable as fault:
                         problems.add(line.where, row, fault.reason, fault.detail)
                         continue
-                    if isinstance(row.get("prompt"), str):
+                    if all(isinstance(row.get(name), str) for name in sources):
                         plain[rendering.plain_kind(row["prompt"])] += 1
                     for turn in turns:
                         writer.add(place, {**turn, "source": line.where, **kept, **own})

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,11 @@ from rlhf_tasks.data.chat import (
     DATE,
     PLAIN,
     Rendering,
+    Unusable,
     end_with_turns,
     generated_spans,
     marks_of,
+    plain_row,
     template,
 )
 from rlhf_tasks.data.rows import BATCH
@@ -211,7 +214,20 @@ def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
                 f"Warning: {name} has a BOS token {tokenizer.bos_token!r} with rstrip, which takes the white "
                 "space after it, so that plain prompts lose theirs at the start; set rstrip to false for it"
             )
-    chat = template(tokenizer) if tokenizer.chat_template else None
+    chat, marks = template(tokenizer) if tokenizer.chat_template else None, list[str]()
+    plain = tokenizer.init_kwargs.get(PLAIN, Data().chat)
+    try:
+        marks = marks_of(tokenizer, chat) if chat and plain != "never" else []
+    except ValueError as error:
+        if plain == "always":
+            raise UserError(
+                f"data.chat: always, but the chat template of {name} rejects a user's turn alone: {error}"
+            ) from None
+        plain = "never"
+        console.say(
+            f"Note: the chat template of {name} rejects a user's turn alone ({error}): plain prompts stay as "
+            "they are; give messages"
+        )
     return Rendering(
         bos=bos,
         eos=str(tokenizer.eos_token),
@@ -219,9 +235,26 @@ def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
         tokenizer=f"the tokenizer of {name}",
         special=[str(token) for token in tokenizer.added_tokens_decoder.values() if token.special],
         spans=generated_spans(tokenizer),
-        plain=tokenizer.init_kwargs.get(PLAIN, "auto"),
-        marks=marks_of(tokenizer, chat) if chat else (),
+        plain=plain,
+        marks=marks,
     )
+
+
+def read_plain(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[str]:
+    """Prompts that somebody wrote, as the models of this tokenizer read them: as stage prepare read the data.
+
+    Those with marks of its chat template were rendered before, and stay as they are, with `always` too.
+
+    Raises:
+        UserError: if the template cannot render one.
+    """
+    rendering = ready_rendering(tokenizer, tokenizer.name_or_path)
+    if rendering.plain == "always":
+        rendering = replace(rendering, plain="auto")
+    try:
+        return [plain_row(prompt, {}, rendering)["prompt"] for prompt in prompts]
+    except Unusable as fault:
+        raise UserError(f"a prompt cannot be rendered: {fault.detail}") from None
 
 
 # ------------------------------------------------------------------------------------------------ token ids

@@ -18,8 +18,8 @@ from rlhf_tasks.config import JudgeView, is_hub_id
 from rlhf_tasks.config.types import check_source, pinned_revision
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.chat import as_turns
 from rlhf_tasks.data.rows import prompt_key
+from rlhf_tasks.data.tokenizer import read_plain
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import summary
 from rlhf_tasks.judging.judges.build import build_judges
@@ -167,7 +167,7 @@ def _response_file(file: Path, paths: Paths) -> ResponseFile:
     responses: dict[str, str] = {}
     twice = []
     rows = read_rows(file, Response)
-    prompts = as_turns([row.prompt for row in rows.values()], load_tokenizer(paths.tokenizer))
+    prompts = read_plain(load_tokenizer(paths.tokenizer), [row.prompt for row in rows.values()])
     for (where, row), key in zip(rows.items(), map(prompt_key, prompts), strict=True):
         if key in responses:
             twice.append(f"{where}: an earlier row has a response to this prompt; keep one of them")

@@ -69,16 +69,17 @@ def token_stats(
     states: list[Tensor] = []
     given: list[tuple[Tensor, int]] = []  # what the head returned; its version counts changes in place
 
+    def float32_weights() -> tuple[Tensor, Tensor | None]:
+        """Logits of 16 bits round by more than an update moves a log-prob. So the output layer computes in
+        float32, under autocast and with weights that FSDP2 or DeepSpeed hold in 16 bits too."""
+        return _at_least_float32(head.weight), None if head.bias is None else _at_least_float32(head.bias)
+
     def packed_stats(hidden: Tensor) -> Tensor:
         """(B, T, H) → (B, R + 1, 3) in place of logits."""
         assert linear is not None
         states.append(hidden)
-        # Logits of 16 bits round by more than an update moves a log-prob. So the output layer computes in
-        # float32, under autocast and with weights that FSDP2 or DeepSpeed hold in 16 bits too.
         with torch.autocast(hidden.device.type, enabled=False):
-            weight, bias = _at_least_float32(head.weight), None
-            if head.bias is not None:
-                bias = _at_least_float32(head.bias)
+            weight, bias = float32_weights()
             hidden = batch.predicting(hidden).to(weight.dtype)  # (N, H)
             stats = _chunked_stats(hidden, weight, bias, labels, temperature, entropy_grad, linear)  # (N, 3)
         found = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
@@ -88,8 +89,12 @@ def token_stats(
 
     def plain_logits(hidden: Tensor) -> Tensor:
         states.append(hidden)
-        logits: Tensor = call_head(hidden)
-        return logits
+        if linear is None:
+            logits: Tensor = call_head(hidden)
+            return logits
+        with torch.autocast(hidden.device.type, enabled=False):
+            weight, bias = float32_weights()
+            return linear(hidden.to(weight.dtype), weight, bias)
 
     with _forward_replaced(head, plain_logits if makes_all else packed_stats):
         out = model(

@@ -75,8 +75,8 @@ class TrainState:
     kl_coef: float
     penalty_beta: float
     budget: TokenBudget
-    """Of the passes that train; out-of-memory lowers it."""
-    scoring_budget: TokenBudget
+    """Of the passes that score and train; out-of-memory lowers it."""
+    evaluation_budget: TokenBudget
     evaluation: EvaluationState = field(default_factory=EvaluationState)
     update: int = 0
     """Finished updates."""
@@ -125,7 +125,7 @@ class TrainState:
             "order_rng": self.order_rng.get_state(),
             "score_scaler": self.score_scaler.state_dict(),
             "guards": self.guards.state_dict() if self.guards else {},
-            "budgets": [self.budget.state_dict(), self.scoring_budget.state_dict()],
+            "budgets": [self.budget.state_dict(), self.evaluation_budget.state_dict()],
             "evaluation": vars(self.evaluation) | {"responses": list(self.evaluation.responses)},
             "plain": {name: getattr(self, name) for name in ROLLED_BACK} | {"metrics": dict(self.metrics)},
         }
@@ -147,7 +147,7 @@ class TrainState:
         self.score_scaler.load_state_dict(shared["score_scaler"])
         if self.guards:
             self.guards.load_state_dict(shared["guards"])
-        for budget, own in zip((self.budget, self.scoring_budget), shared["budgets"], strict=True):
+        for budget, own in zip((self.budget, self.evaluation_budget), shared["budgets"], strict=True):
             budget.load_state_dict(own)
         self.evaluation = EvaluationState(**shared["evaluation"])
         self.evaluation.weights = sharding.keep_on_first_rank(
@@ -205,8 +205,9 @@ def initial_state(
         sampler = VllmSampler(dist, config, actor_critic.policy, tokenizer, token_rng, server)
     guards = None
     if config.guards is not None:
-        ratio_error = SHARDED_BF16_RATIO_ERROR if dist.rounds_weights else BF16_RATIO_ERROR
-        ratio_error = FLOAT32_RATIO_ERROR if dist.is_float32 else ratio_error
+        ratio_error = FLOAT32_RATIO_ERROR
+        if not dist.is_float32:
+            ratio_error = SHARDED_BF16_RATIO_ERROR if dist.rounds_weights else BF16_RATIO_ERROR
         guards = Guards(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
     return TrainState(
         actor_critic=actor_critic,
@@ -224,7 +225,7 @@ def initial_state(
         kl_coef=config.kl_coef,
         penalty_beta=config.kl_penalty.beta if config.kl_penalty else 0.0,
         budget=TokenBudget(config.micro_batch_tokens),
-        scoring_budget=TokenBudget(config.micro_batch_tokens),
+        evaluation_budget=TokenBudget(config.micro_batch_tokens),
     )
 
 

@@ -543,7 +543,7 @@ def _evaluate(
     metrics: Metrics = {}
     if select:
         metrics = evaluator.evaluate(
-            state.evaluation, state.sampler, state.scoring_budget, episode=episode, update=state.update
+            state.evaluation, state.sampler, state.evaluation_budget, episode=episode, update=state.update
         )
         tracker.metrics(metrics, step=episode)
     if show:  # on all ranks: NaN must stop all of them

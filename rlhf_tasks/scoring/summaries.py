@@ -18,7 +18,7 @@ from rlhf_tasks.data.splits import hash_rank
 
 CANDIDATES = 50
 # `def`, up to the first line that ends in a colon
-_SIGNATURE = re.compile(r".*?:[ \t]*(#[^\n]*)?\n", re.DOTALL)
+_SIGNATURE = re.compile(r"^[ \t]*(?:@|async def |def ).*?:[ \t]*(#[^\n]*)?\n", re.DOTALL | re.MULTILINE)
 # the parts of snake_case and CamelCase
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # a word of prose between blanks: no underscore, bracket, dot or capital inside
@@ -79,7 +79,7 @@ def _split_names(text: str) -> list[str]:
 
 
 def _words_that_count(response: str, prompt: str) -> list[str]:
-    signature = _SIGNATURE.match(prompt)
+    signature = _SIGNATURE.search(prompt)
     known = set(_split_names(signature[0])) if signature else set()
     words = (word.lower() for word in _PROSE.findall(response))
     return [word for word in words if word not in known and not keyword.iskeyword(word)]

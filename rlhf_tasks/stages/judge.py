@@ -19,8 +19,8 @@ from rlhf_tasks.config.judge import Retention
 from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.chat import as_turns
 from rlhf_tasks.data.synthetic import gold_scores
+from rlhf_tasks.data.tokenizer import read_plain
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import human_labels, reward_diagnostics, statistics, summary
 from rlhf_tasks.judging import results as typed
@@ -77,8 +77,9 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     dist, settings = Distributed(config.launch, config.seed), config.judge
     # 1. Whatever can fail is built and checked before anything is sampled.
     labels = human_labels.read(paths.root / settings.labels) if settings.labels else []
-    asked = as_turns([label.prompt for label in labels], load_tokenizer(paths.tokenizer)) if labels else []
-    labels = [one.model_copy(update={"prompt": text}) for one, text in zip(labels, asked, strict=True)]
+    if labels:
+        asked = read_plain(load_tokenizer(paths.tokenizer), [label.prompt for label in labels])
+        labels = [one.model_copy(update={"prompt": text}) for one, text in zip(labels, asked, strict=True)]
     labeled = {label.prompt for label in labels}
     summary.check_verifiers(settings, summary.judged_rows(paths, settings.num_examples, labeled))
     rows = read_table(paths, "prompts", "test")

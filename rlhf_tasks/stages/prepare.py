@@ -56,8 +56,6 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         words = tokenizer.ready(config.model, data)
         rendering = replace(tokenizer.ready_rendering(words, config.model.base), train_on=config.train_on)
     else:
-        if data.chat == "always":
-            raise UserError("data.chat: always needs a chat template, and model.base: scratch has none")
         rendering = tokenizer.scratch_rendering()
     plain = Counter[str]()
     corpus = _read(paths, config, rendering, problems, plain)

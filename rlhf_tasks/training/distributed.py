@@ -179,7 +179,11 @@ class Distributed:
             self._configure_deepspeed(max_grad_norm)
         if self.shards:
             sharding.keep_structure(model)
+        buffers = [(module, dict(module._buffers)) for module in model.modules()]
         prepared, wrapped = self.accelerator.prepare(model, optimizer)
+        for module, known in buffers if self.is_deepspeed else ():
+            for name, buffer in known.items():  # older DeepSpeed rounds buffers as it does weights
+                module._buffers[name] = None if buffer is None else buffer.to(self.device)
         return prepared, wrapped
 
     def _configure_deepspeed(self, max_grad_norm: float | None) -> None:
@@ -213,8 +217,8 @@ class Distributed:
     def freeze(self, model: nn.Module) -> None:
         """Make a model untrainable, in the precision of the trained model, and `put` it.
 
-        DeepSpeed converts the trained model's parameters to bf16, and no buffer; any other rounding, such as
-        that of rotary frequencies, would cause a KL between equal models.
+        DeepSpeed converts the trained model's parameters to bf16; its buffers, such as rotary frequencies,
+        stay as they are. Any other rounding would cause a KL between equal models.
         """
         model.requires_grad_(False)
         if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_tasks.config import Data, Model
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.data.batches import load_tokenizer
-from rlhf_tasks.data.chat import Rendering, as_turns, marks_of, template
+from rlhf_tasks.data.chat import Rendering, marks_of, template
 from rlhf_tasks.data.rows import Problems, Role
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.head_to_head import compare_models
@@ -91,14 +91,13 @@ def test_messages_are_rendered_whatever_the_setting(chat_model: Path, tmp_path: 
 
 
 MARKS = {
-    "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}": ["[INST]"],
+    "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}": ["[INST]", "[/INST]"],
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}": [
         "<|im_end|>",
         "<|im_start|>",
     ],
-    "Be kind. {% for m in messages %}USER: {{ m.content }} {% endfor %}ASSISTANT:": ["USER:"],
+    "Hi. {% for m in messages %}USER: {{ m.content }} {% endfor %}ASSISTANT:": ["Hi. USER:", "ASSISTANT:"],
     "{{ bos_token }}{{ messages[0].content }}": [],
-    "{{ raise_exception('no') }}": [],
 }
 
 
@@ -111,7 +110,7 @@ def words(chat_model: Path) -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("source", MARKS)
-def test_the_marks_of_a_template_are_its_special_tokens_or_the_word_before_the_turn(
+def test_the_marks_of_a_template_are_its_special_tokens_or_the_lines_next_to_the_turn(
     source: str, words: PreTrainedTokenizerBase
 ) -> None:
     words.chat_template = source
@@ -126,24 +125,27 @@ def test_always_needs_a_chat_template(words: PreTrainedTokenizerBase, tmp_path: 
     ):
         tokenizer.ready(Model(base=str(tmp_path), scratch=None), Data(chat="always"))
     assert tokenizer.ready_rendering(words, "m").plain_kind("hi") == "plain"
-    assert as_turns(["hi"], words) == ["hi"]
+    assert tokenizer.read_plain(words, ["hi"]) == ["hi"]
 
 
-def test_a_template_that_rejects_a_turn_is_named(words: PreTrainedTokenizerBase) -> None:
+def test_a_template_that_rejects_a_turn_leaves_plain_prompts_and_says_so(
+    words: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
     words.chat_template = "{{ raise_exception('first a system turn') }}"
-    with pytest.raises(
-        UserError, match=r"rejects a user's turn \(first a system turn\); give the whole prompt"
-    ):
-        as_turns(["hi"], words)
+    assert tokenizer.read_plain(words, ["hi"]) == ["hi"]
+    assert "rejects a user's turn alone (first a system turn): plain prompts stay" in capsys.readouterr().out
+    words.init_kwargs["data_chat"] = "always"
+    with pytest.raises(UserError, match=r"data\.chat: always, but the chat template of m rejects"):
+        tokenizer.ready_rendering(words, "m")
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("auto", TURN), ("always", TURN), ("never", "hi")])
-def test_whoever_reads_a_prompt_later_does_as_prepare_did(
+def test_a_prompt_that_somebody_writes_later_is_read_as_the_data_was(
     setting: Setting, expected: str, chat_model: Path, tmp_path: Path
 ) -> None:
     tokenizer.save(tokenizer.ready(Model(base=str(chat_model), scratch=None), Data(chat=setting)), tmp_path)
     again = load_tokenizer(tmp_path)
-    assert as_turns(["hi", TURN], again) == [expected, TURN]
+    assert tokenizer.read_plain(again, ["hi", TURN]) == [expected, TURN]
 
 
 def prepared(chat_model: Path, changes: dict[str, Any]) -> dict[str, float]:

@@ -161,7 +161,7 @@ def test_a_snapshot_holds_every_field_of_the_state_but_what_is_built_anew() -> N
     snapshot = state.state_dict(small.distributed())
     held = snapshot.keys() | snapshot["shared"].keys() | snapshot["shared"]["plain"].keys()
     weights = dict.fromkeys(("actor_critic", "wrapped", "optimizer"), "training")
-    budgets = dict.fromkeys(("budget", "scoring_budget"), "budgets")
+    budgets = dict.fromkeys(("budget", "evaluation_budget"), "budgets")
     names = weights | budgets | {"prompt_order": "prompts"}
     missing = {field.name for field in fields(state) if names.get(field.name, field.name) not in held}
     assert missing == {"num_policy_groups"}, "a resumed run would lose a field in silence"

@@ -17,8 +17,7 @@ import torch
 
 from rlhf_tasks.config import Launch
 from rlhf_tasks.data.batches import collate, load_tokenizer
-from rlhf_tasks.data.chat import as_turns
-from rlhf_tasks.data.tokenizer import encode
+from rlhf_tasks.data.tokenizer import encode, read_plain
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, ReferenceCopy
@@ -43,7 +42,7 @@ def main(layout: str, precision: Any, model: str | None = None) -> None:
         frozen = load_causal(model)
         dist.freeze(frozen)
         tokenizer = load_tokenizer(Path(model))
-        toy.QUERIES[:] = encode(tokenizer, as_turns(INSTRUCTIONS, tokenizer))
+        toy.QUERIES[:] = encode(tokenizer, read_plain(tokenizer, INSTRUCTIONS))
         changes |= {
             "actor_critic": ActorCritic(load_causal(model), NoCritic()),
             "reference": ReferenceCopy(frozen, moves=False),

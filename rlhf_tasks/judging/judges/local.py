@@ -19,6 +19,7 @@ from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import LETTERS, Question, Reply, fill_prompt, load_prompt
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, place
+from rlhf_tasks.scoring.retokenize import remove_names
 
 
 class LocalComparer:
@@ -39,6 +40,8 @@ class LocalComparer:
         source = settings.path if settings.revision is not None else str(root / settings.path)
         self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
         self._model = place(load_causal(source, settings.revision), device).eval()
+        added = self._tokenizer.added_tokens_decoder.values()
+        self._special = [str(token) for token in added if token.special]
         self._letters = [_single_tokens(self._tokenizer, letter) for letter in LETTERS]
         if not all(self._letters) or self._letters[0] == self._letters[1]:
             raise UserError(
@@ -66,6 +69,7 @@ class LocalComparer:
     def _ids(self, text: str) -> Ids:
         """The tokens of a filled prompt."""
         is_chat = self._tokenizer.chat_template is not None
+        text = remove_names(text, self._special)  # the policy's template, or a response, would end the turn
         if is_chat:
             text = template(self._tokenizer)([{"role": "user", "content": text}], True)
         ids: Ids = self._tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
