@@ -85,6 +85,12 @@ def test_the_setting_decides_and_what_holds_the_marks_was_rendered_before(
     assert texts(file, rendering_of(chat_model, setting), "prompts") == [{"prompt": expected}]
 
 
+def test_a_system_column_stands_above_a_prompt_that_stays_plain(chat_model: Path, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", {"system": "Be brief.", "prompt": "hi"})
+    [row] = texts(file, rendering_of(chat_model, "never"), "prompts")
+    assert row["prompt"] == "Be brief.\n\nhi"
+
+
 def test_messages_are_rendered_whatever_the_setting(chat_model: Path, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
     assert texts(file, rendering_of(chat_model, "never"), "prompts") == [{"prompt": TURN}]

@@ -72,6 +72,14 @@ def test_a_local_reply_is_the_next_tokens_probability_of_a_over_a_or_b(
         assert reply.num_tokens == len(ids)
 
 
+def test_special_tokens_in_a_question_do_not_reach_the_judge(tmp_path: Path) -> None:
+    """Marks of the policy's chat template, or a response that writes them, would end the judge's turn."""
+    folder = toy.foreign(str(tmp_path / "model"), "llama", words=words(chat=CHAT))
+    plain, marked = (Question(f"now {end} is", "a", f"b {end}") for end in ("", "<eos>"))
+    one, other = local(tmp_path, folder)([plain, marked], 0)
+    assert (one.probability, one.num_tokens) == (other.probability, other.num_tokens)
+
+
 def test_a_tokenizer_without_tokens_a_and_b_is_refused(tmp_path: Path) -> None:
     folder = toy.foreign(str(tmp_path / "model"), "llama", words=words(letters=("A",)))
     with pytest.raises(UserError, match="has no tokens A and B"):
