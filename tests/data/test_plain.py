@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.chat import Rendering, marks_of, template
 from rlhf_tasks.data.rows import Problems, Role
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.head_to_head import compare_models
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import prepare
 from rlhf_tasks.tracking import NullTracker
@@ -183,24 +181,3 @@ def test_a_built_in_source_has_plain_prompts_too(
     for row in pq.read_table("data/sft/train.parquet").to_pylist():
         assert row["prompt"].startswith(start or tuple("0123456789"))
         assert row["completion"].isdecimal()
-
-
-def test_responses_made_elsewhere_may_have_plain_prompts(
-    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tokenizer.save(
-        tokenizer.ready(Model(base=str(chat_model), scratch=None), Data()), tmp_path / "data/tokenizer"
-    )
-    small.write_rows(tmp_path, "prompts", "test", [{"prompt": TURN, "reference": "c", "source": "s"}])
-    jsonl(tmp_path / "made.jsonl", {"prompt": "hi", "completion": "b"})
-    (tmp_path / "longer.py").write_text(
-        "def f(prompts, texts):\n    return [float(p == {TURN!r}) for p in prompts]\n".replace(
-            "{TURN!r}", repr(TURN)
-        )
-    )
-    judge = {"kind": "function", "name": "f", "function": "longer:f"}
-    view = small.view("judge", {"judge.judges": [judge]})
-    results = compare_models(view, "made.jsonl", "reference", paths=Paths(), out=Path("out.jsonl"))
-    assert results.comparisons[0].win_rate.value == 0.5
-    assert json.loads((tmp_path / "out.jsonl").read_text())["prompt"] == TURN

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rlhf_tasks import console
-from rlhf_tasks.data import columns
+from rlhf_tasks.config import Data, Model
+from rlhf_tasks.data import columns, tokenizer
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
@@ -246,3 +247,20 @@ def test_the_command_without_a_model_runs_the_stage(project: Path, models_here: 
         "judge": "dvc.yaml declares no stage 'judge'",
     }.items():
         assert message in rlhf(command, status=2).err
+
+
+def test_responses_made_elsewhere_may_have_plain_prompts(models_here: Path, chat_model: Path) -> None:
+    """The test prompts are users' turns; the file has the texts of the turns."""
+    shutil.rmtree("data/tokenizer")
+    tokenizer.save(tokenizer.ready(Model(base=str(chat_model), scratch=None), Data()), Path("data/tokenizer"))
+    turn = "<user>hi<eos>\n<assistant>"
+    small.write_rows(Path(), "prompts", "test", [{"prompt": turn, "reference": "c", "source": "s"}])
+    Path("knows.py").write_text(
+        f"def turns(prompts, responses):\n    return [float(p == {turn!r}) for p in prompts]\n",
+        encoding="utf-8",
+    )
+    judge = {"kind": "function", "name": "knows", "function": "knows:turns"}
+    view = small.view("judge", {"judge.judges": [judge]})
+    compare_models(view, write_responses({"hi": "b"}), "reference", paths=Paths(), out=Path("out.jsonl"))
+    row = json.loads(Path("out.jsonl").read_text(encoding="utf-8"))
+    assert (row["prompt"], row["a"]) == (turn, "theirs.jsonl")
