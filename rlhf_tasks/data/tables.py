@@ -134,7 +134,7 @@ def assemble(
                     except Unusable as fault:
                         problems.add(line.where, row, fault.reason, fault.detail)
                         continue
-                    if all(isinstance(row.get(name), str) for name in sources):
+                    if all(isinstance(row.get(name), str) for name in sources.values()):
                         plain[rendering.plain_kind(row["prompt"])] += 1
                     for turn in turns:
                         writer.add(place, {**turn, "source": line.where, **kept, **own})
@@ -152,7 +152,7 @@ def say_plain(plain: Mapping[str, int], rendering: Rendering) -> None:
     said = {
         "turns": f"become a user's turn in {whose} (data.chat: never leaves them as they are)",
         "marked": f"hold {' or '.join(rendering.marks)} of {whose} already, and stay as they are",
-        "plain": f"stay as they are, without {whose} (data.chat: never)",
+        "plain": f"stay as they are, without {whose}",
     }
     for kind, count in plain.items() if rendering.chat is not None else ():
         console.say(f"  {count:,} plain prompt(s) {said[kind]}")

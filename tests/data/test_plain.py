@@ -89,6 +89,14 @@ def test_a_system_column_stands_above_a_prompt_that_stays_plain(chat_model: Path
     assert row["prompt"] == "Be brief.\n\nhi"
 
 
+def test_prompts_whose_reference_is_a_completion_are_counted_too(
+    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = jsonl(tmp_path / "prompts.jsonl", {"prompt": "hi", "completion": "yes"})
+    assert texts(file, rendering_of(chat_model, "auto"), "prompts") == [{"prompt": TURN}]
+    assert "1 plain prompt(s) become a user's turn" in capsys.readouterr().out
+
+
 def test_messages_are_rendered_whatever_the_setting(chat_model: Path, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
     assert texts(file, rendering_of(chat_model, "never"), "prompts") == [{"prompt": TURN}]
