@@ -30,7 +30,7 @@ down: $(INSTALLED) ## stop the service; runs in progress save their state (rlhf 
 	@rlhf down
 
 test: $(INSTALLED) check ## all checks and the tests
-	@OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	@OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal --timeout 600 --timeout-method thread
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	@python -m pytest -m slow
