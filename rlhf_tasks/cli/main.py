@@ -8,13 +8,13 @@ message, no traceback), 130 Ctrl-C, 143 terminated. `rlhf promote` also ends wit
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 
@@ -62,13 +62,25 @@ QUIET = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `rlhf` command and return its exit status."""
+    """Run the `rlhf` command, by default as the program of this process; returns its exit status."""
+    if arguments is not None:
+        return _run(arguments)
+    atexit.register(signals.end_children)  # before multiprocessing does: it ends its pools first
+    status = 1
+    try:
+        status = _run(sys.argv[1:])
+    finally:
+        signals.end_with(status)
+    return status
+
+
+def _run(arguments: Sequence[str]) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, signals.terminate)
     console.set_quiet(not context.is_main_rank())
     try:
-        with parser().make_context("rlhf", list(sys.argv[1:] if arguments is None else arguments)) as given:
+        with parser().make_context("rlhf", list(arguments)) as given:
             return int(given.command.invoke(given) or 0)
     except typer.Exit as end:  # of --help
         return end.exit_code
@@ -98,11 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not context.is_worker():  # the launcher prints it, once
             print(f"rlhf: {message}", file=sys.stderr)
         return 2
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one signal is enough for what is not a stage
-    raise signals.Stopped(number)
 
 
 def parser() -> Any:

@@ -10,7 +10,8 @@ where the main thread does not. It also ends a worker whose launcher was killed,
 does, and how far it is.
 
 A worker may get one signal several times, from the terminal, a scheduler and its launcher: it acts on the
-first one, and the launcher counts. No torch here.
+first one, and the launcher counts. A process that is forked, such as one of a reward's pool, hears its own
+signals as if there were no stage. No torch here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
@@ -30,7 +31,7 @@ from typing import NoReturn
 import psutil
 
 from rlhf_tasks import console
-from rlhf_tasks.project import processes
+from rlhf_tasks.project import imports, processes
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures
 
@@ -47,6 +48,12 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__("interrupted" if number == signal.SIGINT else "terminated (SIGTERM)")
         self.status = 128 + number
+
+
+def terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """The handler of SIGTERM outside of a stage: one signal is enough."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Stopped(number)
 
 
 class PeerFailed(RuntimeError):
@@ -158,6 +165,34 @@ def _failure_of_peer() -> str | None:
 
 
 _current: Listener | None = None
+_undo: Callable[[], None] | None = None
+"""Gives up the handlers and the pipe of the current listener."""
+
+
+_mask = threading.local()
+
+
+def _hold() -> None:
+    """Before a fork: a signal to the child waits until it has forgotten the stage."""
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, NAMES)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _forget() -> None:
+    """In the process that was forked: its signals are not those of the stage."""
+    global _current, _undo
+    if _undo is not None:
+        _undo()
+    if signal.getsignal(signal.SIGTERM) is terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _current = _undo = None
+    _release()
+
+
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
 
 
 @contextmanager
@@ -166,7 +201,7 @@ def listening(stage: str) -> Iterator[Listener]:
 
     A block within another one has its listener. Outside the main thread nothing is heard.
     """
-    global _current
+    global _current, _undo
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or Listener(stage)
         return
@@ -176,6 +211,14 @@ def listening(stage: str) -> Iterator[Listener]:
     handled = [number for number in NAMES if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, listener.handle) for number in handled}
     pipe_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def undo() -> None:
+        signal.set_wakeup_fd(pipe_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writer)  # which ends the thread, since no other process has it
+
+    _undo = undo
     thread = threading.Thread(target=listener.watch, args=(reader,), name="signals", daemon=True)
     thread.start()
     try:
@@ -184,12 +227,48 @@ def listening(stage: str) -> Iterator[Listener]:
         kill_descendants()  # what unwinding has not closed
         raise
     finally:
-        signal.set_wakeup_fd(pipe_before)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(writer)
-        thread.join()
-        _current = None
+        if _undo is undo:  # not in a forked process that unwinds
+            undo()
+            thread.join()
+            _current = _undo = None
+
+
+def end_with(status: int) -> None:
+    """See that this process ends, whatever functions of the user's have left running in it.
+
+    Python ends pools that are idle. It would wait forever for a thread at work.
+    """
+
+    def end() -> None:
+        time.sleep(CLOSING_SECONDS / 2)
+        threads = [one for one in threading.enumerate() if one.name != "MainThread" and not one.daemon]
+        _say_left([f"thread {one.name}" for one in threads])
+        end_children()
+        sys.stdout.flush()
+        os._exit(status)
+
+    if imports.loaded:
+        threading.Thread(target=end, daemon=True).start()
+
+
+def end_children() -> None:
+    """Kill and name what functions of the user's have started and left running."""
+    with suppress(psutil.Error):
+        left = [one for one in psutil.Process().children(recursive=True) if imports.loaded and is_work(one)]
+        _say_left([f"process {one.pid} ({one.name()})" for one in left])
+        for one in left:
+            one.kill()
+
+
+def is_work(process: psutil.Process) -> bool:
+    """Whether it is no helper of multiprocessing's, which ends with the process that it serves."""
+    return not any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+
+
+def _say_left(what: Sequence[str]) -> None:
+    if what:
+        whose = ", ".join(sorted(imports.loaded))
+        print(f"rlhf: left running by {whose} and ended now: {', '.join(what)}", file=sys.stderr, flush=True)
 
 
 def kill_descendants() -> None:
