@@ -27,6 +27,10 @@ NumProcesses = Annotated[int, Field(ge=1, le=2**16)]
 # ------------------------------------------------------------------------------------- data and model
 
 
+TEXTS = "prompts", "responses", "completions", "a", "b"
+"""The parameters by which functions of the user's get texts."""
+
+
 class Columns(Section):
     """The names of the columns in the user's files or hub data sets."""
 
@@ -48,6 +52,11 @@ class Columns(Section):
     def problems(self) -> Iterator[str]:
         roles = "prompt", "completion", "chosen", "rejected", "system"
         names = {role: name.strip().casefold() for role in roles if (name := getattr(self, role)) is not None}
+        if taken := [name for name in self.keep if name in TEXTS]:
+            yield (
+                f"keep: functions get texts of their own as {', '.join(TEXTS)}; give the column "
+                f"{', '.join(taken)} another name"
+            )
         for one, other in itertools.combinations(names, 2):
             if names[one] == names[other]:
                 yield f"{one} and {other} name the same column, {names[one]!r}; each needs a name of its own"
@@ -342,8 +351,7 @@ class Preferences(Section):
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of the SFT model."""
     function: t.ImportPath | None = None
-    """`module:function` that scores samples, called as a scorer's function is, with lists of prompts and
-    responses and the columns of `data.columns.keep` that it takes by keyword; it returns one float per
+    """`module:function` that scores samples, called as a scorer's function is; it returns one float per
     response. A sample with NaN is left out, and equal scores make no pair. null: samples are compared with
     references."""
     label_noise: Annotated[float, Field(ge=0, le=0.5)] = 0.05
@@ -522,6 +530,9 @@ class Launch(Section):
     """Number format of forward and backward passes: float32 or bfloat16; `auto`: bf16 on GPUs that have it,
     and on a CPU with AMX for models at least 512 wide with `ddp`, else fp32. On a CPU, with `ddp`, bf16 only
     rounds the factors and results of matmuls."""
+    try_functions: bool = True
+    """Whether scorers, judges and the labels' function are called once on four rows, in a process of their
+    own, before anything trains. It is repeated when a function's code changes."""
 
 
 class Resume(Section):

@@ -88,8 +88,8 @@ class FunctionScorer(Weighted):
 
     kind: Literal["function"]
     function: t.ImportPath
-    """`module:function`, called with lists of prompts and responses, and with the columns of
-    `data.columns.keep` that it takes by keyword; it returns one float per response."""
+    """`module:function`, called with the lists `prompts` and `responses` (or `completions`) and the columns
+    of `data.columns.keep`, by its parameters' names; it returns one float per response."""
 
 
 class HttpScorer(Weighted):

@@ -1,9 +1,22 @@
-"""Functions of the user, named by `module:function`: imported, inspected once, and called."""
+"""Functions of the user, named by `module:function`: imported, inspected once, and called with texts.
+
+A function gets lists of texts by the names of its parameters:
+
+    prompts                     the prompts
+    responses or completions    the responses to them; for a pairwise judge `a` and `b`
+    a column that is kept       its values
+    **anything                  the kept columns that no parameter names, and `prompts` if none takes them
+
+Where no parameter has the name of a text that must be given, the parameters without default that are left
+take it, in the order prompts, responses (or a, b); the prompts may be missing. Parameters that have no names
+for a caller (`*args`, `x, /`, functions of C) get the texts by position.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from inspect import Signature
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +28,95 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.imports import call, load_function
 from rlhf_tasks.scoring.protocol import Responses, read_scores
 
+PROMPTS = "prompts"
+ONE = {"responses": "responses", "completions": "responses"}
+TWO = {"a": "a", "b": "b"}
+"""The text that a parameter of this name takes, beside the prompts."""
+
 
 class ColumnsFunction:
-    """`module:function`, called with `num_lists` lists of texts and the columns that it takes by keyword.
+    """`module:function`, called with prompts, responses and the kept columns as the module says.
 
-    A function without further arguments gets no columns, one with `**columns` gets all of them. `key` is the
-    parameter that names it, and `columns` are the names of the kept columns.
+    `key` is the parameter of params.yaml that names it, `columns` are the names of the kept columns, and
+    `texts` is `ONE` or `TWO`.
 
     Raises:
-        UserError: as `load_function`, and if it cannot be called with the kept columns, such as for want of
-            one; when it is called, if it raises an exception.
+        UserError: as `load_function`, and if its parameters cannot take the texts and columns; when it is
+            called, if it raises an exception.
     """
 
     def __init__(
-        self, function: str, key: str, root: Path, columns: Collection[str] = (), num_lists: int = 2
+        self,
+        function: str,
+        key: str,
+        root: Path,
+        columns: Collection[str] = (),
+        texts: Mapping[str, str] = ONE,
     ) -> None:
         self.name, self._function = f"{key}: function {function}", load_function(function, key, root)
-        self._columns: list[str] = []
+        self._order = list(dict.fromkeys([PROMPTS, *texts.values()]))
         try:
             signature = inspect.signature(self._function)
-        except (TypeError, ValueError):  # some built-in functions have no signature
-            return
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-        named = list(signature.parameters)[num_lists:]
-        self._columns = [name for name in columns if takes_all or name in named]
+        except (TypeError, ValueError):  # some built-in functions have none
+            signature = inspect.signature(lambda *texts: None)
         try:
-            signature.bind(*[()] * num_lists, **dict.fromkeys(self._columns))
+            self._by_position, self._by_name = arguments(signature, texts, columns)
         except TypeError as error:
+            named = [PROMPTS, " or ".join(texts) if texts is ONE else "a, b", *columns]
             raise UserError(
-                f"{self.name} cannot be called with {num_lists} lists and the columns that data.columns.keep "
-                f"has ({', '.join(columns) or 'none'}): {error}; keep the column, or change the argument"
+                f"{self.name}({', '.join(signature.parameters)}): {error}; a parameter gets what its name "
+                f"says, of {', '.join(named)}. Rename it, give it a default, or keep the column "
+                "(data.columns.keep)"
             ) from None
 
     def __call__(self, *lists: Sequence[str], columns: Columns = NONE) -> Any:
-        """What the function returns."""
-        given = {name: list(columns[name]) for name in self._columns if name in columns}
-        return call(self.name, self._function, *map(list, lists), **given)
+        """What the function returns for the prompts and one list of responses, or two."""
+        values = {**columns, **dict(zip(self._order, lists, strict=True))}
+        named = {name: list(values[what]) for name, what in self._by_name.items() if what in values}
+        return call(self.name, self._function, *(list(values[what]) for what in self._by_position), **named)
+
+
+def arguments(
+    signature: Signature, texts: Mapping[str, str], columns: Collection[str]
+) -> tuple[list[str], dict[str, str]]:
+    """What a function gets by position, and what by name: lists of texts or kept columns.
+
+    Raises:
+        TypeError: if it cannot be called with them.
+    """
+    order = list(dict.fromkeys([PROMPTS, *texts.values()]))
+    meanings = {PROMPTS: PROMPTS, **texts, **{name: name for name in columns}}
+    parameters = list(signature.parameters.values())
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    if any(one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL) for one in parameters):
+        for what, one in zip(order, parameters, strict=False):
+            if one.kind is one.POSITIONAL_OR_KEYWORD and meanings.get(one.name, what) != what:
+                raise TypeError(f"it takes texts by position, where {one.name} would get the {what}")
+        free = [
+            one.name for i, one in enumerate(parameters) if i >= len(order) or one.kind is one.KEYWORD_ONLY
+        ]
+        takes = {name: name for name in columns if takes_all or name in free}
+        signature.bind(*order, **takes)
+        return order, takes
+    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
+    takes = {one.name: meanings[one.name] for one in named if one.name in meanings}
+    left = [one.name for one in named if one.name not in meanings and one.default is one.empty]
+    missing = [what for what in order[1:] if what not in takes.values()]
+    if missing and len(left) == len(missing) + 1 and PROMPTS not in takes:
+        missing.insert(0, PROMPTS)
+    if len(left) > len(missing) or (missing and not left):
+        raise TypeError(f"nothing is left for {', '.join(left)}" if left else f"it takes no {missing[0]}")
+    if len(left) < len(missing):
+        raise TypeError(f"it does not take both {' and '.join(missing)}")
+    takes |= dict(zip(left, missing, strict=True))
+    if takes_all:
+        rest = [*columns, *([] if PROMPTS in takes.values() else [PROMPTS])]
+        takes |= {name: name for name in rest if name not in takes}
+    return [], takes
 
 
 class FunctionScorer:
-    """`function(prompts, responses, **columns)`, called once with all rows; it returns a float for each.
+    """A scorer that calls a function once with all rows; it returns a float for each.
 
     Raises:
         UserError: as `ColumnsFunction`, and if it does not return one number per response.

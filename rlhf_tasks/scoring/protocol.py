@@ -5,7 +5,8 @@ B responses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -100,14 +101,20 @@ class NonFiniteScore(NonFiniteError, ScorerError):
     """A scorer returned NaN or infinity; PPO's guards handle it."""
 
 
-def read_scores(name: str, returned: Any, count: int, per: str = "response") -> Tensor:
+def read_scores(
+    name: str, returned: Any, count: int, per: str = "response", undecided: bool = False
+) -> Tensor:
     """What a function or a service returned, as (count,) float32; `name` is its name in messages.
+
+    An `undecided` None is NaN.
 
     Raises:
         UnusableScores: with the value that is not `count` numbers.
     """
     try:
-        given = list(returned)
+        if isinstance(returned, Mapping | Set) or hasattr(returned, "columns"):
+            raise TypeError(f"a {type(returned).__name__} is no list in the order of the rows")
+        given = [math.nan if x is None and undecided else x for x in returned]
         if any(isinstance(x, str | bytes) for x in given):
             raise TypeError("text is not a number")
         scores = torch.tensor([float(x) for x in given], dtype=torch.float32)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.scoring.function import ColumnsFunction, FunctionScorer
+from rlhf_tasks.scoring.function import ONE, TWO, ColumnsFunction, FunctionScorer
 from rlhf_tasks.scoring.protocol import Responses, UnusableScores
+from tests.conftest import Command
 
 COLUMNS: Columns = {"answer": [1, "2"], "tests": [[3], None]}
 ROWS = Responses.of_texts(["p0", "p1", "p2"], ["w6 w7", "w8", ""])
@@ -107,10 +109,20 @@ def test_a_function_that_cannot_be_imported_is_a_user_error_each_time(
 
 
 @pytest.mark.parametrize(
-    "made", ["torch.tensor(n)", "numpy.array(n)", "(x for x in n)", "[bool(x) for x in n]"]
+    "made",
+    [
+        "torch.tensor(n)",
+        "numpy.array(n)",
+        "pandas.Series(n)",
+        "(x for x in n)",
+        "[bool(x) for x in n]",
+        "dict(enumerate(n)).values()",
+    ],
 )
 def test_any_iterable_of_numbers_is_read(module: Callable[[str], str], made: str) -> None:
-    name = module(f"import numpy, torch\ndef score(p, r):\n    n = [1.0, 0.0, 1.0]\n    return {made}\n")
+    name = module(
+        f"import numpy, pandas, torch\ndef score(p, r):\n    n = [1.0, 0.0, 1.0]\n    return {made}\n"
+    )
     assert score(name) == [1.0, 0.0, 1.0]
 
 
@@ -123,13 +135,18 @@ def test_any_iterable_of_numbers_is_read(module: Callable[[str], str], made: str
         ("'123'", "but returned .*text is not a number"),
         ("[10**400, 1, 2]", "but returned"),
         ("None", "but returned None"),
+        ("{5: 1, 6: 2, 7: 3}", "but returned .*a dict is no list"),
+        ("{5: 1, 6: 2, 7: 3}.keys()", "but returned .*a dict_keys is no list"),
+        ("{5, 6, 7}", "but returned .*a set is no list"),
+        ("frozenset([5, 6, 7])", "but returned .*a frozenset is no list"),
+        ("pandas.DataFrame([[0.5] * 3] * 3)", "but returned .*a DataFrame is no list"),
     ],
 )
 def test_anything_but_one_number_per_response_is_a_user_error(
     module: Callable[[str], str], made: str, why: str
 ) -> None:
-    name = module(f"def score(p, r):\n    return {made}\n")
-    message = f"^ppo.scorers: function {name}:score must return one number per response, {why}"
+    name = module(f"import pandas\ndef score(p, r):\n    return {made}\n")
+    message = f"(?s)^ppo.scorers: function {name}:score must return one number per response, {why}"
     with pytest.raises(UnusableScores, match=message):
         score(name)
 
@@ -140,51 +157,100 @@ def test_an_exception_is_one_message_with_its_line(module: Callable[[str], str])
         score(name)
 
 
-# --------------------------------------------------------------------------------------- columns
+# -------------------------------------------------------------------------------------- arguments
+
+PROMPTS, RESPONSES, A, B = ["p", "q"], ["r", "s"], ["x", "y"], ["z", "w"]
 
 
-def made(folder: Path, signature: str, num_lists: int = 2) -> ColumnsFunction:
+def made(folder: Path, signature: str, texts: Mapping[str, str] = ONE) -> ColumnsFunction:
     name = f"functions_{abs(hash((folder, signature)))}"
     (folder / f"{name}.py").write_text(f"def reward({signature}):\n    return locals()\n", encoding="utf-8")
-    return ColumnsFunction(f"{name}:reward", "ppo.scorers", folder, COLUMNS, num_lists)
+    return ColumnsFunction(f"{name}:reward", "ppo.scorers", folder, COLUMNS, texts)
 
 
 @pytest.mark.parametrize(
     ("signature", "given"),
     [
-        ("prompts, responses", {}),
-        ("prompts, responses, *, answer", {"answer": [1, "2"]}),
-        ("prompts, responses, answer", {"answer": [1, "2"]}),
-        ("prompts, responses, *, answer, other=5", {"answer": [1, "2"], "other": 5}),
-        ("prompts, responses, *, answer=None", {"answer": [1, "2"]}),
-        ("prompts, responses, *, answer, **columns", {"answer": [1, "2"], "columns": {"tests": [[3], None]}}),
-        ("prompts, responses, **columns", {"columns": COLUMNS}),
-        ("prompts, responses, /, **columns", {"columns": COLUMNS}),
+        ("prompts, responses", {"prompts": PROMPTS, "responses": RESPONSES}),
+        ("responses, prompts", {"prompts": PROMPTS, "responses": RESPONSES}),
+        ("prompts, completions", {"prompts": PROMPTS, "completions": RESPONSES}),
+        ("completions, answer", {"completions": RESPONSES, "answer": [1, "2"]}),
+        ("prompts=None, completions=None", {"prompts": PROMPTS, "completions": RESPONSES}),
+        ("*, responses", {"responses": RESPONSES}),
+        ("p, r", {"p": PROMPTS, "r": RESPONSES}),
+        ("prompts, answers", {"prompts": PROMPTS, "answers": RESPONSES}),
+        ("answers, prompts", {"prompts": PROMPTS, "answers": RESPONSES}),
+        ("texts", {"texts": RESPONSES}),
+        ("texts, answer, other=5", {"texts": RESPONSES, "answer": [1, "2"], "other": 5}),
+        ("answer, a, b", {"answer": [1, "2"], "a": PROMPTS, "b": RESPONSES}),
+        ("completions, **rest", {"completions": RESPONSES, "rest": {**COLUMNS, "prompts": PROMPTS}}),
+        (
+            "completions, tests, **rest",
+            {
+                "completions": RESPONSES,
+                "tests": [[3], None],
+                "rest": {"answer": [1, "2"], "prompts": PROMPTS},
+            },
+        ),
+        ("p, r, **rest", {"p": PROMPTS, "r": RESPONSES, "rest": COLUMNS}),
+        ("p, r, /, **rest", {"p": PROMPTS, "r": RESPONSES, "rest": COLUMNS}),
+        ("p, *texts, answer", {"p": PROMPTS, "texts": (RESPONSES,), "answer": [1, "2"]}),
+        ("*texts", {"texts": (PROMPTS, RESPONSES)}),
     ],
 )
-def test_a_function_gets_the_columns_that_it_names(
+def test_a_parameter_gets_what_its_name_says_and_others_the_texts_that_are_left(
     tmp_path: Path, signature: str, given: dict[str, object]
 ) -> None:
-    found = made(tmp_path, signature)(["p", "q"], ["r", "s"], columns=COLUMNS)
-    assert found == {"prompts": ["p", "q"], "responses": ["r", "s"], **given}
-
-
-def test_a_judge_gets_three_lists_and_the_columns_that_it_names(tmp_path: Path) -> None:
-    found = made(tmp_path, "prompts, a, b, answer", 3)(["p"], ["x"], ["y"], columns=COLUMNS)
-    assert found == {"prompts": ["p"], "a": ["x"], "b": ["y"], "answer": [1, "2"]}
+    assert made(tmp_path, signature)(PROMPTS, RESPONSES, columns=COLUMNS) == given
 
 
 @pytest.mark.parametrize(
-    ("signature", "why"),
+    ("signature", "given"),
     [
-        ("prompts, responses, *, label, answer", r"\(answer, tests\): missing a required .*'label'"),
-        ("answer, responses, **columns", "multiple values for argument 'answer'"),
-        ("prompts", "too many positional arguments"),
+        ("prompts, a, b", {"prompts": PROMPTS, "a": A, "b": B}),
+        ("b, a, answer", {"a": A, "b": B, "answer": [1, "2"]}),
+        (
+            "questions, first, second, *, answer",
+            {"questions": PROMPTS, "first": A, "second": B, "answer": [1, "2"]},
+        ),
+        ("first, second, prompts", {"prompts": PROMPTS, "first": A, "second": B}),
+        ("p, x, y, /", {"p": PROMPTS, "x": A, "y": B}),
+        ("a, b, **rest", {"a": A, "b": B, "rest": {**COLUMNS, "prompts": PROMPTS}}),
     ],
 )
-def test_a_function_that_cannot_be_called_with_the_kept_columns_is_refused_before_any_call(
-    tmp_path: Path, signature: str, why: str
+def test_a_pairwise_judge_gets_prompts_and_both_responses_in_the_same_way(
+    tmp_path: Path, signature: str, given: dict[str, object]
 ) -> None:
-    message = f"^ppo.scorers: function .* cannot be called with 2 lists and the columns .*{why}"
-    with pytest.raises(UserError, match=message):
-        made(tmp_path, signature)
+    assert made(tmp_path, signature, TWO)(PROMPTS, A, B, columns=COLUMNS) == given
+
+
+@pytest.mark.parametrize(
+    ("signature", "texts", "why"),
+    [
+        ("prompts", ONE, "it takes no responses"),
+        ("answer", ONE, "it takes no responses"),
+        ("**rest", ONE, "it takes no responses"),
+        ("", ONE, "it takes no responses"),
+        ("prompts, completions, completion_ids", ONE, "nothing is left for completion_ids"),
+        ("prompts, responses, *, label, answer", ONE, "nothing is left for label"),
+        ("prompts, x, y", ONE, "nothing is left for x, y"),
+        ("x, y, z", ONE, "nothing is left for x, y, z"),
+        ("responses, *more", ONE, "it takes texts by position, where responses would get the prompts"),
+        ("p, /", ONE, "too many positional arguments"),
+        ("p, r, /, label", ONE, "missing a required argument: 'label'"),
+        ("prompts, a", TWO, "it takes no b"),
+        ("prompts, x", TWO, "it does not take both a and b"),
+        ("x, y, z, label", TWO, "nothing is left for x, y, z, label"),
+    ],
+)
+def test_what_cannot_be_called_so_is_refused_with_the_names_there_are(
+    tmp_path: Path, signature: str, texts: Mapping[str, str], why: str
+) -> None:
+    names = r"prompts, (responses or completions|a, b), answer, tests\."
+    with pytest.raises(UserError, match=f"^ppo.scorers: function .*: {re.escape(why)}; .* of {names}"):
+        made(tmp_path, signature, texts)
+
+
+def test_a_kept_column_cannot_have_the_name_of_a_text(rlhf: Command, project: Path) -> None:
+    said = rlhf("preset smoke --set", "data.columns.keep=[topic, completions]", status=2)
+    assert "give the column completions another name" in said.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from rlhf_tasks.judging.judges.local import LocalComparer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
 from rlhf_tasks.scoring.build import score_gold
-from rlhf_tasks.scoring.function import ColumnsFunction, FunctionScorer
+from rlhf_tasks.scoring.function import TWO, ColumnsFunction, FunctionScorer
 from rlhf_tasks.scoring.protocol import Responses, Scorer, read_scores
 from rlhf_tasks.scoring.verifier import Verifier
 
@@ -89,20 +89,17 @@ class FunctionComparer:
     """
 
     def __init__(self, function: str, key: str, root: Path, columns: Collection[str] = ()) -> None:
-        self._function = ColumnsFunction(function, key, root, columns, num_lists=3)
+        self._function = ColumnsFunction(function, key, root, columns, TWO)
 
     def __call__(
         self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
     ) -> list[Reply]:
         returned = self._function(*zip(*questions, strict=True), columns=columns)
-        if isinstance(returned, Iterable):
-            returned = [math.nan if x is None else x for x in returned]
-        found = read_scores(self._function.name, returned, len(questions), per="pair").tolist()
+        name, count = self._function.name, len(questions)
+        found = read_scores(name, returned, count, per="pair", undecided=True).tolist()
         wrong = next((x for x in found if x < 0 or x > 1), None)
         if wrong is not None:
-            raise UserError(
-                f"{self._function.name} must return a probability or None per pair, but gave {wrong:g}"
-            )
+            raise UserError(f"{name} must return a probability or None per pair, but gave {wrong:g}")
         return [Reply.failed("the function cannot tell") if math.isnan(x) else Reply(x) for x in found]
 
 
