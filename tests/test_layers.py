@@ -55,6 +55,7 @@ TORCH_FREE = (
     "cli.main",
     "stages.prepare",
     "stages.runner",
+    "stages.trial",
     "stages.verdict",
 )
 TRAINING_STAGES = [f"rlhf_tasks.stages.{name}" for name in ("base", "sft", "preferences", "reward", "ppo")]

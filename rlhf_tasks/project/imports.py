@@ -1,23 +1,28 @@
-"""Functions of the user's, named by their import path: loaded, and called."""
+"""Functions of the user's, named by their import path: loaded and called, without changes of this process."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
-import subprocess
+import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 
-MARK = "rlhf: "
-"""Where a message begins, after what a module may print."""
+INFERENCE = "torch's inference mode"
+loaded: set[str] = set()
+"""The functions that this process has loaded."""
+_said: set[tuple[str, str]] = set()
 
 
 def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
@@ -28,7 +33,8 @@ def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
     """
     module_name, _, name = function.partition(":")
     try:
-        module = _import(module_name, root.resolve())
+        with unchanged(f"{key}: {function}"):
+            module = _import(module_name, root.resolve())
     except (Exception, SystemExit) as error:  # the user's module can raise anything: one message names it
         raise UserError(
             f"{key}: {function} cannot be imported: {type(error).__name__}: {error} "
@@ -38,21 +44,8 @@ def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
     if not callable(found):
         what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
         raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
+    loaded.add(function)
     return found  # type: ignore[no-any-return]
-
-
-def check_importable(functions: Sequence[tuple[str, str]], root: Path) -> None:
-    """Check that (key, `module:function`) can be imported, in a process that gives back what modules hold.
-
-    Raises:
-        UserError: as `load_function`, for the first that cannot.
-    """
-    if functions:
-        words = [sys.executable, "-m", "rlhf_tasks.project.imports", str(root), *itertools.chain(*functions)]
-        with console.part("importing the functions of params.yaml"):
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode == 2:
-            raise UserError(done.stderr.partition(MARK)[2].strip())
 
 
 def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,13 +55,104 @@ def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         UserError: whatever the function raises, with the place in it; out-of-memory stays as it is.
     """
     try:
-        return function(*args, **kwargs)
+        with unchanged(name):
+            return function(*args, **kwargs)
     except (Exception, SystemExit) as error:
         if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
             raise  # the caller may try with less
         frames = traceback.extract_tb(error.__traceback__)[1:]  # without this one
         place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         raise UserError(f"{name} raised {type(error).__name__}: {error}{place}") from error
+
+
+class _Setting(NamedTuple):
+    """Something that the whole process shares."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _settings() -> Mapping[str, _Setting]:
+    """What a function may not change for the rest of the stage, by its name in messages."""
+    found = {
+        "the working folder": _Setting(_folder, os.chdir),
+        "sys.stdout": _Setting(lambda: sys.stdout, lambda file: setattr(sys, "stdout", file)),
+        "sys.stderr": _Setting(lambda: sys.stderr, lambda file: setattr(sys, "stderr", file)),
+    }
+    if threading.current_thread() is threading.main_thread():  # only there signals have handlers
+        for one in (signal.SIGINT, signal.SIGTERM):
+            found[f"the handler of {one.name}"] = _Setting(
+                partial(signal.getsignal, one), partial(signal.signal, one)
+            )
+        found["the wakeup descriptor of signals"] = _Setting(_wakeup_descriptor, _set_wakeup_descriptor)
+    if (torch := sys.modules.get("torch")) is None:
+        return found
+    return found | {
+        "torch's gradients": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+        INFERENCE: _Setting(torch.is_inference_mode_enabled, lambda _: None),
+        "torch's default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
+        "torch's default device": _Setting(
+            torch.get_default_device, lambda _: torch.set_default_device(None)
+        ),
+        "torch's threads": _Setting(torch.get_num_threads, torch.set_num_threads),
+        "torch's deterministic mode": _Setting(
+            torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+        ),
+        "torch's precision of matmuls": _Setting(
+            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+        ),
+        "torch's detection of anomalies": _Setting(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+        **{
+            f"torch's autocast on {device}": _Setting(
+                partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
+            )
+            for device in ("cpu", "cuda")
+        },
+    }
+
+
+@contextmanager
+def unchanged(name: str) -> Iterator[None]:
+    """Put back what the block changes of this process, and say so once; `name` is that of the function.
+
+    A process that the block forks ends with the block, and does not go on with the stage.
+
+    Raises:
+        UserError: for a change that cannot be put back.
+    """
+    process, settings = os.getpid(), _settings()
+    before = {what: setting.read() for what, setting in settings.items()}
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            error = sys.exc_info()[1]
+            os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        changed = [what for what, setting in settings.items() if setting.read() != before[what]]
+        for what in changed:
+            if what == INFERENCE:
+                raise UserError(f"{name} leaves {what} on, so that nothing can be trained; use a block")
+            settings[what].write(before[what])
+        if new := [what for what in changed if (name, what) not in _said]:
+            _said.update((name, what) for what in new)
+            console.say(f"{name} changed {', '.join(new)} of the whole process, which is put back")
+
+
+def _folder() -> Path | None:
+    try:
+        return Path.cwd()
+    except OSError:  # it was deleted
+        return None
+
+
+def _wakeup_descriptor() -> int:
+    found = signal.set_wakeup_fd(-1)
+    _set_wakeup_descriptor(found)
+    return found
+
+
+def _set_wakeup_descriptor(descriptor: int) -> None:
+    signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
 
 
 def _import(name: str, root: Path) -> ModuleType:
@@ -94,13 +178,3 @@ def _import(name: str, root: Path) -> ModuleType:
             del sys.modules[name]
         raise
     return module
-
-
-if __name__ == "__main__":  # of `check_importable`
-    where, *named = sys.argv[1:]
-    try:
-        for own_key, own_function in zip(named[::2], named[1::2], strict=True):
-            load_function(own_function, own_key, Path(where))
-    except UserError as error:
-        print(f"{MARK}{error}", file=sys.stderr)
-        sys.exit(2)

@@ -249,7 +249,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
             problems.append(f"{key}: write {module.removesuffix('.py')}:{name}, without .py")
             continue
         try:
-            own, foreign = _code(paths.root, module, name, (*deps, *NO_RESULT))
+            own, foreign = code_of(paths.root, module, name, (*deps, *NO_RESULT))
         except UserError as error:
             problems.append(f"{key}: {error}")
             continue
@@ -271,7 +271,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
 
 def files_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, path) of each file and folder that the parameters name; a hub id is a value, and no folder."""
-    flat = _flatten(values)
+    flat = flatten(values)
     for key, value in flat.items():
         known = LIST_INDEX.sub("", key)
         is_hub_id = flat.get(f"{key.rpartition('.')[0]}.revision") is not None
@@ -286,18 +286,18 @@ def files_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def functions_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, `module:function`) of each function that the parameters name."""
-    for key, value in _flatten(values).items():
+    for key, value in flatten(values).items():
         if LIST_INDEX.sub("", key) in FUNCTIONS and isinstance(value, str) and FUNCTION.fullmatch(value):
             yield key, value
 
 
-def _flatten(value: Any, key: str = "") -> dict[str, Any]:
+def flatten(value: Any, key: str = "") -> dict[str, Any]:
     """All values by dotted key, those inside lists too: `ppo.scorers.0.path`."""
     if not isinstance(value, Mapping | list | tuple):
         return {key: value}
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     prefix = f"{key}." if key else ""
-    return {k: v for name, inner in items for k, v in _flatten(inner, f"{prefix}{name}").items()}
+    return {k: v for name, inner in items for k, v in flatten(inner, f"{prefix}{name}").items()}
 
 
 def _version(package: str) -> str:
@@ -311,7 +311,7 @@ def _version(package: str) -> str:
 # ----------------------------------------------------------------------------------------- functions
 
 
-def _code(root: Path, module: str, function: str, known: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     """md5 of a function's file and of the project files that it imports, directly or not; no `known` ones.
 
     And the top-level modules outside of the project that these files, or a known one of the function, import;
@@ -404,7 +404,7 @@ def function_files(root: Path, values: Mapping[str, Any]) -> set[str]:
         module, _, name = function.partition(":")
         found.add(module_path(function))
         with suppress(UserError):  # which the stages report
-            found |= _code(root, module, name, ("rlhf_tasks",))[0].keys()
+            found |= code_of(root, module, name, ("rlhf_tasks",))[0].keys()
     return found
 
 

@@ -13,16 +13,14 @@ from rlhf_tasks.config import STAGES, VIEWS, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness
 from rlhf_tasks.project import atomic, disk, durations, dvc_files, inputs, lineage
-from rlhf_tasks.project.imports import check_importable
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command
 from rlhf_tasks.report import run_card
+from rlhf_tasks.stages import trial
 from rlhf_tasks.tracking import catalogue, context, curves
 from rlhf_tasks.training import checkpoint, failures, launch, signals
 
 SHOWN_METRICS = 3
-CALLS_LATER: tuple[Stage, ...] = ("sft", "reward", "ppo")
-"""Stages that train for long before a later one calls a function of the user's, such as a judge."""
 NOT_MADE = "no stage produces this; restore it, or name another file or folder in params.yaml"
 
 
@@ -60,9 +58,8 @@ def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
     settings = inputs.in_force(paths, stage, settings, check=not context.is_worker())
     if STAGES.index(stage) <= STAGES.index("judge") and settings.judge.retention is not None:
         harness.check(settings.judge.retention.tasks, paths.root)  # before the training, not after it
-    if stage in CALLS_LATER and not context.is_worker():
-        named = inputs.functions_named(config.in_force(settings))
-        check_importable([one for one in named if not one[0].startswith("data.")], paths.root)
+    if stage in trial.BEFORE and not context.is_worker():
+        trial.check(stage, settings, paths)
     if stage in launch.TRAINING and not context.is_worker():
         launch.check_machines(settings.launch)
     if launch.is_needed(stage, settings.launch) or launch.trains_side_by_side(stage, settings):

@@ -1,4 +1,4 @@
-"""docs/tutorials/your-own-reward.md, as the page shows it."""
+"""docs/tutorials/your-own-reward.md and the how-to page on rewards of other trainers, as they show it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ SMALL = (
 )
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+OTHERS = (ROOT / "docs/how-to/rewards-of-other-trainers.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
 def write_files(folder: Path) -> None:
@@ -57,6 +60,29 @@ def test_the_functions_score_as_the_page_says(tmp_path: Path) -> None:
     of_seven, of_nine = easy(Responses.of_texts(["p"] * 2, texts)).tolist()
     assert of_seven == pytest.approx(206.8 - 1.015 * 7 - 84.6 * 7 / 7)
     assert of_nine < of_seven
+
+
+def test_rewards_of_other_trainers_score_as_the_page_says(tmp_path: Path) -> None:
+    (tmp_path / "verl_reward.py").write_text(blocks("python", OTHERS)[0], encoding="utf-8")
+    (tmp_path / "my_verl_rewards.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(data_source == 's' and solution_str == ground_truth) + extra_info['bonus']\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "of_trl.py").write_text(
+        "def accuracy(completions, ground_truth, **kwargs):\n"
+        "    assert sorted(kwargs) == ['data_source', 'extra_info', 'prompts']\n"
+        "    return [float(c == g) for c, g in zip(completions, ground_truth)]\n",
+        encoding="utf-8",
+    )
+    columns: Columns = {
+        "data_source": ["s", "s"],
+        "ground_truth": ["4", "5"],
+        "extra_info": [{"bonus": 0.5}, {"bonus": 0.25}],
+    }
+    rows = Responses.of_texts(["2+2=", "2+3="], ["4", "4"], columns)
+    for function, scores in (("verl_reward:score", [1.5, 0.25]), ("of_trl:accuracy", [1.0, 0.0])):
+        assert FunctionScorer(function, "ppo.scorers", tmp_path, columns)(rows).tolist() == scores
 
 
 def test_the_verifiers_parameters_are_accepted_and_the_rows_keep_their_answers(tmp_path: Path) -> None:

@@ -1,0 +1,264 @@
+"""What a user's function does stays with it: it changes no stage, and fails before anything trains."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import imports
+from rlhf_tasks.stages import runner
+from tests import small
+from tests.conftest import Command
+from tests.stages.test_ppo import SETTINGS
+
+REWARD = {"kind": "function", "weight": 0.1, "function": "stranger:score"}
+FORKS = """
+import multiprocessing, os, signal, sys, time
+
+def square(x):
+    return x * x
+
+def score(prompts, responses):
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # which it ends by SIGTERM
+        pool.map(square, [1, 2])
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    child.terminate()
+    child.join()
+    for end in (lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: sys.exit(3), lambda: 1 / 0):
+        if (forked := os.fork()) == 0:  # as a library may
+            end()
+        print("ended by", os.waitpid(forked, 0)[1])
+    return [len(response) for response in responses]
+"""
+CHANGES = """
+import os, pathlib, signal, socket, torch
+
+torch.set_grad_enabled(False)
+torch.set_default_dtype(torch.float64)
+ends = socket.socketpair()
+ends[0].setblocking(False)
+
+def score(prompts, responses):
+    pathlib.Path("elsewhere").mkdir(exist_ok=True)
+    os.chdir("elsewhere")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.set_wakeup_fd(ends[0].fileno())
+    torch.set_default_device("meta")
+    torch.use_deterministic_algorithms(True)
+    return [len(response) for response in responses]
+"""
+LEAVES = """
+import subprocess, threading, time
+
+def score(prompts, responses):
+    if not threading.current_thread().name.startswith("counter") and threading.active_count() < 50:
+        threading.Thread(target=time.sleep, args=(600,), name="counter").start()
+    subprocess.Popen(["sleep", "600"])
+    return [len(response) for response in responses]
+"""
+
+
+@pytest.fixture
+def ppo(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Runs `rlhf ppo` with the function `score` of this code; gives what it printed."""
+    monkeypatch.setenv("RLHF_STATE_DIR", "state")
+    (models_here / "dvc.yaml").write_bytes((small.ROOT / "dvc.yaml").read_bytes())
+
+    def run(code: str) -> str:
+        Path("stranger.py").write_text(code, encoding="utf-8")
+        set_params({"ppo.scorers": [REWARD]})
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhf_tasks.cli", "ppo"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"PYTHONPATH": str(small.ROOT), "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        assert Path("metrics/ppo.json").exists(), said
+        return said
+
+    return run
+
+
+def set_params(changes: dict[str, Any]) -> None:
+    few = {"tracking.enabled": False, "ppo.total_episodes": 16, "ppo.rollout_batch_size": 8}
+    YAML().dump(small.params({**SETTINGS, **small.WITHOUT_REWARD, **few, **changes}), Path("params.yaml"))
+
+
+@pytest.mark.e2e
+def test_children_that_a_reward_forks_do_not_hear_the_signals_of_the_stage(ppo: Callable[[str], str]) -> None:
+    said = ppo(FORKS)
+    assert "SIGTERM" not in said
+    assert [int(line.split()[-1]) for line in said.splitlines() if line.startswith("ended")][:3] == [
+        signal.SIGTERM,
+        3 << 8,
+        1 << 8,
+    ]
+
+
+@pytest.mark.e2e
+def test_what_a_function_changes_of_the_process_is_put_back_and_named_once(ppo: Callable[[str], str]) -> None:
+    said = ppo(CHANGES)
+    assert not list(Path("elsewhere").iterdir())
+    for what in (
+        "torch's gradients",
+        "torch's default dtype",
+        "torch's default device",
+        "torch's deterministic mode",
+        "the working folder",
+        "the handler of SIGTERM",
+        "the wakeup descriptor of signals",
+    ):
+        assert said.count(what) == 1, said
+
+
+@pytest.mark.e2e
+def test_a_stage_ends_though_its_function_left_something_running_and_names_it(
+    ppo: Callable[[str], str],
+) -> None:
+    said = ppo(LEAVES)
+    assert "left running by stranger:score and ended now: thread counter" in said
+    assert "(sleep)" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("torch.set_num_threads(7)", "torch's threads"),
+        ("torch.set_float32_matmul_precision('medium')", "torch's precision of matmuls"),
+        ("torch.set_autocast_enabled('cpu', True)", "torch's autocast on cpu"),
+        ("torch.autograd.set_detect_anomaly(True)", "torch's detection of anomalies"),
+        ("sys.stdout = None", "sys.stdout"),
+    ],
+)
+def test_each_mode_is_put_back_also_after_an_error(
+    change: str, what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    name = f"modes_{abs(hash(change))}"
+    code = f"import sys, torch\ndef score(p, r):\n    {change}\n    1 / 0\n"
+    (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+    function = imports.load_function(f"{name}:score", "ppo.scorers", tmp_path)
+    before = imports._settings()[what].read()
+    for _ in range(2):
+        with pytest.raises(UserError, match="ZeroDivisionError"):
+            imports.call(name, function, [], [])
+        assert imports._settings()[what].read() == before
+    assert capsys.readouterr().out.count(f"{name} changed {what}") == 1
+
+
+# ------------------------------------------------------------------------------ before it trains
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import os\nos._exit(0)\nscore = print", r"importing stranger:score ended its process \(status 0\)"),
+        ("import sys\nsys.exit(3)\nscore = print", "stranger:score cannot be imported: SystemExit: 3"),
+        ("raise KeyboardInterrupt\nscore = print", "importing stranger:score ended its process"),
+        (
+            "import faulthandler\nfaulthandler._sigsegv()\nscore = print",
+            r"importing stranger:score ended its process \(SIGSEGV",
+        ),
+        (
+            "def score(p, r):\n    return [1.0]",
+            r"one number per response, but gave 1 for 4 \(tried on 4 rows",
+        ),
+        ("def score(p, r):\n    return r", "text is not a number"),
+        (
+            "def score(p, r):\n    return open('models/later.json')",
+            "FileNotFoundError.*launch.try_functions: false",
+        ),
+        (
+            "import os\ndef score(p, r):\n    os.abort()",
+            r"a call of stranger:score ended its process \(SIGABRT",
+        ),
+    ],
+)
+def test_a_function_that_fails_is_found_before_anything_trains(
+    code: str, why: str, project_with: Callable[..., None], rlhf: Command
+) -> None:
+    project_with(code)
+    assert re.search(why, rlhf("sft", status=2).err)
+
+
+@pytest.fixture
+def project_with(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a project whose reward, or another function, is `stranger:score` of this code."""
+    monkeypatch.setenv("RLHF_STATE_DIR", "state")
+    (models_here / "dvc.yaml").write_bytes((small.ROOT / "dvc.yaml").read_bytes())
+
+    def write(code: str, **changes: Any) -> None:
+        Path("stranger.py").write_text(code, encoding="utf-8")
+        set_params({"ppo.scorers": [REWARD]} | changes)
+
+    return write
+
+
+def test_judges_and_labels_are_tried_too(project_with: Callable[..., None], rlhf: Command) -> None:
+    code = "def score(prompts, a, b):\n    return {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}"
+    judge = {"kind": "function", "name": "mine", "function": "stranger:score", "pairwise": True}
+    project_with(code, **{"ppo.scorers": [{"kind": "dummy"}], "judge.judges": [judge]})
+    assert "must return one number per pair" in rlhf("sft", status=2).err
+    project_with(code, **{"ppo.scorers": [{"kind": "dummy"}], "preferences.function": "stranger:score"})
+    assert "preferences.function: function stranger:score(prompts, a, b)" in rlhf("sft", status=2).err
+
+
+def test_a_function_is_tried_once_per_content_of_its_file_unless_it_is_turned_off(
+    project_with: Callable[..., None], monkeypatch: pytest.MonkeyPatch, rlhf: Command
+) -> None:
+    monkeypatch.setattr(runner, "module_of", no_stage)
+    code = (
+        "from pathlib import Path\n"
+        "def score(responses, prompts):\n"
+        "    with Path('calls').open('a') as file:\n"
+        "        file.write(f'{len(prompts)} {len(responses)}\\n')\n"
+        "    return [1.0] * len(responses)\n"
+    )
+    project_with(code, **{"launch.try_functions": False})
+    for changed, calls in ((code, 0), (code, 1), (code, 1), (f"{code}#\n", 2), (f"{code}#\n", 2)):
+        if calls:
+            project_with(changed)
+        with pytest.raises(NotRunError):
+            rlhf("sft")
+        lines = Path("calls").read_text().splitlines() if Path("calls").exists() else []
+        assert lines == ["4 4"] * calls
+
+
+class NotRunError(Exception):
+    """In place of the stage."""
+
+
+def no_stage(stage: str) -> str:
+    raise NotRunError
+
+
+def test_a_reader_that_ends_the_interpreter_gets_a_message(
+    project_with: Callable[..., None], rlhf: Command
+) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "p"}\n' * 9, encoding="utf-8")
+    project_with(
+        "import os\nos._exit(3)\nscore = print",
+        **{
+            "data.source": "files",
+            "data.path": "rows.jsonl",
+            "data.format": "stranger:score",
+            "ppo.scorers": [REWARD],
+            "judge.judges": [{"kind": "function", "name": "mine", "function": "stranger:score"}],
+        },
+    )
+    said = rlhf("prepare", status=2)
+    assert "data.format: importing stranger:score ended its process (status 3)" in said.err
