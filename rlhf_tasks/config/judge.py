@@ -74,7 +74,7 @@ class FunctionJudge(NamedJudge):
     kind: Literal["function"]
     function: t.ImportPath
     """`module:function`, called with the lists `prompts` and `responses` (or `completions`) and the columns
-    of `data.columns.keep`, by its parameters' names; it returns one float per response, NaN for no decision."""
+    of `data.columns.keep`, by its parameters' names; it returns a float per response, NaN for no decision."""
     pairwise: bool = False
     """Whether the function compares: it gets `prompts` and two lists of responses, `a` and `b`, in both
     orders, and returns per prompt the probability that the first response is better, or None."""

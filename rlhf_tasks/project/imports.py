@@ -9,12 +9,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
@@ -65,50 +65,35 @@ def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         raise UserError(f"{name} raised {type(error).__name__}: {error}{place}") from error
 
 
-class _Setting(NamedTuple):
-    """Something that the whole process shares."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-
-
-def _settings() -> Mapping[str, _Setting]:
-    """What a function may not change for the rest of the stage, by its name in messages."""
-    found = {
-        "the working folder": _Setting(_folder, os.chdir),
-        "sys.stdout": _Setting(lambda: sys.stdout, lambda file: setattr(sys, "stdout", file)),
-        "sys.stderr": _Setting(lambda: sys.stderr, lambda file: setattr(sys, "stderr", file)),
-    }
+def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+    """What a function may not change for the rest of the stage: its name, what reads it, what sets it."""
+    yield "the working folder", _folder, os.chdir
+    for one in ("stdout", "stderr"):
+        yield f"sys.{one}", partial(getattr, sys, one), partial(setattr, sys, one)
     if threading.current_thread() is threading.main_thread():  # only there signals have handlers
-        for one in (signal.SIGINT, signal.SIGTERM):
-            found[f"the handler of {one.name}"] = _Setting(
-                partial(signal.getsignal, one), partial(signal.signal, one)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            yield (
+                f"the handler of {number.name}",
+                partial(signal.getsignal, number),
+                partial(signal.signal, number),
             )
-        found["the wakeup descriptor of signals"] = _Setting(_wakeup_descriptor, _set_wakeup_descriptor)
+        yield "the wakeup descriptor of signals", _wakeup_descriptor, _set_wakeup_descriptor
     if (torch := sys.modules.get("torch")) is None:
-        return found
-    return found | {
-        "torch's gradients": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
-        INFERENCE: _Setting(torch.is_inference_mode_enabled, lambda _: None),
-        "torch's default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
-        "torch's default device": _Setting(
-            torch.get_default_device, lambda _: torch.set_default_device(None)
-        ),
-        "torch's threads": _Setting(torch.get_num_threads, torch.set_num_threads),
-        "torch's deterministic mode": _Setting(
-            torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
-        ),
-        "torch's precision of matmuls": _Setting(
-            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-        ),
-        "torch's detection of anomalies": _Setting(torch.is_anomaly_enabled, torch.set_anomaly_enabled),
-        **{
-            f"torch's autocast on {device}": _Setting(
-                partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
-            )
-            for device in ("cpu", "cuda")
-        },
-    }
+        return
+    yield INFERENCE, torch.is_inference_mode_enabled, lambda _: None
+    yield "torch's default device", torch.get_default_device, lambda _: torch.set_default_device(None)
+    for what, read, write in (
+        ("gradients", "is_grad_enabled", "set_grad_enabled"),
+        ("default dtype", "get_default_dtype", "set_default_dtype"),
+        ("threads", "get_num_threads", "set_num_threads"),
+        ("deterministic mode", "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+        ("precision of matmuls", "get_float32_matmul_precision", "set_float32_matmul_precision"),
+        ("detection of anomalies", "is_anomaly_enabled", "set_anomaly_enabled"),
+    ):
+        yield f"torch's {what}", getattr(torch, read), getattr(torch, write)
+    for device in ("cpu", "cuda"):
+        on, switch = torch.is_autocast_enabled, torch.set_autocast_enabled
+        yield f"torch's autocast on {device}", partial(on, device), partial(switch, device)
 
 
 @contextmanager
@@ -120,22 +105,22 @@ def unchanged(name: str) -> Iterator[None]:
     Raises:
         UserError: for a change that cannot be put back.
     """
-    process, settings = os.getpid(), _settings()
-    before = {what: setting.read() for what, setting in settings.items()}
+    process, before = os.getpid(), [(*setting, setting[1]()) for setting in _settings()]
     try:
         yield
     finally:
         if os.getpid() != process:
             error = sys.exc_info()[1]
             os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
-        changed = [what for what, setting in settings.items() if setting.read() != before[what]]
-        for what in changed:
+        for what, read, write, value in before:
+            if read() == value:
+                continue
+            write(value)
             if what == INFERENCE:
                 raise UserError(f"{name} leaves {what} on, so that nothing can be trained; use a block")
-            settings[what].write(before[what])
-        if new := [what for what in changed if (name, what) not in _said]:
-            _said.update((name, what) for what in new)
-            console.say(f"{name} changed {', '.join(new)} of the whole process, which is put back")
+            if (name, what) not in _said:
+                _said.add((name, what))
+                console.say(f"{name} changed {what} of the whole process, which is put back")
 
 
 def _folder() -> Path | None:
@@ -146,8 +131,7 @@ def _folder() -> Path | None:
 
 
 def _wakeup_descriptor() -> int:
-    found = signal.set_wakeup_fd(-1)
-    _set_wakeup_descriptor(found)
+    _set_wakeup_descriptor(found := signal.set_wakeup_fd(-1))
     return found
 
 

@@ -14,8 +14,8 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Stage
@@ -34,14 +34,12 @@ NOT_CALLED = ("data.", "ppo.loss", "ppo.advantages.")
 NUM_ROWS = 4
 
 
-@dataclass(frozen=True)
-class Function:
-    """A function that params.yaml names, as the process gets it."""
+class Function(NamedTuple):
+    """A function that params.yaml names, with the names of the kept columns."""
 
     key: str
     name: str
-    columns: tuple[str, ...] = ()
-    """The kept columns."""
+    columns: Sequence[str] = ()
     is_pairwise: bool = False
     is_called: bool = False
 
@@ -52,24 +50,22 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
     Raises:
         UserError: for the first function that cannot be imported, fails, or ends the process.
     """
-    values, record = inputs.flatten(config.in_force(settings)), paths.home / "tried.json"
+    values, record = config.in_force(settings), paths.home / "tried.json"
     tried: Mapping[str, str] = json.loads(record.read_text("utf-8")) if record.exists() else {}
-    functions, new = list[Function](), dict[str, str]()
-    for key, name in inputs.functions_named(config.in_force(settings)):
+    functions, new, flat = list[Function](), dict[str, str](), inputs.flatten(values)
+    for key, name in inputs.functions_named(values):
         if not key.startswith(BEFORE[stage]):
             continue
-        one = Function(
-            key, name, settings.data.columns.keep, bool(values.get(f"{key.rpartition('.')[0]}.pairwise"))
-        )
+        is_pairwise = bool(flat.get(key.removesuffix("function") + "pairwise"))
+        one = Function(key, name, settings.data.columns.keep, is_pairwise)
         if settings.launch.try_functions and not key.startswith(NOT_CALLED):
             module, _, function = name.partition(":")
             try:
-                code = inputs.code_of(paths.root, module, function, ("rlhf_tasks",))[0]
+                digest = hashing.json_sha256([*one, inputs.code_of(paths.root, module, function, ())[0]])
             except UserError as error:
                 raise UserError(f"{key}: {error}") from None
-            digest = hashing.json_sha256([name, one.columns, one.is_pairwise, code])
             if digest not in tried:
-                new[digest], one = name, replace(one, is_called=True)
+                new[digest], one = name, one._replace(is_called=True)
         functions.append(one)
     if functions:
         with console.part(f"{'trying' if new else 'importing'} the functions of params.yaml"):
@@ -83,42 +79,38 @@ def run(functions: Sequence[Function], root: Path) -> None:
     Raises:
         UserError: as `check`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        result, errors = Path(folder, "result.json"), Path(folder, "errors")
-        words = [sys.executable, "-P", "-m", __spec__.name, str(root), str(result)]
-        with errors.open("w") as stderr:
-            process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
-            )
-            try:
-                process.communicate(json.dumps([asdict(one) for one in functions]).encode())
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and what a function has left running
-        found = json.loads(result.read_text("utf-8")) if result.exists() else {}
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "errors").open("w+") as errors:
+        result = Path(folder, "result.json")
+        words = [sys.executable, "-P", "-m", __spec__.name, str(root), str(result), json.dumps(functions)]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+        try:
+            status = process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what a function has left running
+        found = json.loads(result.read_text("utf-8")) if result.exists() else {"doing": "Python"}
         if "failure" in found:
             raise UserError(found["failure"])
-        if not found.get("is_done"):
-            how = signal.Signals(-status).name if (status := process.returncode) < 0 else f"status {status}"
-            last = "; ".join(errors.read_text("utf-8", errors="replace").splitlines()[-1:])
-            doing = found.get("doing", "the functions of params.yaml")
-            raise UserError(f"{doing} ended its process ({how}){last and f': {last}'}")
+        if "doing" in found:
+            errors.seek(0)
+            last = "".join(f": {line}" for line in errors.read().splitlines()[-1:])
+            how = signal.Signals(-status).name if status < 0 else f"status {status}"
+            raise UserError(f"{found['doing']} ended its process ({how}){last}")
 
 
-def _run_here(root: Path, result: Path) -> None:
-    """The program of that process."""
-    for one in json.load(sys.stdin):
-        function = Function(**one)
-        atomic.write_json(result, {"doing": f"{function.key}: importing {function.name}"})
-        try:
-            load_function(function.name, function.key, root)
-            if function.is_called:
-                atomic.write_json(result, {"doing": f"{function.key}: a call of {function.name}"})
-                _call(function, root)
-        except UserError as error:
-            atomic.write_json(result, {"failure": str(error)})
-            os._exit(0)
-    atomic.write_json(result, {"is_done": True})
+def _run_here(root: Path, result: Path, functions: Sequence[Function]) -> None:
+    """The program of that process; `result` has what it does, why it failed, or at the end nothing."""
+    found = {}
+    try:
+        for one in functions:
+            atomic.write_json(result, {"doing": f"{one.key}: importing {one.name}"})
+            load_function(one.name, one.key, root)
+            if one.is_called:
+                atomic.write_json(result, {"doing": f"{one.key}: a call of {one.name}"})
+                _call(one, root)
+    except UserError as error:
+        found = {"failure": str(error)}
+    atomic.write_json(result, found)
     os._exit(0)  # whatever a function has left running
 
 
@@ -150,4 +142,4 @@ def _call(function: Function, root: Path) -> None:
 
 
 if __name__ == "__main__":
-    _run_here(Path(sys.argv[1]), Path(sys.argv[2]))
+    _run_here(Path(sys.argv[1]), Path(sys.argv[2]), [Function(*one) for one in json.loads(sys.argv[3])])

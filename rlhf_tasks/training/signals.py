@@ -234,16 +234,14 @@ def listening(stage: str) -> Iterator[Listener]:
 
 
 def end_with(status: int) -> None:
-    """See that this process ends, whatever functions of the user's have left running in it.
+    """See that this process ends with a status, though functions of the user's left threads at work in it.
 
-    Python ends pools that are idle. It would wait forever for a thread at work.
+    Python ends pools that are idle. It would wait forever for others.
     """
 
     def end() -> None:
         time.sleep(CLOSING_SECONDS / 2)
-        threads = [one for one in threading.enumerate() if one.name != "MainThread" and not one.daemon]
-        _say_left([f"thread {one.name}" for one in threads])
-        end_children()
+        end_children([f"thread {one.name}" for one in threading.enumerate() if not one.daemon][1:])
         sys.stdout.flush()
         os._exit(status)
 
@@ -251,24 +249,17 @@ def end_with(status: int) -> None:
         threading.Thread(target=end, daemon=True).start()
 
 
-def end_children() -> None:
-    """Kill and name what functions of the user's have started and left running."""
-    with suppress(psutil.Error):
-        left = [one for one in psutil.Process().children(recursive=True) if imports.loaded and is_work(one)]
-        _say_left([f"process {one.pid} ({one.name()})" for one in left])
-        for one in left:
-            one.kill()
-
-
-def is_work(process: psutil.Process) -> bool:
-    """Whether it is no helper of multiprocessing's, which ends with the process that it serves."""
-    return not any("multiprocessing.resource_tracker" in word for word in process.cmdline())
-
-
-def _say_left(what: Sequence[str]) -> None:
-    if what:
+def end_children(left: Sequence[str] = ()) -> None:
+    """Kill what functions of the user's have started and left running; name it, and what else is `left`."""
+    found = list(left)
+    for child in psutil.Process().children(recursive=True) if imports.loaded else []:
+        with suppress(psutil.Error):  # it has ended
+            if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):  # it ends by itself
+                found.append(f"process {child.pid} ({child.name()})")
+                child.kill()
+    if found:
         whose = ", ".join(sorted(imports.loaded))
-        print(f"rlhf: left running by {whose} and ended now: {', '.join(what)}", file=sys.stderr, flush=True)
+        print(f"rlhf: left running by {whose} and ended now: {', '.join(found)}", file=sys.stderr, flush=True)
 
 
 def kill_descendants() -> None:

@@ -123,7 +123,7 @@ def test_what_a_function_changes_of_the_process_is_put_back_and_named_once(ppo: 
         "the handler of SIGTERM",
         "the wakeup descriptor of signals",
     ):
-        assert said.count(what) == 1, said
+        assert said.count(f"changed {what} of") == 1, said
 
 
 @pytest.mark.e2e
@@ -136,27 +136,39 @@ def test_a_stage_ends_though_its_function_left_something_running_and_names_it(
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "read", "what"),
     [
-        ("torch.set_num_threads(7)", "torch's threads"),
-        ("torch.set_float32_matmul_precision('medium')", "torch's precision of matmuls"),
-        ("torch.set_autocast_enabled('cpu', True)", "torch's autocast on cpu"),
-        ("torch.autograd.set_detect_anomaly(True)", "torch's detection of anomalies"),
-        ("sys.stdout = None", "sys.stdout"),
+        ("torch.set_num_threads(7)", "torch.get_num_threads()", "torch's threads"),
+        (
+            "torch.set_float32_matmul_precision('medium')",
+            "torch.get_float32_matmul_precision()",
+            "torch's precision of matmuls",
+        ),
+        (
+            "torch.set_autocast_enabled('cpu', True)",
+            "torch.is_autocast_enabled('cpu')",
+            "torch's autocast on cpu",
+        ),
+        (
+            "torch.autograd.set_detect_anomaly(True)",
+            "torch.is_anomaly_enabled()",
+            "torch's detection of anomalies",
+        ),
+        ("sys.stdout = None", "sys.stdout", "sys.stdout"),
     ],
 )
 def test_each_mode_is_put_back_also_after_an_error(
-    change: str, what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    change: str, read: str, what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     name = f"modes_{abs(hash(change))}"
-    code = f"import sys, torch\ndef score(p, r):\n    {change}\n    1 / 0\n"
+    code = f"import sys, torch\ndef read():\n    return {read}\ndef score(p, r):\n    {change}\n    1 / 0\n"
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
-    function = imports.load_function(f"{name}:score", "ppo.scorers", tmp_path)
-    before = imports._settings()[what].read()
+    read_now, function = (imports.load_function(f"{name}:{f}", "k", tmp_path) for f in ("read", "score"))
+    before = read_now()
     for _ in range(2):
         with pytest.raises(UserError, match="ZeroDivisionError"):
             imports.call(name, function, [], [])
-        assert imports._settings()[what].read() == before
+        assert read_now() == before
     assert capsys.readouterr().out.count(f"{name} changed {what}") == 1
 
 
