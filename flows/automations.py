@@ -11,9 +11,11 @@ from datetime import timedelta
 from typing import Any, Literal
 from uuid import UUID
 
+from prefect import Flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.events import emit_event
 from prefect.events.actions import ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
@@ -77,6 +79,22 @@ def notify(webhook: str | None) -> None:
         actions = [SendNotification(block_document_id=block, subject=SUBJECT, body=BODY) for block in blocks]
         trigger = _trigger(NOTIFIED, Posture.Reactive, within=timedelta(0))
         _apply(client, AutomationCore(name=NOTIFY, trigger=trigger, actions=[*actions]))
+
+
+def emit_first_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Prefect's hook: emit the event of a scheduled run's first state, which its scheduler leaves out.
+
+    Without it, servers other than ours hold back the run's next events (`server.CausalOrdering` says why),
+    and take a run that has ended for a silent one.
+    """
+    if flow_run.auto_scheduled:
+        with get_client(sync_client=True) as client:
+            first = min(client.read_flow_run_states(flow_run.id), key=lambda one: one.timestamp)
+        run = {
+            "prefect.resource.id": f"prefect.flow-run.{flow_run.id}",
+            "prefect.resource.name": flow_run.name,
+        }
+        emit_event(f"prefect.flow-run.{first.name}", run, id=first.id)
 
 
 def _trigger(
