@@ -27,7 +27,7 @@ from flows import results, settings
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
 LOST = "rlhf: a run that is silent has crashed"
 NOTIFY = "rlhf: notify of the ends of runs"
-HEARTBEAT = "prefect.flow-run.heartbeat"
+HEARTBEAT, ENDED = "prefect.flow-run.heartbeat", "rlhf.flow-run.ended"
 ENDS = (
     *("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, settings.OUT_OF_TIME),
     *results.VERDICTS,
@@ -47,7 +47,7 @@ def apply(client: SyncPrefectClient) -> None:
     action = ChangeFlowRunState(
         name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
     )
-    trigger = _trigger(ENDS, Posture.Proactive, within=SILENCE, after={HEARTBEAT})
+    trigger = _trigger(ENDS, Posture.Proactive, within=SILENCE, after={HEARTBEAT}, also={ENDED})
     _apply(client, AutomationCore(name=LOST, trigger=trigger, actions=[action]))
 
 
@@ -81,20 +81,23 @@ def notify(webhook: str | None) -> None:
         _apply(client, AutomationCore(name=NOTIFY, trigger=trigger, actions=[*actions]))
 
 
-def emit_first_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Prefect's hook: emit the event of a scheduled run's first state, which its scheduler leaves out.
+def emit_end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Prefect's hook: emit an event that tells the server that the heartbeats of a run have ended.
 
-    Without it, servers other than ours hold back the run's next events (`server.CausalOrdering` says why),
-    and take a run that has ended for a silent one.
+    It takes the way of the heartbeats, so that it is behind the last one; the event of the final state may
+    overtake it, and servers other than ours may hold that event back (`server.CausalOrdering` says why).
     """
-    if flow_run.auto_scheduled:
-        with get_client(sync_client=True) as client:
-            first = min(client.read_flow_run_states(flow_run.id), key=lambda one: one.timestamp)
-        run = {
-            "prefect.resource.id": f"prefect.flow-run.{flow_run.id}",
-            "prefect.resource.name": flow_run.name,
-        }
-        emit_event(f"prefect.flow-run.{first.name}", run, id=first.id)
+    emit_event(
+        ENDED,
+        {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}", "prefect.resource.name": flow_run.name},
+        related=[
+            {
+                "prefect.resource.id": f"prefect.flow.{flow_run.flow_id}",
+                "prefect.resource.role": "flow",
+                "prefect.resource.name": flow.name,
+            }
+        ],
+    )
 
 
 def _trigger(
@@ -103,11 +106,13 @@ def _trigger(
     *,
     within: timedelta,
     after: Collection[str] = (),
+    also: Collection[str] = (),
 ) -> EventTrigger:
     """A trigger for the final states of this project's flow runs.
 
     Args:
         after: Events upon which it waits for one of those states.
+        also: Events that count as such a state.
     """
     flows: dict[str, str | list[str]] = {
         "prefect.resource.role": ["flow"],
@@ -117,7 +122,7 @@ def _trigger(
         posture=posture,
         within=within,
         after=set(after),
-        expect={*after, *(f"prefect.flow-run.{end}" for end in ends)},
+        expect={*after, *also, *(f"prefect.flow-run.{end}" for end in ends)},
         threshold=1,
         match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
         match_related=ResourceSpecification(flows),

@@ -47,9 +47,10 @@ DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "res
     name=settings.PIPELINE,
     description="Bring every stage of dvc.yaml up to date: data, SFT, reward model, PPO, judge, report.",
     persist_result=False,
-    on_running=[automations.emit_first_state],
-    on_cancellation=[run_folder.clean],
-    on_crashed=[run_folder.clean],
+    on_completion=[automations.emit_end],
+    on_failure=[automations.emit_end],
+    on_cancellation=[automations.emit_end, run_folder.clean],
+    on_crashed=[automations.emit_end, run_folder.clean],
 )
 def pipeline(
     preset: form.PresetName = form.DEFAULT,

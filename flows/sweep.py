@@ -68,7 +68,10 @@ class Cell:
     name=settings.SWEEP,
     description="Run the pipeline with several settings and seeds, and compare them.",
     persist_result=False,
-    on_running=[automations.emit_first_state],
+    on_completion=[automations.emit_end],
+    on_failure=[automations.emit_end],
+    on_cancellation=[automations.emit_end],
+    on_crashed=[automations.emit_end],
 )
 def sweep(
     grid: Grid = {},  # noqa: B006  Prefect shows it in the form

@@ -74,7 +74,10 @@ def note(root: Path, request: Request, values: Config, data: str) -> None:
     description="Run the pipeline if the data at data.path or of data.mix, or a hub set's revision, changed "
     "since the last completed run.",
     persist_result=False,
-    on_running=[automations.emit_first_state],
+    on_completion=[automations.emit_end],
+    on_failure=[automations.emit_end],
+    on_cancellation=[automations.emit_end],
+    on_crashed=[automations.emit_end],
 )
 def data_watch(
     preset: form.PresetName = form.DEFAULT, deployment: str = f"{settings.PIPELINE}/pipeline"
