@@ -1,4 +1,4 @@
-"""What is registered at the server, and how the watch uses a deployment's parameters; only one check of the data is run."""
+"""What is registered at the server, and how the watch uses a deployment's parameters; stages do not run."""
 
 from __future__ import annotations
 
