@@ -11,9 +11,11 @@ from datetime import timedelta
 from typing import Any, Literal
 from uuid import UUID
 
+from prefect import Flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.events import emit_event
 from prefect.events.actions import ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
@@ -25,7 +27,7 @@ from flows import results, settings
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
 LOST = "rlhf: a run that is silent has crashed"
 NOTIFY = "rlhf: notify of the ends of runs"
-HEARTBEAT = "prefect.flow-run.heartbeat"
+HEARTBEAT, ENDED = "prefect.flow-run.heartbeat", "rlhf.flow-run.ended"
 ENDS = (
     *("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, settings.OUT_OF_TIME),
     *results.VERDICTS,
@@ -45,7 +47,7 @@ def apply(client: SyncPrefectClient) -> None:
     action = ChangeFlowRunState(
         name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
     )
-    trigger = _trigger(ENDS, Posture.Proactive, within=SILENCE, after={HEARTBEAT})
+    trigger = _trigger(ENDS, Posture.Proactive, within=SILENCE, after={HEARTBEAT}, also={ENDED})
     _apply(client, AutomationCore(name=LOST, trigger=trigger, actions=[action]))
 
 
@@ -79,17 +81,38 @@ def notify(webhook: str | None) -> None:
         _apply(client, AutomationCore(name=NOTIFY, trigger=trigger, actions=[*actions]))
 
 
+def emit_end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Prefect's hook: emit an event that tells the server that the heartbeats of a run have ended.
+
+    It takes the way of the heartbeats, so that it is behind the last one; the event of the final state may
+    overtake it, and servers other than ours may hold that event back (`server.CausalOrdering` says why).
+    """
+    emit_event(
+        ENDED,
+        {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}", "prefect.resource.name": flow_run.name},
+        related=[
+            {
+                "prefect.resource.id": f"prefect.flow.{flow_run.flow_id}",
+                "prefect.resource.role": "flow",
+                "prefect.resource.name": flow.name,
+            }
+        ],
+    )
+
+
 def _trigger(
     ends: tuple[str, ...],
     posture: Literal[Posture.Reactive, Posture.Proactive],
     *,
     within: timedelta,
     after: Collection[str] = (),
+    also: Collection[str] = (),
 ) -> EventTrigger:
     """A trigger for the final states of this project's flow runs.
 
     Args:
         after: Events upon which it waits for one of those states.
+        also: Events that count as such a state.
     """
     flows: dict[str, str | list[str]] = {
         "prefect.resource.role": ["flow"],
@@ -99,7 +122,7 @@ def _trigger(
         posture=posture,
         within=within,
         after=set(after),
-        expect={*after, *(f"prefect.flow-run.{end}" for end in ends)},
+        expect={*after, *also, *(f"prefect.flow-run.{end}" for end in ends)},
         threshold=1,
         match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
         match_related=ResourceSpecification(flows),

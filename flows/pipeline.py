@@ -25,7 +25,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from prefect.utilities.urls import url_for
 
-from flows import form, promotion, results, run_folder, settings, stage_tasks, watch
+from flows import automations, form, promotion, results, run_folder, settings, stage_tasks, watch
 from flows.progress import Progress
 from flows.results import Outcome
 from flows.slots import Slots
@@ -47,8 +47,10 @@ DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "res
     name=settings.PIPELINE,
     description="Bring every stage of dvc.yaml up to date: data, SFT, reward model, PPO, judge, report.",
     persist_result=False,
-    on_cancellation=[run_folder.clean],
-    on_crashed=[run_folder.clean],
+    on_completion=[automations.emit_end],
+    on_failure=[automations.emit_end],
+    on_cancellation=[automations.emit_end, run_folder.clean],
+    on_crashed=[automations.emit_end, run_folder.clean],
 )
 def pipeline(
     preset: form.PresetName = form.DEFAULT,

@@ -40,6 +40,7 @@ def prefect(home: Path, url: str) -> dict[str, str]:
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
         # Leases in memory are not freed after a restart of the server.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": "flows.server",
         # By default every event is one write to SQLite. It collides with a task's request for slots, which is
         # then refused (503, "database is locked") and repeated after 2 s: every third task waited. The
         # interval takes whole seconds only.

@@ -25,7 +25,7 @@ from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import form, settings, watch
+from flows import automations, form, settings, watch
 from flows.slots import Slots, find_limit
 from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
@@ -68,6 +68,10 @@ class Cell:
     name=settings.SWEEP,
     description="Run the pipeline with several settings and seeds, and compare them.",
     persist_result=False,
+    on_completion=[automations.emit_end],
+    on_failure=[automations.emit_end],
+    on_cancellation=[automations.emit_end],
+    on_crashed=[automations.emit_end],
 )
 def sweep(
     grid: Grid = {},  # noqa: B006  Prefect shows it in the form

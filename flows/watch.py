@@ -23,7 +23,7 @@ from prefect.states import Completed, Failed
 from prefect.utilities.urls import url_for
 from prefect.variables import Variable
 
-from flows import form, settings
+from flows import automations, form, settings
 from rlhf_tasks.config import Config
 from rlhf_tasks.config.schema import Data, MixedSet
 from rlhf_tasks.errors import UserError
@@ -74,6 +74,10 @@ def note(root: Path, request: Request, values: Config, data: str) -> None:
     description="Run the pipeline if the data at data.path or of data.mix, or a hub set's revision, changed "
     "since the last completed run.",
     persist_result=False,
+    on_completion=[automations.emit_end],
+    on_failure=[automations.emit_end],
+    on_cancellation=[automations.emit_end],
+    on_crashed=[automations.emit_end],
 )
 def data_watch(
     preset: form.PresetName = form.DEFAULT, deployment: str = f"{settings.PIPELINE}/pipeline"

@@ -49,6 +49,20 @@ def test_compose_waits_for_what_it_needs_to_be_healthy() -> None:
     assert all("healthcheck" in services[name] for name in ones_that_stay)
 
 
+def test_every_prefect_server_has_our_order_of_events() -> None:
+    """Without it, the end of a scheduled run is notified 15 minutes late."""
+    name = "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING"
+    (deployment,) = [one for one in yaml(INFRA / "kubernetes/servers.yaml") if is_prefect(one)]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    in_pod = {one["name"]: one.get("value") for one in container["env"]}[name]
+    in_compose = compose()["services"]["prefect"]["environment"][name]
+    assert in_pod == in_compose == "flows.server"
+
+
+def is_prefect(document: dict[str, Any]) -> bool:
+    return bool((document["kind"], document["metadata"]["name"]) == ("Deployment", "prefect"))
+
+
 def test_compose_binds_to_loopback_and_holds_no_secret() -> None:
     text = (INFRA / "compose.yaml").read_text(encoding="utf-8")
     needed = set(re.findall(r"\$\{(\w+):\?", text))

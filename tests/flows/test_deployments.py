@@ -1,9 +1,11 @@
-"""What is registered at the server, and how the watch uses a deployment's parameters; nothing is run."""
+"""What is registered at the server, and how the watch uses a deployment's parameters; stages do not run."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,17 +14,17 @@ from typing import Any
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.events import emit_event
 from prefect.events.schemas.events import Event
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.flow_engine import FlowRunEngine
+from prefect.flow_engine import FlowRunEngine, run_flow
 from prefect.server.events.schemas.automations import EventTrigger as ServerTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
-from prefect.states import Completed, Running
+from prefect.states import Completed, Pending, Running
 from prefect.variables import Variable
 
 from flows import automations, deployments, form, pipeline, settings, sweep, watch
@@ -198,6 +200,26 @@ def started(of: Any, *, by: str | None = None) -> FlowRun:
         return client.read_flow_run(run.id)
 
 
+def made_by_schedule(of: Any) -> FlowRun:
+    """A run that a new schedule made, and that a worker takes at once."""
+    hourly = DeploymentScheduleCreate(schedule=IntervalSchedule(interval=timedelta(hours=1)), active=True)
+    with get_client(sync_client=True) as client:
+        made = client.create_deployment(client.create_flow(of), str(uuid.uuid4()), schedules=[hourly])
+        client._client.post(f"/deployments/{made}/schedule", json={})  # this server has no scheduler
+        only = DeploymentFilter(id=DeploymentFilterId(any_=[made]))
+        run, *_ = client.read_flow_runs(deployment_filter=only)
+        client.set_flow_run_state(run.id, Pending(), force=True)
+        return client.read_flow_run(run.id)
+
+
+def taken_for_lost(run: FlowRun) -> bool:
+    """Whether the automation has acted on this run."""
+    query = {"event": {"name": ["prefect.automation.action.triggered"]}}
+    with get_client(sync_client=True) as client:
+        events = client._client.post("/events/filter", json={"filter": query, "limit": 50}).json()["events"]
+    return any(str(run.id) in json.dumps(event) for event in events)
+
+
 def heartbeat(of: Any, run: FlowRun) -> dict[str, Any]:
     """The event that the run's own process sends."""
     resource, related = FlowRunEngine(of, flow_run=run)._build_heartbeat_event_template()
@@ -235,7 +257,11 @@ def test_the_automation_covers_runs_of_these_flows_and_no_others(root: Path) -> 
         "Stopped",
         "Crashed",
     }
-    assert trigger.expect == {"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{end}" for end in ends)}
+    assert trigger.expect == {
+        automations.HEARTBEAT,
+        automations.ENDED,
+        *(f"prefect.flow-run.{end}" for end in ends),
+    }
     ours = [(pipeline.pipeline, started(None, by=RUNS)), (sweep.sweep, started(sweep.sweep))]
     theirs = [(foreign, started(foreign))]
     for of, run in ours + theirs:
@@ -255,6 +281,11 @@ def test_a_run_without_heartbeats_crashes_and_ended_or_foreign_runs_do_not(
     lost, ended, theirs = started(pipeline.pipeline), started(pipeline.pipeline), started(foreign)
     for of, run in ((foreign, theirs), (pipeline.pipeline, ended), (pipeline.pipeline, lost)):
         emit_event(**heartbeat(of, run))
+    scheduled = made_by_schedule(watch.data_watch)
+    emit_event(**heartbeat(watch.data_watch, scheduled))
+    given = {"deployment": "rlhf-pipeline/none"}
+    refused: Any = run_flow(watch.data_watch, scheduled, parameters=given, return_type="state")
+    assert refused.is_failed()
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(ended.id, Completed(), force=True)
 
@@ -266,6 +297,7 @@ def test_a_run_without_heartbeats_crashes_and_ended_or_foreign_runs_do_not(
         time.sleep(10.0)  # long enough for a foreign run to crash as well
         assert state(theirs).is_running()
         assert state(ended).is_completed()
+        assert [taken_for_lost(run) for run in (lost, ended, scheduled)] == [True, False, False]
         client.delete_automation(automation().id)
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,49 @@ def test_an_active_schedule_makes_runs(fresh: Service) -> None:
     assert fresh.up().returncode == 0
     assert fresh.call("GET", f"{path.rpartition('/schedules')[0]}")["schedules"][0]["active"]
     httpx.patch(f"{fresh.url('prefect')}/api{path}", json={"active": False}, timeout=30)
+
+
+@pytest.mark.slow
+def test_the_end_of_a_run_is_notified_at_once_however_the_run_began(fresh: Service) -> None:
+    """A notice that was held back would come after those of later runs."""
+    toy.write_script(fresh.root, toy.refusal("no"))
+    identity = fresh.call("GET", "/deployments/name/rlhf-pipeline/scheduled")["id"]
+    soon = {"interval": 60, "anchor_date": (datetime.now(UTC) + timedelta(seconds=15)).isoformat()}
+    schedules = f"/deployments/{identity}/schedules"
+    (made,) = fresh.call("POST", schedules, [{"active": True, "schedule": soon}])
+    query = {"deployments": {"id": {"any_": [identity]}}, "sort": "EXPECTED_START_TIME_ASC"}
+    runs = toy.until(lambda: fresh.call("POST", "/flow_runs/filter", query), "the scheduled runs")
+    ran, never_began, ends_later = (run["id"] for run in runs[:3])
+
+    def set_state(run: str, *states: str) -> None:
+        for state in states:
+            fresh.call("POST", f"/flow_runs/{run}/set_state", {"state": {"type": state}, "force": True})
+
+    set_state(never_began, "PENDING", "CRASHED")
+    assert fresh.end(ran)["type"] == "FAILED"
+    assert_notified(fresh, never_began, ran)
+    set_state(ends_later, "PENDING", "RUNNING")
+    fresh.daemon("prefect").stop(10.0)
+    assert fresh.up().returncode == 0
+    set_state(ends_later, "FAILED")
+    assert_notified(fresh, ends_later)
+    httpx.delete(f"{fresh.url('prefect')}/api{schedules}/{made['id']}", timeout=30).raise_for_status()
+
+
+def assert_notified(service: Service, *runs: str) -> None:
+    """The notices of these runs come before that of a later run, which is started by hand and fails."""
+    by_hand = service.start()
+    assert service.end(by_hand)["type"] == "FAILED"
+    ends = [f"{(run := service.run(one))['state']['name']}: {run['name']}" for one in (*runs, by_hand)]
+    query = {"artifacts": {"key": {"any_": ["rlhf-notifications"]}}}
+
+    def notices() -> list[str]:
+        artifacts = service.call("POST", "/artifacts/filter", query)
+        titles = [str(one["data"]).partition("\n")[0] for one in artifacts]
+        return titles if ends[-1] in titles else []
+
+    titles = toy.until(notices, "the notice of the run by hand")
+    assert set(ends) <= set(titles)
 
 
 @pytest.mark.slow
