@@ -48,9 +48,11 @@ def check_importable(functions: Sequence[tuple[str, str]], root: Path) -> None:
         UserError: as `load_function`, for the first that cannot.
     """
     if functions:
-        words = [sys.executable, "-m", "rlhf_tasks.project.imports", str(root), *itertools.chain(*functions)]
+        words = [sys.executable, "-P", "-m", "rlhf_tasks.project.imports", str(root)]
         with console.part("importing the functions of params.yaml"):
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*words, *itertools.chain(*functions)], capture_output=True, text=True, check=False
+            )
         if done.returncode == 2:
             raise UserError(done.stderr.partition(MARK)[2].strip())
 
