@@ -179,8 +179,8 @@ class Service:
             words = ["-P", "-m", "flows.server", "server", "start", "--host", HOST, "--port", str(port)]
             command = [sys.executable, *words]
             own = settings.prefect(self.home, f"http://{HOST}:{port}")
-            environment = {**settings.QUIET, **os.environ, **own, "PYTHONSAFEPATH": "1"}
-        daemon.start(command, environment, self.root, port=port)
+            environment = {**settings.QUIET, **os.environ, **own}
+        daemon.start(command, environment, self.home, port=port)
 
     def wait_for(self, name: str) -> None:
         """Wait until a program does its work. Raises UserError if it ends, or takes too long."""

@@ -146,9 +146,11 @@ def _repro(paths: Paths, name: str) -> int:
     if stopped and status:
         return 128 + stopped
     if status and report is None:  # DVC is quiet, and a stage that fails otherwise has said why
-        killed = f"a stage that printed none either was killed (SIGKILL); {failures.OUT_OF_MEMORY}"
-        said = "if no stage ran, DVC failed: `dvc repro` shows its words"
-        print(f"rlhf: the stage gave no reason: {killed}; {said}", file=sys.stderr)
+        print(
+            "rlhf: the stage gave no reason. If it printed none either, it was killed (SIGKILL): "
+            f"{failures.OUT_OF_MEMORY}. If no stage ran, DVC failed: `dvc repro` shows its words",
+            file=sys.stderr,
+        )
     if status:
         return 2 if report is not None and report["kind"] == "user" else 1
     return 0

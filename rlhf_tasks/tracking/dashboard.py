@@ -31,7 +31,8 @@ def serve(home: Path, port: int) -> int:
     for name, page in runs_pages(home, f"http://{HOST}:{free}").items():
         console.say(f"MLflow, runs of {name}: {page}")
     console.say("Ctrl-C ends the server")
-    with subprocess.Popen(server_command(home, free), env=server_environment(home, os.environ)) as server:
+    environment = server_environment(home, os.environ)
+    with subprocess.Popen(server_command(home, free), env=environment, cwd=home) as server:
         try:
             return server.wait()
         except BaseException:
@@ -41,7 +42,10 @@ def serve(home: Path, port: int) -> int:
 
 
 def server_command(home: Path, port: int) -> list[str]:
-    """The command that serves the store of `server_environment` and its artifacts on loopback."""
+    """The command that serves the store of `server_environment` and its artifacts on loopback.
+
+    It looks for modules in its working folder, which must not be the project's.
+    """
     words = ["-P", "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     pages = ["--app-name", local_pages.MLFLOW_APP]
     return [sys.executable, *words, *pages, "--default-artifact-root", str(home / "mlartifacts")]
@@ -51,7 +55,6 @@ def server_environment(home: Path, environment: Mapping[str, str]) -> dict[str, 
     """The embedded store; no telemetry, and no job runners: nothing here gives jobs to MLflow."""
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     own = {local_pages.STORE: f"sqlite:///{home / 'mlflow.db'}", "OMP_NUM_THREADS": "1"}
-    own["PYTHONSAFEPATH"] = "1"  # it starts Python itself: no file of the project stands for a module
     return {**quiet, **environment, **own}
 
 
