@@ -146,11 +146,9 @@ def _repro(paths: Paths, name: str) -> int:
     if stopped and status:
         return 128 + stopped
     if status and report is None:  # DVC is quiet, and a stage that fails otherwise has said why
-        print(
-            "rlhf: the stage gave no reason. If it printed none either, it was killed (SIGKILL): "
-            f"{failures.OUT_OF_MEMORY}. If no stage ran, DVC failed: `dvc repro` shows its words",
-            file=sys.stderr,
-        )
+        killed = f"if it printed none either, it was killed (SIGKILL): {failures.OUT_OF_MEMORY}"
+        said = f"{killed}; if no stage ran, `dvc repro` shows why DVC failed"
+        print(f"rlhf: the stage reported no reason; {said}", file=sys.stderr)
     if status:
         return 2 if report is not None and report["kind"] == "user" else 1
     return 0

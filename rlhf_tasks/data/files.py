@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import PydanticSerializationError, to_jsonable_python
@@ -103,16 +102,14 @@ def _meaning(relative: Path) -> tuple[Role | None, Split]:
 
 _PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz", ".lz4": "lz4"}
 """Compressions by suffix."""
-_BEGIN: Mapping[str, bytes] = {
-    **{
-        "gzip": b"\x1f\x8b",
-        "bz2": b"BZh",
-        "zstd": b"\x28\xb5\x2f\xfd",
-        "xz": b"\xfd7zXZ",
-        "lz4": b"\4\x22M\x18",
-    },
-    **{"ZIP": b"PK\3\4", "7z": b"7z\xbc\xaf", "RAR": b"Rar!", "compress": b"\x1f\x9d"},
+_BEGIN = {
+    "gzip": b"\x1f\x8b",
+    "bz2": b"BZh",
+    "zstd": b"\x28\xb5/\xfd",
+    "xz": b"\xfd7zXZ",
+    "lz4": b"\4\x22M\x18",
 }
+_BEGIN |= {"ZIP": b"PK\3\4", "7z": b"7z\xbc\xaf", "RAR": b"Rar!", "compress": b"\x1f\x9d"}
 """Compressions by the first bytes of a file, whatever its name."""
 _ABOUT = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files in which `datasets` describes the others."""
@@ -433,7 +430,7 @@ def plain_value(value: Any) -> Any:
         return [plain_value(item) for item in value]
     if isinstance(value, Decimal):
         return f"{value:f}"
-    if isinstance(value, np.generic | np.ndarray):
+    if hasattr(value, "tolist"):  # of NumPy
         return plain_value(value.tolist())
     if hasattr(value, "isoformat"):
         return value.isoformat()

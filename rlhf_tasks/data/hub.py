@@ -40,11 +40,9 @@ def sample(name: str, most: int) -> Sequence[tuple[Role | None, Split, Table]]:
     tables: list[tuple[Role | None, Split, Table]] = []
     try:
         for part, rows in datasets.load_dataset(name, streaming=True).items():
-            some = list(rows.take(most))
+            some = [plain_value(values) for values in rows.take(most)]
             title = f"{name}/{part}"
-            lines = [
-                Line(f"{title}:{number}", plain_value(values)) for number, values in enumerate(some, start=1)
-            ]
+            lines = [Line(f"{title}:{number}", values) for number, values in enumerate(some, start=1)]
             split = SPLIT_NAMES.get(str(part).split("_")[0], "train")
             tables.append((None, split, Table(title, tuple(some[0] if some else ()), lines)))
     except (DatasetsError, OSError, ValueError) as error:

@@ -155,13 +155,12 @@ def complete(corpus: Corpus) -> Corpus:
     empty = [f"{role}/{split}" for role in needed for split in SPLITS if not len(full[role][split])]
     if empty:
         advice = (
-            "give at least 4 different prompts (a quarter goes to each held-out split), or a file for each"
+            "give at least 4 different prompts (a quarter is held out for each split), or a file for each"
         )
         if any(not len(full[role]["train"]) and any(map(len, full[role].values())) for role in needed):
             advice = (
-                "all rows are held out, by the name of their file or by their column `split`; give rows for"
+                "all rows are held out by their file's name or their `split`; call some train, or none"
             )
-            advice += " train, or name no split, so that these rows are split"
         raise UserError(f"no usable row is left for {', '.join(empty)}: {advice}")
     return {role: full[role] if role in full else Writer(role).finish(SPLITS) for role in ROLES}
 

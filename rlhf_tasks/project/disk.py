@@ -23,10 +23,7 @@ ADVICE = (
     "does not use, also those of other commits and experiments"
 )
 
-TEMPORARY = (
-    "It holds temporary files: set TMPDIR to a folder on a larger disk, or make room there, and run the same "
-    "command again"
-)
+TEMPORARY = "Make room there, or set TMPDIR to a folder on a larger disk, and run the same command again"
 
 
 class DiskFullError(UserError):

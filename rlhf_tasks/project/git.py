@@ -12,11 +12,7 @@ from pathlib import Path
 
 from rlhf_tasks.errors import UserError
 
-
-class OtherOwnerError(UserError):
-    """Git does not work in a repository of another user without leave."""
-
-
+OTHER_OWNER = "safe.directory"  # in git's message, whatever its language
 BEGIN = "`git init`, `git add .`, `git commit -m start`"
 WRITTEN_BY_RUNS = (":!metrics", ":!plots", ":!dvc.lock")
 """Git paths that a run itself changes; they do not make a working tree dirty."""
@@ -123,7 +119,6 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
     """The output of a git command in a folder; letters of paths stay as they are.
 
     Raises:
-        OtherOwnerError: if the repository belongs to another user.
         UserError: with git's own message, if it fails, or if git is not installed.
     """
     command = ["git", "-c", "core.quotePath=false", *words]
@@ -131,9 +126,9 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UserError(f"`git {' '.join(words)}` cannot start in {root}; install git") from None
-    if done.returncode and "safe.directory" in done.stderr:
+    if done.returncode and OTHER_OWNER in done.stderr:
         remedy = done.stderr.strip().splitlines()[-1].strip()
-        raise OtherOwnerError(
+        raise UserError(
             f"the git repository of {root.resolve()} belongs to another user, so that git does not "
             f"work there, and no run could name its commit. Allow it: `{remedy}`"
         )
@@ -151,12 +146,12 @@ def quiet_output(root: Path, *words: str) -> str:
     """The output of a git command in a folder; empty if git fails or is not installed.
 
     Raises:
-        OtherOwnerError: if the repository belongs to another user.
+        UserError: if the repository belongs to another user.
     """
     try:
         return output(root, *words)
     except UserError as error:
-        if isinstance(error, OtherOwnerError):
+        if OTHER_OWNER in str(error):
             raise
         return ""
 

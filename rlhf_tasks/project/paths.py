@@ -38,13 +38,11 @@ class Paths:
         Outside git it is `root/.rlhf`.
 
         Raises:
-            UserError: if a `?` is in the folder's path, which ends a path in the address of a database.
+            UserError: if a `?` is in the path, which ends it in the address of a database.
         """
         root = self.root.resolve()
         if "?" in str(root):
-            raise UserError(
-                f"{root}: the databases of MLflow and Prefect can be in no path with a '?'; rename it"
-            )
+            raise UserError(f"{root}: no database of MLflow or Prefect can be in a path with '?'; rename it")
         words = ("rev-parse", "--path-format=absolute", "--git-common-dir", "--show-toplevel")
         common, _, top = git.quiet_output(root, *words).partition("\n")
         if Path(common).name != ".git":

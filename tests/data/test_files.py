@@ -287,5 +287,5 @@ def test_held_out_rows_alone_are_refused_by_what_holds_them_out(project: Path, r
     prepare("some")
     told = rlhf("prepare", status=2).err
     assert "no usable row is left for sft/train" in told
-    assert "all rows are held out, by the name of their file or by their column `split`" in told
+    assert "all rows are held out by their file's name or their `split`" in told
     assert "at least 4" not in told

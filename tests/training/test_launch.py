@@ -277,7 +277,7 @@ def test_stopped_workers_get_the_time_that_they_need_to_save(seconds: float, tmp
     script = tmp_path / "script.py"
     script.write_text(STOPPED)
     words = launch.command(Paths(), "sft", section(num_processes=2), {"OMP_NUM_THREADS": "1"})
-    words = [*words[: words.index("--module")], str(script), str(seconds), str(tmp_path)]
+    words = [*words[: words.index("--no_python")], str(script), str(seconds), str(tmp_path)]
     environment = os.environ | launch.STOPPING
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     while len(list(tmp_path.glob("ready *"))) < 2:
