@@ -74,7 +74,7 @@ def apply(
             raise UserError(
                 f"work pool {pool!r} does not exist; `prefect work-pool create` makes one"
             ) from None
-        own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
+        own = {"working_dir": str(root), "command": f"{sys.executable} -P -m prefect.engine"}
         variables = own if kind == "process" else {}
         if is_shared:
             _check_owner(client, root, pool, variables)

@@ -267,6 +267,7 @@ def run_in_checkout() -> int:
     form.resolve(Path.cwd(), Request(), None)
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
+    os.environ["PYTHONSAFEPATH"] = "1"  # for the server, which Prefect starts by `python -m`; not for stages
     if address := os.environ.get("PREFECT_API_URL"):
         settings.check_server(address)
     try:

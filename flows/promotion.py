@@ -57,7 +57,7 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
     The message names no command that decides later: the notes of the run do, since they know the experiment.
     The task waits for a slot only if it has to judge.
     """
-    command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
+    command, service = [sys.executable, "-P", "-m", "rlhf_tasks.cli", "promote"], values.service
     run = partial(subprocesses.run, folder=folder, grace_seconds=service.grace_seconds)
     status, lines = run([*command, "--unless-judging"], environment=environment)
     if status == UNDECIDED:

@@ -27,7 +27,7 @@ from rlhf_tasks.project.workspaces import Workspace
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking.context import EXPERIMENT_NAME, STAGE_RUN
 
-PREFECT_ENGINE = "PREFECT__"  # begins the variables that Prefect sets for its engine, not for stages
+PREFECT_ENGINE = ("PREFECT__", "PYTHONSAFEPATH")  # begin variables of Prefect's programs, not of stages
 GRACE_SECONDS = 10.0
 ENDED = "it ended with its run"
 

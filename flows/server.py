@@ -1,4 +1,4 @@
-"""Prefect with a server that waits for SQLite, and not for events: `python -m flows.server server start`.
+"""Prefect with a server that waits for SQLite, and not for events: `python -P -m flows.server server start`.
 
 SQLite transactions start deferred; start them IMMEDIATE instead. When a deferred one wants to write after
 another one has written, SQLite refuses it at once ("database is locked"): clients repeat the request after

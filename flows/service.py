@@ -176,11 +176,11 @@ class Service:
             command = dashboard.server_command(self.home, port)
             environment = dashboard.server_environment(self.home, os.environ)
         else:
-            words = ["-m", "flows.server", "server", "start", "--host", HOST, "--port", str(port)]
+            words = ["-P", "-m", "flows.server", "server", "start", "--host", HOST, "--port", str(port)]
             command = [sys.executable, *words]
             own = settings.prefect(self.home, f"http://{HOST}:{port}")
             environment = {**settings.QUIET, **os.environ, **own}
-        daemon.start(command, environment, self.root, port=port)
+        daemon.start(command, environment, self.home, port=port)
 
     def wait_for(self, name: str) -> None:
         """Wait until a program does its work. Raises UserError if it ends, or takes too long."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,8 @@ class Dvc:
             raise StageRefused(f"stage {stage} refused: {', '.join(missing)} must exist; restore it")
         if failure is None:  # a stage that is not ours, or one that was killed; or DVC itself failed
             message = "; ".join(lines[-SHOWN_LINES:]) or "it printed nothing"
+            if re.search("exited with (-9|137)", message):
+                message += f" (SIGKILL: {failures.OUT_OF_MEMORY})"
             raise StageFailed(f"stage {stage} failed: {message}")
         if failure["kind"] == "user":
             raise StageRefused(f"stage {stage} refused: {failure['message']}")

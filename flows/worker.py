@@ -22,7 +22,8 @@ from rlhf_tasks.project import dvc_files
 def command(pool: str, environment: Mapping[str, str] = os.environ) -> list[str]:
     """The command of a worker. It answers health checks if the environment has a port for them."""
     health = ["--with-healthcheck"] if "PREFECT_WORKER_WEBSERVER_PORT" in environment else []
-    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process", *health]
+    words = ["worker", "start", "--pool", pool, "--type", "process", *health]
+    return [sys.executable, "-P", "-m", "prefect", *words]
 
 
 @contextmanager

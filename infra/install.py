@@ -34,7 +34,7 @@ GIGABYTES = {"CUDA": (3.1, 6.5), "CPU": (0.5, 2.5)}
 
 def run(*words: str, what: str, total: int = 0, must: bool = True) -> None:
     """Run a module of Python and print what pip is at. What `must` succeed ends this program if it fails."""
-    command = [sys.executable, "-m", *words]
+    command = [sys.executable, "-P", "-m", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 

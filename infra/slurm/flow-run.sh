@@ -30,7 +30,7 @@ cancelled() {
 }
 trap cancelled TERM INT
 
-job='exec python -m prefect.engine'
+job='exec python -P -m prefect.engine'
 sbatch --parsable --wait --no-requeue --job-name=rlhf-flow --output=.rlhf/slurm-%j.log "$@" --wrap "$job" >"$submitted" &
 waiting=$!
 wait "$waiting"

@@ -25,7 +25,7 @@ from rlhf_tasks.errors import OutsideFault
 from rlhf_tasks.project import dvc_files, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, signals
+from rlhf_tasks.training import failures, launch, signals
 
 # How many rounds torch's threads wait for each other before they sleep; read when torch loads. With the
 # default of 300,000 they keep both cores from other programs: an update beside two took 24 seconds, not 8.
@@ -77,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    if not context.is_worker():  # accelerate would wait for the group that a cluster's shell speaks of
+        for name in filter(launch.RANKS.fullmatch, [*os.environ]):
+            del os.environ[name]
     signal.signal(signal.SIGTERM, signals.terminate)
     console.set_quiet(not context.is_main_rank())
     try:

@@ -31,6 +31,7 @@ def run(
 ) -> int:
     """Run every stage whose inputs, code or parameters changed, and say what came out."""
     paths = project()
+    dvc_cli.check(paths.root)
     if flow and not dry:
         from flows.pipeline import run_in_checkout
 
@@ -127,7 +128,7 @@ def _repro(paths: Paths, name: str) -> int:
         signal.signal(signal.SIGINT, lambda *_: None)  # else the group would inherit that it is ignored
     with tempfile.TemporaryDirectory(prefix="rlhf-run-") as scratch:
         failure = Path(scratch) / "failure.json"
-        command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--quiet"]
+        command = [sys.executable, "-P", "-m", "dvc", "--wait-for-lock", "repro", "--quiet"]
         environment = {**os.environ, failures.FAILURE: str(failure), context.RUN_NAME: name}
         process = subprocess.Popen(command, cwd=paths.root, env=environment, process_group=0)
         stopped, heard = 0, signal.getsignal(signal.SIGTERM)
@@ -144,6 +145,10 @@ def _repro(paths: Paths, name: str) -> int:
         report = failures.reported(failure)
     if stopped and status:
         return 128 + stopped
+    if status and report is None:  # DVC is quiet, and a stage that fails otherwise has said why
+        killed = f"if it printed none either, it was killed (SIGKILL): {failures.OUT_OF_MEMORY}"
+        said = f"{killed}; if no stage ran, `dvc repro` shows why DVC failed"
+        print(f"rlhf: the stage reported no reason; {said}", file=sys.stderr)
     if status:
         return 2 if report is not None and report["kind"] == "user" else 1
     return 0

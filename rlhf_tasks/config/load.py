@@ -39,7 +39,7 @@ def load(path: Path = Path("params.yaml")) -> Config:
 
 
 def read_text(path: Path) -> str:
-    """The text of a parameter file.
+    """The text of params.yaml, or of a file of DVC.
 
     Raises:
         ConfigError: if it cannot be read.
@@ -49,7 +49,7 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; run from the project's folder") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not readable as YAML: {error}") from None
+        raise ConfigError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from None
 
 
 def parse(text: str, origin: str) -> Mapping[str, Any]:

@@ -2,8 +2,8 @@
 
 The names of folders and files give roles (sft, preferences, prompts) and splits where they name one, as in
 `sft.train.jsonl`, `test/0000.jsonl.zst` or `train_prefs-00000-of-00002.parquet`; else shapes.py decides by
-the columns, and all rows are one split. Rows are named `FILE:LINE`, and `FILE:ROW` from 1 in Parquet, Arrow
-and JSON arrays.
+the columns, and all rows are one split. The first bytes of a file tell whether it is compressed. Rows are
+named `FILE:LINE`, and `FILE:ROW` from 1 in Parquet, Arrow and JSON arrays.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import lzma
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Split
@@ -98,8 +100,17 @@ def _meaning(relative: Path) -> tuple[Role | None, Split]:
     return role, next((SPLIT_NAMES[word] for word in named if word in SPLIT_NAMES), "train")
 
 
-_PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
+_PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz", ".lz4": "lz4"}
 """Compressions by suffix."""
+_BEGIN = {
+    "gzip": b"\x1f\x8b",
+    "bz2": b"BZh",
+    "zstd": b"\x28\xb5/\xfd",
+    "xz": b"\xfd7zXZ",
+    "lz4": b"\4\x22M\x18",
+}
+_BEGIN |= {"ZIP": b"PK\3\4", "7z": b"7z\xbc\xaf", "RAR": b"Rar!", "compress": b"\x1f\x9d"}
+"""Compressions by the first bytes of a file, whatever its name."""
 _ABOUT = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files in which `datasets` describes the others."""
 
@@ -356,7 +367,8 @@ def _without_end(where: str, fault: str) -> UserError:
 
 def _read_parquet(file: Path, name: str, problems: Problems) -> Iterator[Line]:
     try:
-        yield from _of_arrow(pq.ParquetFile(file, memory_map=True).iter_batches(BATCH), name, problems)
+        with _mapped(file, name) as mapped:
+            yield from _of_arrow(pq.ParquetFile(mapped).iter_batches(BATCH), name, problems)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{name} is not readable as Parquet: {error}; write the file again") from None
 
@@ -364,9 +376,8 @@ def _read_parquet(file: Path, name: str, problems: Problems) -> Iterator[Line]:
 def _read_arrow(file: Path, name: str, problems: Problems) -> Iterator[Line]:
     """A stream, as `datasets.save_to_disk` writes it, or a file of Arrow."""
     try:
-        with file.open("rb") as stream:
-            is_file = stream.read(6) == b"ARROW1"
-        with pa.memory_map(str(file)) as mapped:
+        with _mapped(file, name) as mapped:
+            is_file = mapped.read_at(6, 0) == b"ARROW1"
             opened = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
             yield from _of_arrow(opened.read_all().to_batches(BATCH), name, problems)
     except (pa.ArrowException, OSError) as error:
@@ -395,11 +406,51 @@ def _plain_values(column: pa.Array) -> list[Any]:
 
 
 def _nested_value(cell: pa.Scalar) -> Any:
-    """A list or struct as Python values. One with a bad byte becomes a text that is reported as not UTF-8."""
+    """A value of another type. One with a bad byte becomes a text that is reported as not UTF-8."""
     try:
-        return cell.as_py()
+        return plain_value(cell.as_py())
     except UnicodeDecodeError as error:
         return error.object.decode("utf-8", errors="surrogateescape")
+    except (ValueError, OverflowError):  # a date that Python does not have
+        return cell.cast(pa.string()).as_py()
+
+
+def plain_value(value: Any) -> Any:
+    """A value as JSON has it: a Decimal by its digits, times in ISO 8601, bytes as text, a map as an object.
+
+    What JSON does not have stays as it is: an image, or bytes that are not UTF-8.
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, list) and value and all(type(pair) is tuple for pair in value):
+        value = dict(value)  # pyarrow gives the pairs of a map
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    if hasattr(value, "tolist"):  # of NumPy
+        return plain_value(value.tolist())
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    with suppress(UnicodeDecodeError, PydanticSerializationError):
+        return value.decode() if isinstance(value, bytes) else to_jsonable_python(value)
+    return value
+
+
+def _mapped(file: Path, name: str) -> pa.NativeFile:
+    """A file of Parquet or Arrow, mapped into memory, or unpacked there."""
+    if _packing(file) is None:
+        return pa.memory_map(str(file))
+    with _opened(file, name) as stream:
+        return pa.BufferReader(stream.read())
+
+
+def _packing(file: Path) -> str | None:
+    with file.open("rb") as stream:
+        head = stream.read(6)
+    return next((name for name, begin in _BEGIN.items() if head.startswith(begin)), None)
 
 
 @contextmanager
@@ -409,13 +460,16 @@ def _opened(file: Path, name: str) -> Iterator[BinaryIO]:
     Raises:
         UserError: if it cannot be unpacked, or for UTF-16, of which every line would be a bad row.
     """
+    packing = _packing(file)
+    if packing not in (None, *_PACKED.values()):
+        raise UserError(f"{name} is packed by {packing}; unpack it, or use {', '.join(_PACKED.values())}")
     try:
         with file.open("rb") as plain:
             raw: Any = plain
-            if file.suffix == ".xz":
+            if packing == "xz":
                 raw = lzma.LZMAFile(plain)  # noqa: SIM115 (`plain` is closed)
-            elif file.suffix in _PACKED:
-                raw = pa.CompressedInputStream(pa.PythonFile(plain), _PACKED[file.suffix])
+            elif packing is not None:
+                raw = pa.CompressedInputStream(pa.PythonFile(plain), packing)
             stream = io.BufferedReader(raw)
             head = stream.peek(3)[:3]
             if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:2]:

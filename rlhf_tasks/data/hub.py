@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlhf_tasks import console
 from rlhf_tasks.config import HubSet, HubSources, Split
+from rlhf_tasks.data.files import plain_value
 from rlhf_tasks.data.rows import ROLES, Role
 from rlhf_tasks.data.shapes import Line, Lines, Table
 from rlhf_tasks.data.splits import SPLIT_NAMES
@@ -39,7 +40,7 @@ def sample(name: str, most: int) -> Sequence[tuple[Role | None, Split, Table]]:
     tables: list[tuple[Role | None, Split, Table]] = []
     try:
         for part, rows in datasets.load_dataset(name, streaming=True).items():
-            some = list(rows.take(most))
+            some = [plain_value(values) for values in rows.take(most)]
             title = f"{name}/{part}"
             lines = [Line(f"{title}:{number}", values) for number, values in enumerate(some, start=1)]
             split = SPLIT_NAMES.get(str(part).split("_")[0], "train")
@@ -98,6 +99,6 @@ def _table(source: HubSet, split: str, rows: object) -> Table:
 
     def lines() -> Iterator[Line]:
         for number, values in enumerate(rows, start=1):
-            yield Line(f"{title}:{number}", values)
+            yield Line(f"{title}:{number}", plain_value(values))
 
     return Table(title, tuple(rows.column_names), Lines(lines, len(rows)))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_tasks.data.rows import BATCH
+from rlhf_tasks.project import disk
 
 
 class Ragged(Sequence[list[int]]):
@@ -31,8 +32,9 @@ class Ragged(Sequence[list[int]]):
         rest = iter(rows)
         while some := list(itertools.islice(rest, BATCH)):
             self._ends.extend((np.cumsum([len(row) for row in some]) + self._ends[-1]).tolist())
-            self._file.write(np.fromiter(itertools.chain.from_iterable(some), np.int32).tobytes())
-        self._file.flush()
+            with disk.temporary(self._file):
+                self._file.write(np.fromiter(itertools.chain.from_iterable(some), np.int32).tobytes())
+                self._file.flush()
         if self._ends[-1]:
             self._ids = np.memmap(self._file, np.int32, "r")
 

@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 
 from rlhf_tasks.config import Split
 from rlhf_tasks.data.columns import KEY, decoded, encoded
+from rlhf_tasks.project import disk
 
 Role = Literal["sft", "preferences", "prompts"]
 Row = dict[str, Any]
@@ -176,7 +177,8 @@ class Writer:
         columns = [
             pa.array([row.get(name) for row in self._waiting], pa.string()) for name in self._schema.names
         ]
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        with disk.temporary(self._file):
+            self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         splits = np.array(self._splits)
         for split in set(self._splits):
             numbers = np.flatnonzero(splits == split) + self._count
@@ -187,8 +189,9 @@ class Writer:
     def finish(self, splits: Iterable[Split]) -> dict[Split, Rows]:
         """The rows by split; these splits are there even if they have none."""
         self._flush()
-        self._stream.close()
-        self._file.flush()
+        with disk.temporary(self._file):
+            self._stream.close()
+            self._file.flush()
         table = pa.ipc.open_stream(pa.memory_map(self._file.name)).read_all()
         self._file.close()
         found: dict[Split, Rows] = {}
@@ -213,10 +216,11 @@ def stored(given: Mapping[Role, Mapping[Split, Iterable[Row]]]) -> Corpus:
 def read(file: Path, role: Role, split: Split) -> Rows:
     """The rows of Parquet, which is unpacked for it into a temporary file of Arrow."""
     with pq.ParquetFile(file) as packed, tempfile.NamedTemporaryFile(prefix="rlhf-rows-") as copy:
-        with pa.ipc.new_stream(copy, packed.schema_arrow) as stream:
-            for batch in packed.iter_batches(BATCH):
-                stream.write_batch(batch)
-        copy.flush()
+        with disk.temporary(copy):
+            with pa.ipc.new_stream(copy, packed.schema_arrow) as stream:
+                for batch in packed.iter_batches(BATCH):
+                    stream.write_batch(batch)
+            copy.flush()
         table = pa.ipc.open_stream(pa.memory_map(copy.name)).read_all()
     return Rows(role, split, table, np.arange(table.num_rows))
 

@@ -316,7 +316,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return "object"
     if not isinstance(value, list) or not value:
-        return "nothing"
+        return "nothing" if isinstance(value, list) else type(value).__name__
     if all(isinstance(item, Mapping) for item in value):
         keys = set(value[0])
         is_talk = {"role", "content"} <= keys or {"from", "value"} <= keys

@@ -59,7 +59,12 @@ def fill_splits(given: Corpus, *, seed: int, sizes: Mapping[Split, int]) -> Corp
     `sizes` are prompts per split, at most a quarter of the role's prompts. The evaluated role is split
     first. It holds out no prompt that another role trains on and cannot move. The other roles then hold
     out the same prompts, and where possible add prompts that the evaluated role does not train on.
+    A split that was given without rows, such as an empty file, is one that a role lacks.
     """
+    given = {
+        role: {split: rows for split, rows in tables.items() if len(rows) or split == "train"} or tables
+        for role, tables in given.items()
+    }
     judged = evaluated_role(given)
     ranks = {
         role: {split: ranks_of(rows, seed) for split, rows in tables.items()}
@@ -149,10 +154,12 @@ def complete(corpus: Corpus) -> Corpus:
     needed = [role for role in ("sft", "prompts") if role in full]
     empty = [f"{role}/{split}" for role in needed for split in SPLITS if not len(full[role][split])]
     if empty:
-        raise UserError(
-            f"no usable row is left for {', '.join(empty)}: give at least 4 different prompts (a "
-            "quarter goes to each held-out split), or a file for each split"
+        advice = (
+            "give at least 4 different prompts (a quarter is held out for each split), or a file for each"
         )
+        if any(not len(full[role]["train"]) and any(map(len, full[role].values())) for role in needed):
+            advice = "all rows are held out by their file's name or their `split`; call some train, or none"
+        raise UserError(f"no usable row is left for {', '.join(empty)}: {advice}")
     return {role: full[role] if role in full else Writer(role).finish(SPLITS) for role in ROLES}
 
 

@@ -80,6 +80,7 @@ def assemble(
     ]
     for part in parts:
         _say_use([reading for owner, _, reading, *_ in known if owner is part])
+    known = [one for one in known if len(one[2].table.lines)] or known  # an empty file has no role
     judged = evaluated_role({reading.role for _, _, reading, *_ in known}) if known else None
     faults = [
         fault

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from rich.filesize import decimal
 
@@ -20,6 +22,8 @@ ADVICE = (
     "Make room, and run the same command again. `dvc gc -w` removes cached outputs that this working tree "
     "does not use, also those of other commits and experiments"
 )
+
+TEMPORARY = "Make room there, or set TMPDIR to a folder on a larger disk, and run the same command again"
 
 
 class DiskFullError(UserError):
@@ -45,6 +49,21 @@ def room(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
         if is_full(error) or before < most or free(folder) < NOTHING_FREE:
             raise DiskFullError(message(folder, most, before)) from error
         raise
+
+
+@contextmanager
+def temporary(file: IO[Any]) -> Iterator[None]:
+    """The same for a block that writes a temporary file, which is closed to make room for the report."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        folder = Path(tempfile.gettempdir())
+        full = message(folder, None, free(folder))
+        with suppress(OSError):  # it writes the rest first
+            file.close()
+        raise DiskFullError(full) from error
 
 
 def is_full(error: BaseException) -> bool:
@@ -73,7 +92,8 @@ def size(folder: Path) -> int:
 def message(folder: Path, needed: int | None, free: int) -> str:
     """What a user reads; `needed` and `free` are bytes before the write."""
     wanted = "" if needed is None else f"at least {decimal(needed)} ({needed:,} bytes) needed, "
-    return f"the disk of {folder} is full: {wanted}{decimal(free)} free. {ADVICE}"
+    advice = TEMPORARY if folder == Path(tempfile.gettempdir()) else ADVICE
+    return f"the disk of {folder} is full: {wanted}{decimal(free)} free. {advice}"
 
 
 def reserve(needs: Mapping[Path, int]) -> None:

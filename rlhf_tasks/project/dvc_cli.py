@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import git
 
 
 class DvcError(UserError):
@@ -33,7 +34,7 @@ def _config(root: Path) -> tuple[Path, Any]:
     above = [root.resolve(), *root.resolve().parents]
     own = next((folder / ".dvc" for folder in above if (folder / ".dvc").is_dir()), None)
     if own is None:
-        raise UserError(f"{root} is in no DVC repository; run `dvc init`")
+        raise UserError(f"{root.resolve()} is in no DVC repository; run `dvc init`")
     try:
         return own, Config(dvc_dir=str(own))
     except ConfigError as error:
@@ -48,6 +49,19 @@ def cache(root: Path) -> Path:
     """
     own, settings = _config(root)
     return Path(settings["cache"].get("dir") or own / "cache")
+
+
+def check(root: Path) -> None:
+    """Check that DVC finds its repository, and git's where it expects one: an archive of a project has none.
+
+    Raises:
+        UserError: if it does not, or for the reasons of `cache`.
+    """
+    if not _config(root)[1]["core"].get("no_scm") and not git.quiet_output(root, "rev-parse", "--git-dir"):
+        raise UserError(
+            f"{root.resolve()} is in no git repository, which DVC needs (an archive has none): {git.BEGIN}; "
+            "or `dvc config core.no_scm true`, and no run can name its commit"
+        )
 
 
 def check_remote(root: Path) -> None:
@@ -73,7 +87,7 @@ def run(folder: Path, *words: str) -> str:
         DvcError: with DVC's own message, if it fails.
         UserError: if another run is at work there.
     """
-    command = [sys.executable, "-m", "dvc", *words]
+    command = [sys.executable, "-P", "-m", "dvc", *words]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, start_new_session=True
     )

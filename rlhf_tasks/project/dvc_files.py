@@ -13,7 +13,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from rlhf_tasks.config import flatten, parse
+from rlhf_tasks.config import flatten, parse, read_text
 from rlhf_tasks.errors import UserError
 
 INSTALLED = Path(__file__).parents[2]  # the folder of the code that runs
@@ -53,11 +53,7 @@ def graph(root: Path) -> dict[str, Node]:
         UserError: without a dvc.yaml, or if it or params.yaml cannot be read.
     """
     params = root / "params.yaml"
-    try:
-        text = (root / "dvc.yaml").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError("dvc.yaml does not exist here; run from the project's folder") from None
-    return graph_in(text, params.read_text(encoding="utf-8") if params.exists() else "{}")
+    return graph_in(read_text(root / "dvc.yaml"), read_text(params) if params.exists() else "{}")
 
 
 def graph_in(text: str, params: str) -> dict[str, Node]:
@@ -112,7 +108,7 @@ def parameters(root: Path) -> dict[str, Any]:
     Raises:
         ConfigError: if it cannot be read.
     """
-    return copy.deepcopy(dict(_parsed((root / "params.yaml").read_text(encoding="utf-8"), "params.yaml")))
+    return copy.deepcopy(dict(_parsed(read_text(root / "params.yaml"), "params.yaml")))
 
 
 def locked(root: Path) -> dict[str, str]:
@@ -148,4 +144,4 @@ def read_and_written(text: str) -> dict[str, tuple[dict[str, str], dict[str, str
 
 def _lock(root: Path) -> str:
     file = root / "dvc.lock"
-    return file.read_text(encoding="utf-8") if file.exists() else "{}"
+    return read_text(file) if file.exists() else "{}"

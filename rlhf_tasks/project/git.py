@@ -12,6 +12,8 @@ from pathlib import Path
 
 from rlhf_tasks.errors import UserError
 
+OTHER_OWNER = "safe.directory"  # in git's message, whatever its language
+BEGIN = "`git init`, `git add .`, `git commit -m start`"
 WRITTEN_BY_RUNS = (":!metrics", ":!plots", ":!dvc.lock")
 """Git paths that a run itself changes; they do not make a working tree dirty."""
 MAX_SEARCHED = 50  # experiments of one commit; each starts a git process
@@ -23,12 +25,8 @@ def check_commit(root: Path) -> None:
     Raises:
         UserError: if it is in no git repository or has no commit, or git does not know the user.
     """
-    try:
-        output(root, "rev-parse", "--verify", "--quiet", "HEAD")
-    except UserError:
-        raise UserError(
-            f"{root} has no git commit, and an isolated run needs one: `git init`, `git add`, `git commit`"
-        ) from None
+    if not quiet_output(root, "rev-parse", "--verify", "--quiet", "HEAD"):
+        raise UserError(f"{root} has no git commit, and an isolated run needs one: {BEGIN}")
     try:
         output(root, "config", "user.name")
         output(root, "config", "user.email")
@@ -128,6 +126,12 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UserError(f"`git {' '.join(words)}` cannot start in {root}; install git") from None
+    if done.returncode and OTHER_OWNER in done.stderr:
+        remedy = done.stderr.strip().splitlines()[-1].strip()
+        raise UserError(
+            f"the git repository of {root.resolve()} belongs to another user, so that git does not "
+            f"work there, and no run could name its commit. Allow it: `{remedy}`"
+        )
     if done.returncode:
         raise UserError(f"`git {' '.join(words)}` failed in {root}: {done.stderr.strip()}")
     return done.stdout.strip() if strip else done.stdout
@@ -139,10 +143,16 @@ def is_dirty(root: Path) -> bool:
 
 
 def quiet_output(root: Path, *words: str) -> str:
-    """The output of a git command in a folder; empty if git fails or is not installed."""
+    """The output of a git command in a folder; empty if git fails or is not installed.
+
+    Raises:
+        UserError: if the repository belongs to another user.
+    """
     try:
         return output(root, *words)
-    except UserError:
+    except UserError as error:
+        if OTHER_OWNER in str(error):
+            raise
         return ""
 
 

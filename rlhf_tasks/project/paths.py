@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_tasks.config import Split, Stage
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
 
@@ -35,8 +36,13 @@ class Paths:
         """The absolute `.rlhf` folder of the main checkout: nothing in it is lost with a git worktree.
 
         Outside git it is `root/.rlhf`.
+
+        Raises:
+            UserError: if a `?` is in the path, which ends it in the address of a database.
         """
         root = self.root.resolve()
+        if "?" in str(root):
+            raise UserError(f"{root}: no database of MLflow or Prefect can be in a path with '?'; rename it")
         words = ("rev-parse", "--path-format=absolute", "--git-common-dir", "--show-toplevel")
         common, _, top = git.quiet_output(root, *words).partition("\n")
         if Path(common).name != ".git":

@@ -7,9 +7,9 @@ The token is in the environment of the program, and so of every process that it 
 parent these have later. They are found and ended by it, and no other process is: a pid alone may be reused.
 
 A process that is killed cannot end what it has started. A program that must end with it is started by
-`attached`: it has this module beside it (`python -m rlhf_tasks.project.processes OWNER WORD …`), which checks
-that the owner lives, and leads the session of all that it starts. What outlives the program is killed: vLLM's
-own processes overwrite their environment, and do not end with their server.
+`attached`: it has this module beside it, as `python -P -m rlhf_tasks.project.processes OWNER WORD …`. That
+checks that the owner lives, and leads the session of all that it starts. What outlives the program is killed:
+vLLM's own processes overwrite their environment, and do not end with their server.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
 
 def attached(words: Sequence[str]) -> list[str]:
     """The command that runs `words` for as long as this process lives; start it in a session of its own."""
-    return [sys.executable, "-m", "rlhf_tasks.project.processes", str(os.getpid()), *words]
+    return [sys.executable, "-P", "-m", "rlhf_tasks.project.processes", str(os.getpid()), *words]
 
 
 def run_attached(owner: int, words: Sequence[str], environment: Mapping[str, str]) -> int:

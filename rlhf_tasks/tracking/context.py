@@ -30,6 +30,7 @@ PACKAGES = (
     "dvc",
     "prefect",
 )
+GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a cluster's shell may have some
 STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of every process that its stages start
 RUN_NAME = "RLHF_RUN_NAME"  # display name of a run of the pipeline; a flow's is that of its experiment
 EXPERIMENT_NAME = "DVC_EXP_NAME"  # of the run's experiment; `dvc exp run` sets it too
@@ -44,12 +45,12 @@ HTTP_BOUNDS = {
 
 def is_main_rank() -> bool:
     """True in the process that logs and saves, by the launcher's variables: torch is not loaded yet."""
-    return os.environ.get("RANK", "0") == "0"
+    return not is_worker() or os.environ["RANK"] == "0"
 
 
 def is_worker() -> bool:
-    """True in a process that `accelerate launch` started as one of a group."""
-    return "LOCAL_RANK" in os.environ
+    """True in a process that `accelerate launch` started as one of a group: it has all of GROUP."""
+    return all(os.environ.get(name) for name in GROUP)
 
 
 def header(paths: Paths, stage: Stage, view: StageView, key: str) -> dict[str, Any]:

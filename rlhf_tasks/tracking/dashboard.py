@@ -31,7 +31,9 @@ def serve(home: Path, port: int) -> int:
     for name, page in runs_pages(home, f"http://{HOST}:{free}").items():
         console.say(f"MLflow, runs of {name}: {page}")
     console.say("Ctrl-C ends the server")
-    with subprocess.Popen(server_command(home, free), env=server_environment(home, os.environ)) as server:
+    environment = server_environment(home, os.environ)
+    # the server looks for modules in its working folder, which must not be the project's
+    with subprocess.Popen(server_command(home, free), env=environment, cwd=home) as server:
         try:
             return server.wait()
         except BaseException:
@@ -42,7 +44,7 @@ def serve(home: Path, port: int) -> int:
 
 def server_command(home: Path, port: int) -> list[str]:
     """The command that serves the store of `server_environment` and its artifacts on loopback."""
-    words = ["-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+    words = ["-P", "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     pages = ["--app-name", local_pages.MLFLOW_APP]
     return [sys.executable, *words, *pages, "--default-artifact-root", str(home / "mlartifacts")]
 

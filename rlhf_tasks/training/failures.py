@@ -18,6 +18,7 @@ from rlhf_tasks.project import disk
 from rlhf_tasks.tracking import context
 
 FAILURE = "RLHF_FAILURE_FILE"
+OUT_OF_MEMORY = "a system that runs out of memory does so: its log (`dmesg`) tells"
 
 
 def mistake(error: BaseException) -> str | None:
@@ -30,6 +31,8 @@ def mistake(error: BaseException) -> str | None:
         parents = Path(error.filename).absolute().parents if isinstance(error.filename, str) else ()
         folder = next((folder for folder in parents if folder.exists()), "a file system")
         return f"{folder} is read-only ({error}); mount it for writing, and run the same command again"
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+        return f"{error}; set TMPDIR to a folder on a disk that has room"
     if isinstance(error, PermissionError):
         return f"{error}; give this user the right to read and write there"
     if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):

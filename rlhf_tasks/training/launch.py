@@ -4,14 +4,15 @@
 each; MASTER_ADDR, MASTER_PORT and MACHINE_RANK differ.
 
     rlhf STAGE                                    this process: `run` waits, forwards one signal, and reports
-      python -m rlhf_tasks.training.launch …      `main`: accelerate launch, in a process group of its own
-        python -m rlhf_tasks.cli STAGE            the workers, each in a session of its own
+      python -P -m rlhf_tasks.training.launch …   `main`: accelerate launch, in a process group of its own
+        python -P -m rlhf_tasks.cli STAGE         the workers, each in a session of its own
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,10 @@ OF_WORKER = {
 }
 OF_WORKERS = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
 """Variables by which torch makes a process one of the workers: their names, and how others' names begin."""
+RANKS = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_(LOCAL_)?(RANK|SIZE)"
+)
+"""Variables by which a cluster's shell may number processes, and libraries know a group."""
 STOPPING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
 """The seconds in which stopped workers may save their snapshot, before torch kills them; its default is 30. A
 service or a cluster that stopped them kills them after its own time."""
@@ -153,8 +158,8 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
         words += ["--main_process_ip", environment["MASTER_ADDR"]]
         words += ["--main_process_port", environment.get("MASTER_PORT", "29500")]
         words += ["--machine_rank", environment["MACHINE_RANK"]]
-    launcher = [sys.executable, "-m", "rlhf_tasks.training.launch"]
-    return [*launcher, *words, "--module", "rlhf_tasks.cli", stage]
+    launcher = [sys.executable, "-P", "-m", "rlhf_tasks.training.launch"]
+    return [*launcher, *words, "--no_python", sys.executable, "-uP", "-m", "rlhf_tasks.cli", stage]
 
 
 def run(paths: Paths, stage: Stage, settings: Config) -> int:
@@ -228,8 +233,8 @@ def main() -> None:
         for rank, failed in error.failures.items():
             if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM:
                 name = signal.Signals(-failed.exitcode).name
-                out_of_memory = "; a system that runs out of memory does so: its log (`dmesg`) tells"
-                message = f"process {rank} was killed by {name}{out_of_memory * (name == 'SIGKILL')}"
+                why = f"; {failures.OUT_OF_MEMORY}" if name == "SIGKILL" else ""
+                message = f"process {rank} was killed by {name}{why}"
                 print(f"rlhf: {message}", file=sys.stderr)
                 failures.report_killed(message)
         sys.exit(1)

@@ -25,7 +25,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import overlays
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
-from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.tracking import Tracker, context
 from rlhf_tasks.training import failures
 from tests.conftest import Command
 
@@ -206,8 +206,8 @@ def test_sigterm_unwinds_the_stage_and_ends_with_143(stage: Install, rlhf: Comma
 def test_other_ranks_write_and_print_nothing(
     stage: Install, rlhf: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name in context.GROUP:
+        monkeypatch.setenv(name, "1")
     stage(lambda view, paths, tracker: {"loss": 1.0})
     assert rlhf("sft").out == ""
     assert not Path("metrics").exists()

@@ -17,6 +17,8 @@ from rlhf_tasks.data import files
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems
 from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError
+from tests import toy
+from tests.conftest import Command
 from tests.data import conftest
 from tests.data.conftest import NAMED, demonstrations, jsonl
 from tests.small import ROOT
@@ -255,3 +257,35 @@ def test_a_file_of_one_json_value_keeps_what_it_holds(
 def test_a_record_that_holds_others_is_one_record(tmp_path: Path, record: Any) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     assert values_of(tmp_path / "a.jsonl") == [record]
+
+
+def prepare(folder: str) -> None:
+    """What `rlhf prepare` needs to read the files of a folder."""
+    toy.copy_project()
+    toy.foreign("foreign/base", "gpt2")
+    toy.write_params(data={"path": folder, "num_validation": 2, "num_test": 2})
+
+
+@pytest.mark.parametrize("role", ["demonstrations", "pairs"])
+@pytest.mark.parametrize("empty", ["test.jsonl", "validation.csv", "test.parquet"])
+def test_a_split_without_rows_is_taken_from_train(
+    role: str, empty: str, project: Path, rlhf: Command
+) -> None:
+    answers = {"chosen": "a b", "rejected": "a c"} if role == "pairs" else {"completion": "a b"}
+    jsonl(project / "some/train.jsonl", *({"prompt": f"q {i}", **answers} for i in range(12)))
+    (project / "some" / empty).write_text("prompt,completion\n" if empty.endswith("csv") else "")
+    if empty.endswith("parquet"):
+        pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), project / "some" / empty)
+    prepare("some")
+    rlhf("prepare")
+    counts = [pq.read_table(f"data/prompts/{split}.parquet").num_rows for split in SPLITS]
+    assert counts == [8, 2, 2]
+
+
+def test_held_out_rows_alone_are_refused_by_what_holds_them_out(project: Path, rlhf: Command) -> None:
+    jsonl(project / "some/test.jsonl", *demonstrations(12))
+    prepare("some")
+    told = rlhf("prepare", status=2).err
+    assert "no usable row is left for sft/train" in told
+    assert "all rows are held out by their file's name or their `split`" in told
+    assert "at least 4" not in told

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import datetime
+import gzip
+import io
+import json
+import lzma
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -86,3 +93,73 @@ def test_a_path_that_is_nothing_is_named(rlhf: Command, monkeypatch: pytest.Monk
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     message = rlhf("data no/such", status=2).err
     assert "no/such is no file or folder here, and could not be read from the hub" in message
+
+
+def test_a_packed_file_is_read_whatever_its_name(rlhf: Command) -> None:
+    """A download may keep the name of what was sent compressed, or of what its client has unpacked."""
+    text = "".join(json.dumps({"prompt": f"q {i}", "completion": f"a {i}"}) + "\n" for i in range(3)).encode()
+    table = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([{"prompt": "q 0", "completion": "a 0"}]), table)
+    zstd = pa.Codec("zstd").compress(text, asbytes=True)
+    Path("plain.jsonl.gz").write_bytes(text)
+    Path("table.parquet").write_bytes(gzip.compress(table.getvalue()))
+    packed = {"gz": gzip.compress(text), "bz2": bz2.compress(text), "xz": lzma.compress(text), "zstd": zstd}
+    for name, content in packed.items():
+        Path(f"{name}.jsonl").write_bytes(content)
+    for name in ("plain.jsonl.gz", "gz.jsonl", "bz2.jsonl", "xz.jsonl", "zstd.jsonl", "table.parquet"):
+        assert ":1\n    prompt (2 tokens): q|0\n" in rlhf("data", name).out
+    Path("zip.jsonl").write_bytes(b"PK\3\4" + text)
+    assert rlhf("data zip.jsonl", status=2).err.startswith("rlhf: zip.jsonl is packed by ZIP; unpack it")
+
+
+DAY = datetime.datetime(2024, 5, 6, 7, 8, 9)
+ANSWERS: dict[str, tuple[pa.Array, str]] = {
+    "decimal": (pa.array([Decimal("12.50")]), "12.50"),
+    "small decimal": (pa.array([Decimal("0E-10")], pa.decimal256(40, 10)), "0.0000000000"),
+    "date": (pa.array([DAY.date()]), "2024-05-06"),
+    "far date": (pa.array([25 * 146_097], pa.int32()).cast(pa.date32()), "11970-01-01"),
+    "time": (pa.array([DAY.time()]), "07:08:09"),
+    "timestamp": (pa.array([DAY]), "2024-05-06T07:08:09"),
+    "nanoseconds": (pa.array([DAY], pa.timestamp("ns", "UTC")), "2024-05-06T07:08:09+00:00"),
+    "duration": (pa.array([90], pa.duration("s")), "PT1M30S"),
+    "dictionary": (pa.array(["yes"]).dictionary_encode(), "yes"),
+    "large": (pa.array(["yes"], pa.large_string()), "yes"),
+    "view": (pa.array(["yes"], pa.string_view()), "yes"),
+    "binary": (pa.array([b"yes"]), "yes"),
+    "fixed binary": (pa.array([b"yes"], pa.binary(3)), "yes"),
+    "json": (pa.array(["yes"], pa.json_(pa.string())), "yes"),
+    "uuid": (pa.array([b"0" * 16], pa.uuid()), "30303030-3030-3030-3030-303030303030"),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_an_answer_of_any_type_is_read_as_it_is_written(kind: str, suffix: str, rlhf: Command) -> None:
+    """Beside what no text is, such as a picture."""
+    column, text = ANSWERS[kind]
+    given = pa.table({"prompt": pa.array(["q"]), "completion": column, "image": pa.array([b"\xff\xd8"])})
+    if suffix == "parquet":
+        pq.write_table(given, "rows.parquet", store_schema=True)
+    else:
+        with pa.ipc.new_file("rows.arrow", given.schema) as out:
+            out.write_table(given)
+    rlhf(f"data rows.{suffix} --write out")
+    [row] = pq.read_table("out/sft/train.parquet").to_pylist()
+    assert row["completion"] == text
+
+
+def test_values_of_any_type_within_others_are_read_and_no_column_is_called_absent(rlhf: Command) -> None:
+    rated = [{"text": "good", "score": Decimal("2.5")}, {"text": "bad", "score": Decimal("0.5")}]
+    Path("pairs").mkdir()
+    given = pa.table({"prompt": pa.array([b"q"]), "answers": pa.array([rated])})
+    pq.write_table(given, "pairs/a.parquet")
+    rlhf("data pairs --write out")
+    [row] = pq.read_table("out/preferences/train.parquet").to_pylist()
+    assert (row["chosen"], row["rejected"]) == ("good", "bad")
+    half, facts = (
+        pa.array([0.5], pa.float16()),
+        pa.array([[("a", DAY)]], pa.map_(pa.string(), pa.timestamp("s"))),
+    )
+    pq.write_table(pa.table({"half": half, "facts": facts, "image": pa.array([b"\xff"])}), "other.parquet")
+    told = rlhf("data other.parquet", status=2).err
+    assert "its columns are half (number), facts (object), image (bytes)" in told

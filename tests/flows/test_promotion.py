@@ -72,7 +72,8 @@ def end_with(root: Path, text: str, status: int) -> None:
 
 
 def promote(root: Path) -> Any:
-    return promotion.promote.fn(root, toy.run_environment(), config.load(root / "params.yaml"))
+    environment = toy.run_environment() | {"PYTHONPATH": str(root)}
+    return promotion.promote.fn(root, environment, config.load(root / "params.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_files_that_a_run_writes_do_not_make_a_tree_dirty(project: Path) -> None
 
 
 def test_a_folder_without_dvc_yaml_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist here"):
+    with pytest.raises(UserError, match=r"dvc\.yaml does not exist; run from"):
         dvc_files.graph(tmp_path)
 
 

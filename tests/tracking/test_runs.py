@@ -324,7 +324,8 @@ def test_a_run_whose_curves_cannot_be_drawn_is_delivered_and_shows_why(home: Pat
 def test_other_ranks_and_disabled_tracking_keep_curves_and_write_no_record(
     home: Path, monkeypatch: pytest.MonkeyPatch, rank: str, enabled: bool
 ) -> None:
-    monkeypatch.setenv("RANK", rank)
+    for name in context.GROUP:
+        monkeypatch.setenv(name, rank)
     with tracking.open_run(Paths(), "sft", view(enabled=enabled)) as tracker:
         tracker.metrics({"train/loss": 1.0}, step=1)
         tracker.metrics({"eval/loss": 2.0}, step=1)

@@ -22,6 +22,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import precision, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
+from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures, launch, signals
 from tests import small
 
@@ -32,6 +33,11 @@ ROOT = Path(__file__).parents[2]
 def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+def become_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in context.GROUP:
+        monkeypatch.setenv(name, "1")
 
 
 def section(**values: Any) -> Launch:
@@ -55,7 +61,7 @@ def test_only_training_stages_are_launched_and_only_for_several_processes(
     values: dict[str, Any], needed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [stage for stage in STAGES if launch.is_needed(stage, section(**values))] == needed
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    become_worker(monkeypatch)
     assert not launch.is_needed("ppo", section(**values)), "a worker launches nothing"
 
 
@@ -103,10 +109,10 @@ def test_the_command_of_each_machine(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     words = launch.command(Paths(), "sft", section(**values), environment)
-    assert words[:3] == [sys.executable, "-m", "rlhf_tasks.training.launch"]
+    assert words[:4] == [sys.executable, "-P", "-m", "rlhf_tasks.training.launch"]
     assert "--multi_gpu" in words
     assert {name: option(words, name) for name in expected} == expected
-    assert words[-3:] == ["--module", "rlhf_tasks.cli", "sft"]
+    assert words[-6:] == ["--no_python", sys.executable, "-uP", "-m", "rlhf_tasks.cli", "sft"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,7 @@ def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.
     failure = {"kind": "fault", "message": "rank 1: MemoryError: full", "process": str(os.getpid())}
     assert failures.reported() == failure
     assert not failures.has_failed_elsewhere()
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    become_worker(monkeypatch)
     assert not failures.has_failed_elsewhere()
     (tmp_path / "failure.json").write_text(json.dumps(failure | {"process": "1"}), encoding="utf-8")
     assert failures.has_failed_elsewhere()
@@ -271,7 +277,7 @@ def test_stopped_workers_get_the_time_that_they_need_to_save(seconds: float, tmp
     script = tmp_path / "script.py"
     script.write_text(STOPPED)
     words = launch.command(Paths(), "sft", section(num_processes=2), {"OMP_NUM_THREADS": "1"})
-    words = [*words[: words.index("--module")], str(script), str(seconds), str(tmp_path)]
+    words = [*words[: words.index("--no_python")], str(script), str(seconds), str(tmp_path)]
     environment = os.environ | launch.STOPPING
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     while len(list(tmp_path.glob("ready *"))) < 2:
