@@ -10,7 +10,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView, Split
 from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.scorers import OPTIMIZED, reward_folders
-from rlhf_tasks.data import columns
+from rlhf_tasks.data import columns, positions
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
@@ -136,7 +136,7 @@ def check_models(
     """
     policy, critic = actor_critic.policy, actor_critic.critic
     longest, pad = max(map(len, prompts)) + settings.response_length, tokenizer.pad_token_id
-    checks.check_positions(policy.config, longest, "models/sft")
+    positions.check_positions(policy.config, longest, "models/sft")
     queries = checks.pick_prompts(prompts)
     saves = dist.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
     if (checked := dist.to_check(policy)) is not None:
@@ -153,7 +153,7 @@ def check_models(
     rows = checks.add_responses(queries, settings.response_length)
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
-            checks.check_positions(model.model.config, longest, name)
+            positions.check_positions(model.model.config, longest, name)
             if (scores := dist.to_check(model)) is not None:
                 checks.require(checks.check_scores(scores, rows, pad=pad), name)
             del scores
