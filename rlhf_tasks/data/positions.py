@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 TABLES = ["biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt"]
 """Decoders with an entry for each position, learned or computed once. Others compute as many as they need."""
+BATCH_SETTINGS = {
+    "index_topk": "selects by a sparse index other tokens in a padded row",  # DeepSeek-V3.2, GLM-MoE-DSA
+    "index_block_size": "divides a padded row into other blocks",  # MiniMax-M3
+    "floor_scale": "scales its attention by the column of a token, padding included",  # Llama 4
+}
+"""Settings of families, above which a row's numbers depend on its padding, and why."""
 REMEDY = "lower data.max_prompt_tokens, data.max_completion_tokens or ppo.response_length"
 
 
@@ -57,7 +63,7 @@ def check_table(config: PretrainedConfig, longest: int, subject: str, rows: str)
         UserError: for a model that has no further positions.
     """
     most = max_positions(config)
-    if most is None or longest <= most:
+    if most is None or most < 1 or longest <= most:  # XLNet declares -1
         return None
     family = config.get_text_config(decoder=True).model_type
     text = f"{subject} ({family}) has {most} positions, and {rows} reach {longest} tokens"
@@ -91,7 +97,7 @@ def longest_independent_row(config: PretrainedConfig) -> int | None:
 
 
 def _batch_bounds(config: PretrainedConfig) -> list[tuple[int, str]]:
-    """Such lengths, and why: the rope types `dynamic` and `longrope`, and sparse indexes (DeepSeek-V3.2)."""
+    """Such lengths, and why: those of BATCH_SETTINGS, and the rope types `dynamic` and `longrope`."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     name = "original_max_position_embeddings"
@@ -103,7 +109,6 @@ def _batch_bounds(config: PretrainedConfig) -> list[tuple[int, str]]:
         for part in (rope, *rope.values())  # one, or one for each type of layer
         if isinstance(part, dict) and part.get("rope_type") in ("dynamic", "longrope")
     ]
-    if (kept := getattr(text, "index_topk", None)) is not None:
-        # measured: it selects other tokens in a padded row than in the same row alone
-        bounds.append((int(kept), "attends only to the tokens that its sparse index (index_topk) selects"))
+    found = {setting: getattr(text, setting, None) for setting in BATCH_SETTINGS}
+    bounds += [(int(most), BATCH_SETTINGS[setting]) for setting, most in found.items() if most is not None]
     return bounds

@@ -39,9 +39,10 @@ def check(config: PpoView, paths: Paths) -> None:
     _check_selection_judge(settings, paths)
     tokenizer = load_tokenizer(paths.sft)
     stop = settings.stop_token
-    if stop != "eos" and stop >= len(tokenizer):
+    ids = tokenizer.get_vocab().values()
+    if stop != "eos" and stop not in ids:
         raise UserError(
-            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(tokenizer)}, numbered from 0"
+            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(ids)}, with ids from 0 to {max(ids)}"
         )
     if settings.truncation.kind.startswith("bootstrap"):
         _warn_of_bootstrapping(settings)

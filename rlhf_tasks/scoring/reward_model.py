@@ -81,7 +81,9 @@ class RewardModel:
 
 def load(folder: Path, device: torch.device) -> RewardModel:
     """A reward model that reads texts; as a judge models/reward_heldout, which PPO never optimizes."""
-    return RewardModel(load_reward(folder).to(device), load_tokenizer(folder))
+    model, tokenizer = load_reward(folder).to(device), load_tokenizer(folder)
+    contracts.check_fits(model.model, tokenizer, str(folder))
+    return RewardModel(model, tokenizer)
 
 
 def load_foreign(
