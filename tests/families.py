@@ -74,7 +74,8 @@ def config(family: str, **changes: Any) -> PretrainedConfig:
     """The family's config in small: a few thousand weights and a vocabulary of 64."""
     kind = CONFIG_MAPPING[family]
     names = {*vars(kind()), *getattr(kind, "attribute_map", {}), "initializer_range"}
-    renamed = set(getattr(kind, "attribute_map", {}).values())
+    renamed = {own: name for name, own in getattr(kind, "attribute_map", {}).items()}
+    changes = {renamed.get(name, name): value for name, value in changes.items()}
     sizes = {name: value for name, value in SIZES.items() if name in names and name not in renamed}
     sizes |= {
         **(LATENT if "qk_rope_head_dim" in sizes else {}), **SPECIAL.get(family, {}), **changes,

@@ -20,6 +20,7 @@ BATCH_SETTINGS = {
     "floor_scale": "scales its attention by the column of a token, padding included",  # Llama 4
 }
 """Settings of families, above which a row's numbers depend on its padding, and why."""
+ROLLOUT = "the longest prompt and ppo.response_length together"
 REMEDY = "lower data.max_prompt_tokens, data.max_completion_tokens or ppo.response_length"
 
 
@@ -81,7 +82,7 @@ def check_positions(config: PretrainedConfig, longest: int, subject: str) -> Non
     Raises:
         UserError: if it has too few positions, or its numbers depend on the other rows of a batch.
     """
-    check_table(config, longest, subject, "prompt plus response")
+    check_table(config, longest, subject, ROLLOUT)
     for bound, cause in _batch_bounds(config):
         if longest > bound:
             raise UserError(

@@ -227,6 +227,6 @@ def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name:
     last = max(vocabulary, key=vocabulary.__getitem__)
     if rows <= vocabulary[last]:
         raise ContractError(
-            f"{name}: the tokenizer has {len(tokenizer)} tokens and ids up to {vocabulary[last]} ({last!r}), "
-            f"but the model has {rows} embeddings, for ids below {rows}; use the tokenizer of this model"
+            f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings, "
+            f"and none for id {vocabulary[last]} ({last!r}); use the tokenizer of this model"
         )

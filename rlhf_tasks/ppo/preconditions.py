@@ -42,7 +42,7 @@ def check(config: PpoView, paths: Paths) -> None:
     ids = tokenizer.get_vocab().values()
     if stop != "eos" and stop not in ids:
         raise UserError(
-            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(ids)}, with ids from 0 to {max(ids)}"
+            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(ids)}, ids 0 to {max(ids)}"
         )
     if settings.truncation.kind.startswith("bootstrap"):
         _warn_of_bootstrapping(settings)

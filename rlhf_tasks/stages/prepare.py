@@ -290,7 +290,7 @@ def _check_positions(config: PrepareView, corpus: Corpus, lengths: Mapping[Role,
     rollout = int(tokens("prompts")[:, 0].max()) + config.response_length
     positions.check_positions(model, rollout, name)
     rows = max(int((found[:, 0] + found[:, 1:].max(axis=1)).max()) for found in map(tokens, roles))
-    what = "the longest prompt and ppo.response_length together" if rollout >= rows else "the longest rows"
+    what = positions.ROLLOUT if rollout >= rows else "the longest rows"
     return positions.check_table(model, max(rollout, rows), name, what)
 
 
