@@ -33,7 +33,7 @@ SIZES: Mapping[str, Any] = {
     "index_local_blocks": 1, "attention_chunk_size": 8, "local_attention": 6, "keep_window_size": 8,
     "use_sliding_window": True, "max_window_layers": 2, "rel_extent": 8, "max_seq_len": 128, "floor_scale": 8,
     "zero_expert_num": 2, "adapter_rank": 4, "router_hidden_size": 16,
-    "moe_shared_expert_intermediate_size": 16, "dense_intermediate_size": 48, "dff": 48,
+    "moe_shared_expert_intermediate_size": 16, "dim_model_base": 16, "dense_intermediate_size": 48, "dff": 48,
     "rotary_dim": 4, "embedding_size": 32,
 }  # fmt: skip
 """What a config gets under these names, where it has them."""
@@ -50,8 +50,16 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+    },
     "glm4_moe_lite": {"num_key_value_heads": 4, "head_dim": None},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},

@@ -453,9 +453,11 @@ def _learning_layers(model: PreTrainedModel, head: nn.Module) -> list[str]:
 
     hooks = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    # of a reward model the states, as `TokenScores` reads them
+    computed = model.base_model if model.get_output_embeddings() is None else model
     try:
         with torch.enable_grad():
-            logits = model(input_ids=ids, use_cache=False)[0]
+            logits = computed(input_ids=ids, use_cache=False)[0]
     except Exception as error:  # a family can raise anything: its name and words are the message
         raise UserError(f"lora: {type(model).__name__} could not be computed: {error!r}") from error
     finally:

@@ -260,7 +260,8 @@ def test_a_mixture_of_experts_is_adapted_outside_its_experts_and_merged(tmp_path
 WITHOUT: dict[str, str] = {
     "mamba": "dt_proj", "falcon_mamba": "dt_proj", "mamba2": "conv1d", "falcon_h1": "conv1d",
     "nemotron_h": "conv1d", "jamba": "dt_proj", "llama4_text": "router", "phimoe": "router",
-    "axk2": "indexer", "deepseek_v3": "experts.gate_up_proj", "qwen3_next": "experts.gate_up_proj",
+    "axk2": "indexer", "gemma3n_text": "-", "deepseek_v3": "experts.gate_up_proj",
+    "qwen3_next": "experts.gate_up_proj",
 }  # fmt: skip
 """Families, and a part that gets no adapter: it could not learn, or not be merged."""
 
