@@ -69,10 +69,8 @@ def check_table(config: PretrainedConfig, longest: int, subject: str, rows: str)
     family = config.get_text_config(decoder=True).model_type
     text = f"{subject} ({family}) has {most} positions, and {rows} reach {longest} tokens"
     if family in TABLES:
-        raise UserError(
-            f"{text}: it has no row for a later position; {REMEDY}, or use a model with more positions, or "
-            "of a family that computes them, such as llama, qwen2 or gpt_neox"
-        )
+        instead = "use a model with more positions, or of a family that computes them, such as llama or qwen2"
+        raise UserError(f"{text}: it has no row for a later position; {REMEDY}, or {instead}")
     return f"Warning: {text}: it was not trained on later positions, and may write nonsense there; {REMEDY}"
 
 

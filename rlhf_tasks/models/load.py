@@ -31,6 +31,7 @@ import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -440,47 +441,37 @@ def _learning_layers(model: PreTrainedModel, head: nn.Module) -> list[str]:
 
     A short row shows it: a layer returns a tensor (a router of Llama 4 returns a tuple), and the logits have
     a gradient for it (not if only the layer's weight is read, as of Jamba's dt_proj, or if it makes a sparse
-    index). Experts that the row does not reach are taken as well. Layers with tied weights are not: their
-    adapters would differ.
+    index). Experts that the row does not reach are taken as well; layers with tied weights are not.
 
     Raises:
         UserError: if the model cannot be computed, or has no such layer.
     """
-    outputs: list[tuple[str, Any]] = []
-
-    def keep(name: str, _: nn.Module, inputs: Any, output: Any) -> None:
-        outputs.append((name, output))
-
-    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
+    outputs = list[tuple[nn.Module, Any]]()
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     # of a reward model the states, as `TokenScores` reads them
     computed = model.base_model if model.get_output_embeddings() is None else model
+    hook = register_module_forward_hook(lambda module, _, output: outputs.append((module, output)))
     try:
         with torch.enable_grad():
             logits = computed(input_ids=ids, use_cache=False)[0]
     except Exception as error:  # a family can raise anything: its name and words are the message
         raise UserError(f"lora: {type(model).__name__} could not be computed: {error!r}") from error
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
+    tried = [(layer, one) for layer, one in outputs if isinstance(one, Tensor) and one.requires_grad]
+    gradients = torch.autograd.grad(logits.sum(), [one for _, one in tried], allow_unused=True)
+    learning = {layer for (layer, _), gradient in zip(tried, gradients, strict=True) if gradient is not None}
+    reached = {layer for layer, _ in outputs}
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    linear = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and uses[id(module.weight)] == 1
-    }
-    reached, tried = {name for name, _ in outputs}, list[str]()
-    tensors = list[Tensor]()
-    for name, output in outputs:
-        if name in linear and isinstance(output, Tensor) and output.requires_grad:
-            tried.append(name)
-            tensors.append(output)
-    gradients = torch.autograd.grad(logits.sum(), tensors, allow_unused=True) if tensors else ()
-    learning = {name for name, gradient in zip(tried, gradients, strict=True) if gradient is not None}
-    learning |= {name for name in linear if not {name, name.rpartition(".")[0]} & reached}
-    if not learning:
+    names = list[str]()
+    for name, layer in model.named_modules():
+        if layer is head or not isinstance(layer, nn.Linear | Conv1D) or uses[id(layer.weight)] > 1:
+            continue
+        if layer in learning or not {layer, model.get_submodule(name.rpartition(".")[0])} & reached:
+            names.append(name)
+    if not names:
         raise UserError(f"lora: {type(model).__name__} has no linear layer that could learn by an adapter")
-    return sorted(learning)
+    return names
 
 
 @contextmanager

@@ -275,14 +275,15 @@ def _check_positions(config: PrepareView, corpus: Corpus, lengths: Mapping[Role,
     """
 
     def tokens(role: Role, splits: Sequence[Split] = SPLITS) -> Any:
-        """(N, K), of rows that may have been derived from another role's."""
+        """(N, K), of rows that may have been derived from another role's; a row of zeros before them."""
         measured = next(one for one in DERIVED[DERIVED.index(role) :] if one in lengths)
+        found = lengths[measured].tokens
         numbers = np.concatenate([corpus[role][split].numbers for split in splits])
-        return lengths[measured].tokens[numbers]
+        return np.concatenate([np.zeros_like(found[:1]), found[numbers]])
 
-    roles = [role for role in ROLES if any(len(found) for found in corpus[role].values())]
-    taught = [tokens(role, ("train", "validation"))[:, 0] for role in roles if role != "prompts"]
-    longest_prompt = max((int(found.max()) for found in taught if found.size), default=1)
+    roles = [role for role in ROLES if any(map(len, corpus[role].values()))]
+    taught = [tokens(role, ("train", "validation")) for role in roles if role != "prompts"]
+    longest_prompt = max((int(found[:, 0].max()) for found in taught), default=1)
     model = positions.read_config(config.model, longest_prompt)
     if model is None:
         return None
