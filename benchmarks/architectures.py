@@ -1,8 +1,8 @@
 """Which architectures PPO can train: `python -m benchmarks.architectures [FAMILY …]`.
 
 It makes a tiny random model of every family of the installed transformers that has a causal LM, runs the
-check of stage ppo on it, and prints the tables of docs/results/architectures.md. Each family has a process of
-its own, and a minute.
+check of stage ppo on it, without and with LoRA, and prints the tables of docs/results/architectures.md. Each
+family has a process of its own, and a minute.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rlhf_tasks.config import Lora
+from rlhf_tasks.data import positions
+from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models import checks
 from rlhf_tasks.models.checks import Result
-from rlhf_tasks.models.load import TokenScores
+from rlhf_tasks.models.load import TokenScores, add_lora
+from rlhf_tasks.models.logprobs import token_stats
 from tests import families
 
 SECONDS = 60
@@ -98,8 +102,18 @@ def outcome(family: str) -> Outcome:
         model = families.causal(family)
     except Exception as error:  # a family can refuse its small config in any way
         return Outcome(family, UNTRIED, note=_first_line(error))
-    results = checks.check_policy(model, checks.random_rows(model.config).queries, pad=0)
+    rows = checks.random_rows(model.config)
+    results = checks.check_policy(model, rows.queries, pad=0)
     failed = [result for result in results if not result.passed]
+    own = model.config.get_text_config(decoder=True)
+    limits = [name for name in positions.BATCH_SETTINGS if getattr(own, name, None) is not None]
+    if failed and limits:
+        whole = families.causal(family, **dict.fromkeys(limits, checks.LONGEST + checks.NUM_NEW))
+        results = checks.check_policy(whole, rows.queries, pad=0)
+        if all(result.passed for result in results):
+            note = f"rows longer than its {', '.join(limits)} are refused, where {_brief(failed[0])}"
+            fault = _wrong_with_lora(whole)
+            return Outcome(family, NOTED, _largest(results), f"{note}; {fault}" if fault else note)
     if failed:
         return Outcome(family, REFUSED, _largest(results), _brief(failed[0]))
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +127,27 @@ def outcome(family: str) -> Outcome:
     wrong = [result for result in of_scores if not result.passed]
     if wrong:
         return Outcome(family, NOTED, _largest(results), f"as a reward model: {_brief(wrong[0])}")
+    if note := _wrong_with_lora(model):
+        return Outcome(family, NOTED, _largest(results), note)
     return Outcome(family, RIGHT, _largest(results))
+
+
+def _wrong_with_lora(model: PreTrainedModel) -> str:
+    """What is wrong with adapters that are not zero: whether each learns, and all checks, merged too."""
+    rows = checks.random_rows(model.config)
+    try:
+        add_lora(model, Lora(r=3, alpha=3.0), seed=1)
+        adapters = {name: w for name, w in model.named_parameters() if "lora_B" in name}
+        for number, weight in enumerate(adapters.values()):
+            weight.data.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(number))
+        token_stats(model, collate(rows.queries, rows.responses, 0)).logprobs.sum().backward()
+    except Exception as error:
+        return f"no LoRA: {_first_line(error)}"
+    if idle := [name for name, weight in adapters.items() if weight.grad is None]:
+        return f"with LoRA: {len(idle)} adapters do not learn, such as {idle[0]}"
+    results = checks.check_policy(model, rows.queries, pad=0)
+    wrong = [result for result in results if not result.passed]
+    return f"with LoRA: {_brief(wrong[0])}" if wrong else ""
 
 
 def _largest(results: Sequence[Result]) -> float | None:

@@ -29,7 +29,12 @@ SIZES: Mapping[str, Any] = {
     "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "state_size": 8, "ssm_state_size": 8,
     "chunk_size": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "linear_num_heads": 4, "linear_head_dim": 8,
-    "index_head_dim": 8, "index_n_heads": 2, "rotary_dim": 4, "embedding_size": 32,
+    "index_head_dim": 8, "index_n_heads": 2, "index_topk": 8, "index_topk_blocks": 2, "index_block_size": 4,
+    "index_local_blocks": 1, "attention_chunk_size": 8, "local_attention": 6, "keep_window_size": 8,
+    "use_sliding_window": True, "max_window_layers": 2, "rel_extent": 8, "max_seq_len": 128, "floor_scale": 8,
+    "zero_expert_num": 2, "adapter_rank": 4, "router_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 16, "dim_model_base": 16, "dense_intermediate_size": 48, "dff": 48,
+    "rotary_dim": 4, "embedding_size": 32,
 }  # fmt: skip
 """What a config gets under these names, where it has them."""
 
@@ -37,14 +42,30 @@ LATENT: Mapping[str, Any] = {"head_dim": 4, "num_key_value_heads": 4}
 """Multi-head latent attention has one key and value head for each query head, and rotates this much of it."""
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "dots1": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "laguna": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+    },
     "glm4_moe_lite": {"num_key_value_heads": 4, "head_dim": None},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "bailing_hybrid": {"layer_group_size": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -61,7 +82,8 @@ def config(family: str, **changes: Any) -> PretrainedConfig:
     """The family's config in small: a few thousand weights and a vocabulary of 64."""
     kind = CONFIG_MAPPING[family]
     names = {*vars(kind()), *getattr(kind, "attribute_map", {}), "initializer_range"}
-    renamed = set(getattr(kind, "attribute_map", {}).values())
+    renamed = {own: name for name, own in getattr(kind, "attribute_map", {}).items()}
+    changes = {renamed.get(name, name): value for name, value in changes.items()}
     sizes = {name: value for name, value in SIZES.items() if name in names and name not in renamed}
     sizes |= {
         **(LATENT if "qk_rope_head_dim" in sizes else {}), **SPECIAL.get(family, {}), **changes,

@@ -118,6 +118,7 @@ def check_model(
         )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports DeepSpeed, which would look for a GPU
+    from rlhf_tasks.data import positions
     from rlhf_tasks.models import checks
     from rlhf_tasks.models.load import load_config
 
@@ -127,10 +128,10 @@ def check_model(
     failed = [result for result in results if not result.passed]
     for result in failed:
         console.say(str(result))
-    bound = checks.find_rescaling_length(load_config(source, revision or None))
+    bound = positions.longest_independent_row(load_config(source, revision or None))
     if bound is not None:
         console.say(
-            f"above {bound} tokens of prompt plus response, a row's positions depend on the other rows; "
+            f"above {bound} tokens of prompt plus response, a row's log-probs depend on the other rows; "
             "stage ppo refuses longer texts"
         )
     console.say(f"{source} is {'not fit' if failed else 'fit'} for PPO")

@@ -24,7 +24,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean, per step
 
 
 class Lora(Section):
-    """Low-rank adapters (arXiv 2106.09685) on every linear layer but the head.
+    """Low-rank adapters (arXiv 2106.09685) on every linear layer that can learn by one, but the head.
 
     They are merged into the weights when the model is saved.
     """

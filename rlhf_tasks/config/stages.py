@@ -100,6 +100,7 @@ class PrepareView(StageView):
     model: s.Model
     prepare: s.Prepare
     train_on: Literal["last", "all"] = field(metadata={KEY: "sft.train_on"})
+    response_length: int = field(metadata={KEY: "ppo.response_length"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,7 @@ def sample(
         samples = json.loads(kept.read_text(encoding="utf-8"))
     else:
         model = place(load_causal(source, revision), device).eval()
+        contracts.check_fits(model, tokenizer, str(source))
         all_ends = ends_of(model, tokenizer, ends)
         ids = sample_responses(
             model,

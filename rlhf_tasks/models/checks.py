@@ -283,37 +283,3 @@ def _compare(
     """The largest absolute difference; NaN, which passes no check, where a number is NaN."""
     difference = torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max()
     return Result(name, float(difference), tolerance, CAUSES[name])
-
-
-# ------------------------------------------------------------------------------------------ positions
-
-
-def check_positions(config: PretrainedConfig, longest: int, subject: str) -> None:
-    """Check that rows of `longest` tokens have the same positions alone and beside shorter or longer rows.
-
-    Raises:
-        ModelFault: if the model rescales its positions at a length below `longest`.
-    """
-    bound = find_rescaling_length(config)
-    if bound is not None and longest > bound:
-        raise ModelFault(
-            f"{subject} rescales its rotary positions for a whole batch as soon as one row exceeds {bound} "
-            f"tokens, and prompt plus response reach {longest}: a row's log-probs would depend on the other "
-            f"rows; lower data.max_prompt_tokens or ppo.response_length so that they stay within {bound}"
-        )
-
-
-def find_rescaling_length(config: PretrainedConfig) -> int | None:
-    """The length above which rotary positions depend on the longest row of the batch; None if they never do.
-
-    These are the rope types `dynamic` and `longrope`.
-    """
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    name = "original_max_position_embeddings"
-    lengths = [
-        int(part.get(name) or getattr(text, name, None) or text.max_position_embeddings)
-        for part in (rope, *rope.values())  # one, or one for each type of layer
-        if isinstance(part, dict) and part.get("rope_type") in ("dynamic", "longrope")
-    ]
-    return min(lengths, default=None)

@@ -219,12 +219,14 @@ def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name:
     """Check that the model's embedding has a row for every token.
 
     Raises:
-        ContractError: if the tokenizer has more tokens than the model.
+        ContractError: if the tokenizer has an id beyond the embedding, however many tokens it has.
     """
     embeddings: Any = model.get_input_embeddings()
     rows = embeddings.num_embeddings  # the weight may be sharded
-    if rows < len(tokenizer):
+    vocabulary = tokenizer.get_vocab()
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    if rows <= vocabulary[last]:
         raise ContractError(
-            f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings; "
-            "use the tokenizer of this model"
+            f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings, "
+            f"and none for id {vocabulary[last]} ({last!r}); use the tokenizer of this model"
         )

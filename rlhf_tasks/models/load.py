@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from functools import cache, partial
@@ -30,6 +31,7 @@ import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -261,7 +263,15 @@ def _check_whole(source: str | Path, info: Mapping[str, Any]) -> None:
 
 def _cannot_load(source: str | Path, error: Exception) -> ContractError:
     hint = NO_HUB if is_hub_id(str(source)) else "is it a checkpoint folder?"
-    if "safetensors" in str(error) and os.environ.get(ANY_WEIGHTS) != "1":
+    place = Path(ready_models.locate(source))
+    is_of_weights = isinstance(error, SafetensorError) or "safetensors" in str(error)
+    is_part = isinstance(error, SafetensorError | FileNotFoundError) or not any(place.glob("*.bin"))
+    if is_of_weights and is_part and place.is_dir():
+        hint = (
+            "the folder is not whole; copy or download it again: it needs model.safetensors, or "
+            "model.safetensors.index.json and every shard that this lists"
+        )
+    elif is_of_weights and os.environ.get(ANY_WEIGHTS) != "1":
         hint = (
             "weights of other formats may be pickles, which can run code: save the model as safetensors, or "
             f"set the environment variable {ANY_WEIGHTS}=1 if you trust it"
@@ -398,29 +408,70 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMode
 
     W x becomes W x + alpha / r · B A x. A is drawn with `seed` and B is zero, so that the model is unchanged
     at first (arXiv 2106.09685, 4.1). Only the adapters and the head of a scoring model are trained. Experts
-    that a mixture holds as one tensor, and their router, get none.
+    that a mixture holds as one tensor, and their router, get none; nor does a layer that could not learn by
+    one (`_learning_layers`).
+
+    Raises:
+        UserError: if the model cannot be computed, or has no layer for an adapter.
     """
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
     scores = model.get_output_embeddings() is None
     head = score_head(model) if scores else model.get_output_embeddings()
-    # by their names: for "all-linear" peft adapts experts too, in a form that could not be merged
-    linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
-    }
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=[name for name, module in linear.items() if module is not head],
+        target_modules=[f"0.{name}" for name in _learning_layers(model, head)],
         task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),  # GPT-2's (in, out)
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
     )
     with torch.random.fork_rng(devices=[]):  # adapters change no other random draw
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)
+        # Inside a plain list peft does not know the family. Of some it would adapt the experts in place of
+        # layers with such names, in a form that could not be merged. Of others it refuses Mamba's out_proj,
+        # whose weight is read directly in training mode; models train in eval mode here, which calls it.
+        inject_adapter_in_model(settings, nn.ModuleList([model]))
     if scores:
         head.requires_grad_(True)
     return cast(PreTrainedModel, model.eval())
+
+
+def _learning_layers(model: PreTrainedModel, head: nn.Module) -> list[str]:
+    """The linear layers, but the head, that could learn by an adapter which can be merged.
+
+    A short row shows it: a layer returns a tensor (a router of Llama 4 returns a tuple), and the logits have
+    a gradient for it (not if only the layer's weight is read, as of Jamba's dt_proj, or if it makes a sparse
+    index). Experts that the row does not reach are taken as well; layers with tied weights are not.
+
+    Raises:
+        UserError: if the model cannot be computed, or has no such layer.
+    """
+    outputs = list[tuple[nn.Module, Any]]()
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    # of a reward model the states, as `TokenScores` reads them
+    computed = model.base_model if model.get_output_embeddings() is None else model
+    hook = register_module_forward_hook(lambda module, _, output: outputs.append((module, output)))
+    try:
+        with torch.enable_grad():
+            logits = computed(input_ids=ids, use_cache=False)[0]
+    except Exception as error:  # a family can raise anything: its name and words are the message
+        raise UserError(f"lora: {type(model).__name__} could not be computed: {error!r}") from error
+    finally:
+        hook.remove()
+    tried = [(layer, one) for layer, one in outputs if isinstance(one, Tensor) and one.requires_grad]
+    gradients = torch.autograd.grad(logits.sum(), [one for _, one in tried], allow_unused=True)
+    learning = {layer for (layer, _), gradient in zip(tried, gradients, strict=True) if gradient is not None}
+    reached = {layer for layer, _ in outputs}
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    names = list[str]()
+    for name, layer in model.named_modules():
+        if layer is head or not isinstance(layer, nn.Linear | Conv1D) or uses[id(layer.weight)] > 1:
+            continue
+        if layer in learning or not {layer, model.get_submodule(name.rpartition(".")[0])} & reached:
+            names.append(name)
+    if not names:
+        raise UserError(f"lora: {type(model).__name__} has no linear layer that could learn by an adapter")
+    return names
 
 
 @contextmanager

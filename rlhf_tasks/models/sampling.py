@@ -25,6 +25,7 @@ from rlhf_tasks import console
 from rlhf_tasks.console import Meter
 from rlhf_tasks.data.batches import Batch, collate, load_tokenizer
 from rlhf_tasks.data.tokenizer import Ids, encode, read_plain, response_texts
+from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, ends_of
 from rlhf_tasks.models.tensors import NonFiniteError
@@ -272,6 +273,7 @@ def sample_texts(
     """Sample `num_samples` texts from a checkpoint for each prompt; a plain one is a turn, as in its data."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = place(load_causal(model_path), device), load_tokenizer(model_path)
+    contracts.check_fits(model, tokenizer, str(model_path))
     repeated = [p for p in read_plain(tokenizer, prompts) for _ in range(num_samples)]
     responses = sample_responses(
         model, tokenizer, repeated, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed

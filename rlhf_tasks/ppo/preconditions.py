@@ -10,7 +10,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView, Split
 from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.scorers import OPTIMIZED, reward_folders
-from rlhf_tasks.data import columns
+from rlhf_tasks.data import columns, positions
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
@@ -39,9 +39,10 @@ def check(config: PpoView, paths: Paths) -> None:
     _check_selection_judge(settings, paths)
     tokenizer = load_tokenizer(paths.sft)
     stop = settings.stop_token
-    if stop != "eos" and stop >= len(tokenizer):
+    ids = tokenizer.get_vocab().values()
+    if stop != "eos" and stop not in ids:
         raise UserError(
-            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(tokenizer)}, numbered from 0"
+            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(ids)}, ids 0 to {max(ids)}"
         )
     if settings.truncation.kind.startswith("bootstrap"):
         _warn_of_bootstrapping(settings)
@@ -136,7 +137,7 @@ def check_models(
     """
     policy, critic = actor_critic.policy, actor_critic.critic
     longest, pad = max(map(len, prompts)) + settings.response_length, tokenizer.pad_token_id
-    checks.check_positions(policy.config, longest, "models/sft")
+    positions.check_positions(policy.config, longest, "models/sft")
     queries = checks.pick_prompts(prompts)
     saves = dist.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
     if (checked := dist.to_check(policy)) is not None:
@@ -153,7 +154,7 @@ def check_models(
     rows = checks.add_responses(queries, settings.response_length)
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
-            checks.check_positions(model.model.config, longest, name)
+            positions.check_positions(model.model.config, longest, name)
             if (scores := dist.to_check(model)) is not None:
                 checks.require(checks.check_scores(scores, rows, pad=pad), name)
             del scores

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_tasks.data import positions
 from rlhf_tasks.data.batches import TokenBudget, collate_groups, group_rows, group_sizes, load_tokenizer
 from rlhf_tasks.models import checks, contracts
 from rlhf_tasks.models.load import TokenScores, load_reward, supports_shared_prefix
@@ -80,7 +81,9 @@ class RewardModel:
 
 def load(folder: Path, device: torch.device) -> RewardModel:
     """A reward model that reads texts; as a judge models/reward_heldout, which PPO never optimizes."""
-    return RewardModel(load_reward(folder).to(device), load_tokenizer(folder))
+    model, tokenizer = load_reward(folder).to(device), load_tokenizer(folder)
+    contracts.check_fits(model.model, tokenizer, str(folder))
+    return RewardModel(model, tokenizer)
 
 
 def load_foreign(
@@ -101,6 +104,6 @@ def load_foreign(
     del checked
     placement.put(model)
     settings = model.model.config
-    bounds = getattr(settings, "max_position_embeddings", None), checks.find_rescaling_length(settings)
+    bounds = positions.max_positions(settings), positions.longest_independent_row(settings)
     longest = min((bound for bound in bounds if bound is not None), default=None)
     return RewardModel(model, own, max_tokens, placement, Retokenizer(own, policy, folder, longest))

@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
+from rlhf_tasks.data import positions
 from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, read_table, sets_of, token_ids
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.rows import Rows, digest
@@ -34,8 +35,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     if config.model.scratch is not None:
         texts = _prompts(paths, tokenizer, "train")
         longest = max([*texts.sizes, *validation.sizes])
-        max_positions = 2 ** math.ceil(math.log2(4 * longest))
-        model = from_scratch(config.model.scratch, tokenizer, max_positions)
+        model = from_scratch(config.model.scratch, tokenizer, positions.of_scratch(longest))
         with checkpoint.open(dist, paths, config, "base") as snapshots:
             train(
                 dist,

@@ -8,7 +8,7 @@ data/prompts (Parquet by split), data/tokenizer and data/quarantine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from rlhf_tasks.data import (
     files,
     hub,
     opinions,
+    positions,
     rows,
     splits,
     synthetic,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_UNKNOWN_SHARE = 0.01
+DERIVED: tuple[Role, ...] = ("prompts", "sft", "preferences")
+"""Each role can be derived from the next."""
 
 
 def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -106,8 +109,11 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     # Unknown tokens in demonstrations that did not train the tokenizer.
     held_out: Corpus = {"sft": {split: kept["sft"][split] for split in HELD_OUT}}
     metrics["tokens/unknown"] = tokenizer.unknown_share(words, _texts(held_out))
+    warning = _check_positions(config, kept, lengths)
     _write(paths, kept, words, problems)
     _say(paths, data.source, kept, metrics, problems)
+    if warning:
+        console.say(warning)
     if weights:
         _say_mixture(full, kept, weights)
     for role in ROLES:
@@ -259,6 +265,34 @@ def _measure(
             metrics[f"tokens/{name}_mean"] = int(counted.sum(dtype=np.int64)) / counted.size
             metrics[f"tokens/{name}_max"] = float(counted.max())
     return metrics
+
+
+def _check_positions(config: PrepareView, corpus: Corpus, lengths: Mapping[Role, Lengths]) -> str | None:
+    """Check that the base model has positions for these rows and for PPO's; a warning where it computes them.
+
+    Raises:
+        UserError: naming the longest row, and how many positions there are.
+    """
+
+    def tokens(role: Role, splits: Sequence[Split] = SPLITS) -> Any:
+        """(N, K), of rows that may have been derived from another role's; a row of zeros before them."""
+        measured = next(one for one in DERIVED[DERIVED.index(role) :] if one in lengths)
+        found = lengths[measured].tokens
+        numbers = np.concatenate([corpus[role][split].numbers for split in splits])
+        return np.concatenate([np.zeros_like(found[:1]), found[numbers]])
+
+    roles = [role for role in ROLES if any(map(len, corpus[role].values()))]
+    taught = [tokens(role, ("train", "validation")) for role in roles if role != "prompts"]
+    longest_prompt = max((int(found[:, 0].max()) for found in taught), default=1)
+    model = positions.read_config(config.model, longest_prompt)
+    if model is None:
+        return None
+    name = "model.scratch" if config.model.scratch is not None else f"model.base={config.model.base}"
+    rollout = int(tokens("prompts")[:, 0].max()) + config.response_length
+    positions.check_positions(model, rollout, name)
+    rows = max(int((found[:, 0] + found[:, 1:].max(axis=1)).max()) for found in map(tokens, roles))
+    what = positions.ROLLOUT if rollout >= rows else "the longest rows"
+    return positions.check_table(model, max(rollout, rows), name, what)
 
 
 def _say(paths: Paths, source: str, corpus: Corpus, metrics: Mapping[str, float], problems: Problems) -> None:

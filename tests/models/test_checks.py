@@ -170,14 +170,3 @@ def test_a_model_that_ignores_its_cache_is_found_and_said_with_how_much_and_why(
     message += "cause: the model's cache does not hold all that it has read"
     with pytest.raises(ModelFault, match=message):
         checks.require(check(wrap(small.causal(), forget)), "models/sft")
-
-
-# ------------------------------------------------------------------------------------------- positions
-
-
-def test_positions_that_depend_on_the_longest_row_are_refused_where_rows_reach_them() -> None:
-    config = families.config("llama", max_position_embeddings=32, **DYNAMIC)
-    assert checks.find_rescaling_length(config) == 32
-    checks.check_positions(config, 32, "models/sft")
-    with pytest.raises(ModelFault, match=r"exceeds 32 tokens, and prompt plus response reach 33"):
-        checks.check_positions(config, 33, "models/sft")

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
+from rlhf_tasks.models.sampling import sample_texts
 from tests import small
 from tests.models.test_load import save
 
@@ -135,6 +136,16 @@ def test_a_vocabulary_is_read_once_whatever_its_size(tmp_path: Path, monkeypatch
     loading = len(calls)
     contracts.check_same_tokenizer(folder, folder)
     assert len(calls) <= 3 * loading + 4
+
+
+def test_a_token_id_beyond_the_embedding_is_an_error_though_the_counts_agree(tmp_path: Path) -> None:
+    folder = save(small.causal(), tmp_path / "gap")
+    file, last = folder / "tokenizer.json", small.VOCAB - 1
+    words = json.loads(file.read_text(encoding="utf-8"))
+    words["model"]["vocab"] = {w: 40 if i == last else i for w, i in words["model"]["vocab"].items()}
+    file.write_text(json.dumps(words), encoding="utf-8")
+    with pytest.raises(ContractError, match=r"23 tokens, but the model has 23 embeddings.* id 40 \('w\d+'\)"):
+        sample_texts(folder, ["w1"], temperature=1.0, max_new_tokens=1, num_samples=1, seed=1)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_an_error(tmp_path: Path) -> None:

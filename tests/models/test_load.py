@@ -27,10 +27,12 @@ from rlhf_tasks.models.load import (
     load_causal,
     load_reward,
     merge_adapter,
+    recompute_activations,
     save_checkpoint,
     score_head,
 )
-from tests import small
+from rlhf_tasks.models.logprobs import token_stats
+from tests import families, small
 from tests.small import FAMILIES, HIDDEN, PAD, Family
 
 QUERIES, RESPONSES = small.rows(6, longest=7)
@@ -121,6 +123,21 @@ def test_pickled_weights_are_loaded_only_if_the_user_trusts_them(
     monkeypatch.setenv(ANY_WEIGHTS, "1")
     loaded = load_causal(tmp_path / "pickled").state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("lost", ["model-00002-of-00007.safetensors", "model.safetensors.index.json", "*"])
+def test_a_folder_that_is_not_whole_is_named_and_no_other_format_is_advised(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ANY_WEIGHTS, raising=False)
+    small.causal().save_pretrained(tmp_path, max_shard_size="5KB")
+    for file in tmp_path.glob(f"{lost}" if lost != "*" else "model*"):
+        file.unlink()
+    with pytest.raises(ContractError, match=r"the folder is not whole; copy or download it again") as error:
+        load_causal(tmp_path)
+    assert "pickle" not in str(error.value)
+    if "-of-" in lost:
+        assert lost in str(error.value)
 
 
 def test_what_is_no_checkpoint_or_a_damaged_one_is_an_error(tmp_path: Path) -> None:
@@ -238,3 +255,53 @@ def test_a_mixture_of_experts_is_adapted_outside_its_experts_and_merged(tmp_path
     loaded = load_causal(save(merge_adapter(model), tmp_path / "merged"))
     torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(logits_of(model), logits_of(small.other("olmoe")), atol=1e-2)
+
+
+WITHOUT: dict[str, str] = {
+    "mamba": "dt_proj", "falcon_mamba": "dt_proj", "mamba2": "conv1d", "falcon_h1": "conv1d",
+    "nemotron_h": "conv1d", "jamba": "dt_proj", "llama4_text": "router", "phimoe": "router",
+    "axk2": "indexer", "gemma3n_text": "-", "deepseek_v3": "experts.gate_up_proj",
+    "qwen3_next": "experts.gate_up_proj",
+}  # fmt: skip
+"""Families, and a part that gets no adapter: it could not learn, or not be merged."""
+
+
+@pytest.mark.parametrize("family", [*WITHOUT, "gpt_oss"])
+def test_every_adapter_of_a_family_learns_and_can_be_merged(family: str, tmp_path: Path) -> None:
+    model = families.causal(family, **({"index_topk": 64} if family == "axk2" else {}))
+    recompute_activations(model)  # as stage ppo may, before
+    batch = collate(QUERIES, RESPONSES, PAD)
+    model = add_lora(model, LORA, seed=1)
+    names = [name for name in trained_names(model) if "lora_B" in name]
+    assert names
+    assert not [name for name in names if f".{WITHOUT.get(family)}." in name]
+    token_stats(model, batch).logprobs.sum().backward()
+    idle = [name for name in names if model.get_parameter(name).grad is None]
+    assert idle == []
+    with torch.no_grad():
+        for name in names:
+            model.get_parameter(name).normal_(0.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+        adapted = token_stats(model, batch).logprobs
+        merge_adapter(model).save_pretrained(tmp_path)
+        merged = token_stats(load_causal(tmp_path), batch).logprobs
+    torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_with_tied_weights_get_no_adapter() -> None:
+    model: Any = small.causal()
+    first, second = (layer.mlp for layer in model.base_model.layers)
+    second.up_proj.weight = first.up_proj.weight
+    names = trained_names(add_lora(model, LORA, seed=1))
+    assert not [name for name in names if "up_proj" in name]
+    assert len(names) == 2 * 2 * (LINEAR["llama"] - 1)
+
+
+def test_a_model_without_a_layer_for_adapters_or_that_cannot_be_computed_is_refused() -> None:
+    model: Any = small.causal()
+    for layer in model.base_model.layers:
+        layer.forward = torch.no_grad()(layer.forward)
+    with pytest.raises(UserError, match="lora: LlamaForCausalLM has no linear layer that could learn"):
+        add_lora(model, LORA, seed=1)
+    model.base_model.layers[0].forward = lambda hidden, **_: [][0]
+    with pytest.raises(UserError, match="lora: LlamaForCausalLM could not be computed: IndexError"):
+        add_lora(model, LORA, seed=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +21,12 @@ from tests.models.test_checks import unmask, wrap
 from tests.stages.test_ppo import SETTINGS
 
 
-def run_with(family: str, value_model: str = "separate", **changes: Any) -> None:
+def run_with(
+    family: str,
+    value_model: str = "separate",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> None:
     """The stage without a reward model, its SFT model replaced by a random one of this family."""
     folder = Paths().sft
     words = load_tokenizer(folder)
@@ -27,10 +34,8 @@ def run_with(family: str, value_model: str = "separate", **changes: Any) -> None
     folder.mkdir()
     model = families.causal(family, vocab_size=len(words), eos_token_id=words.eos_token_id, **changes)
     save_checkpoint(model, words, folder, identity={}, card="a card")
-    settings = small.view(
-        "ppo", SETTINGS | dict(small.WITHOUT_REWARD) | {"ppo.advantages.critic.kind": value_model}
-    )
-    ppo.run(settings, Paths(), NullTracker("ppo"))
+    given = SETTINGS | dict(small.WITHOUT_REWARD) | {"ppo.advantages.critic.kind": value_model, **settings}
+    ppo.run(small.view("ppo", given), Paths(), NullTracker("ppo"))
 
 
 @pytest.mark.slow
@@ -66,3 +71,15 @@ def test_positions_that_depend_on_the_longest_row_are_refused(models_here: Path)
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(UserError, match="models/sft rescales its rotary positions for a whole batch"):
         run_with("llama", max_position_embeddings=16, rope_parameters=rope)
+
+
+def test_a_sparse_index_shorter_than_the_rows_is_refused(models_here: Path) -> None:
+    with pytest.raises(UserError, match=r"models/sft selects by a sparse index .* exceeds 8 tokens"):
+        run_with("deepseek_v32", index_topk=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba", "jamba", "phimoe", "deepseek_v3"])
+def test_ppo_trains_adapters_of_a_family_with_layers_that_get_none(models_here: Path, family: str) -> None:
+    run_with(family, settings={"ppo.lora": {"r": 2}, "ppo.advantages.critic.lora": {"r": 2}})
+    assert load_causal(models_here / "models/policy").config.model_type == family

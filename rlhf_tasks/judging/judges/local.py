@@ -18,6 +18,7 @@ from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import LETTERS, Question, Reply, fill_prompt, load_prompt
+from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, place
 from rlhf_tasks.scoring.retokenize import remove_names
 
@@ -40,6 +41,7 @@ class LocalComparer:
         source = settings.path if settings.revision is not None else str(root / settings.path)
         self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
         self._model = place(load_causal(source, settings.revision), device).eval()
+        contracts.check_fits(self._model, self._tokenizer, f"judge {settings.name}: {settings.path}")
         added = self._tokenizer.added_tokens_decoder.values()
         self._special = [str(token) for token in added if token.special]
         self._letters = [_single_tokens(self._tokenizer, letter) for letter in LETTERS]

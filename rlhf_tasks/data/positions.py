@@ -1,0 +1,113 @@
+"""How long the rows of a model can be, by its config. No torch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from rlhf_tasks.config import Model
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import packaged
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TABLES = ["biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt"]
+"""Decoders with an entry for each position, learned or computed once. Others compute as many as they need."""
+BATCH_SETTINGS = {
+    "index_topk": "selects by a sparse index other tokens in a padded row",  # DeepSeek-V3.2, GLM-MoE-DSA
+    "index_block_size": "divides a padded row into other blocks",  # MiniMax-M3
+    "floor_scale": "scales its attention by the column of a token, padding included",  # Llama 4
+}
+"""Settings of families, above which a row's numbers depend on its padding, and why."""
+ROLLOUT = "the longest prompt and ppo.response_length together"
+REMEDY = "lower data.max_prompt_tokens, data.max_completion_tokens or ppo.response_length"
+
+
+def of_scratch(longest_prompt: int) -> int:
+    """The positions of a model that is trained from scratch on prompts of at most so many tokens."""
+    return 1 << (4 * longest_prompt - 1).bit_length()
+
+
+def read_config(model: Model, longest_prompt: int) -> PretrainedConfig | None:
+    """The config of the base model, or what is known of the one that is trained from scratch.
+
+    None where it cannot be read, which stage base explains.
+    """
+    from transformers import AutoConfig
+
+    if model.scratch is not None:
+        positions = of_scratch(longest_prompt)
+        return AutoConfig.for_model(model.scratch.family, max_position_embeddings=positions)
+    folder, file = packaged.gguf(model.base)
+    try:
+        with packaged.reading(model.base) if file else nullcontext():
+            config: PretrainedConfig = AutoConfig.from_pretrained(folder, revision=model.revision, **file)
+    except (OSError, ValueError, ImportError):
+        return None
+    return config
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """The number of positions that a config declares."""
+    text = config.get_text_config(decoder=True)
+    name = "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings"
+    return getattr(text, name, None)
+
+
+def check_table(config: PretrainedConfig, longest: int, subject: str, rows: str) -> str | None:
+    """Check that a model has a position for every token of `rows`, which reach `longest` tokens.
+
+    Returns a warning for a model that computes further positions, on which it was not trained.
+
+    Raises:
+        UserError: for a model that has no further positions.
+    """
+    most = max_positions(config)
+    if most is None or most < 1 or longest <= most:  # XLNet declares -1
+        return None
+    family = config.get_text_config(decoder=True).model_type
+    text = f"{subject} ({family}) has {most} positions, and {rows} reach {longest} tokens"
+    if family in TABLES:
+        instead = "use a model with more positions, or of a family that computes them, such as llama or qwen2"
+        raise UserError(f"{text}: it has no row for a later position; {REMEDY}, or {instead}")
+    return f"Warning: {text}: it was not trained on later positions, and may write nonsense there; {REMEDY}"
+
+
+def check_positions(config: PretrainedConfig, longest: int, subject: str) -> None:
+    """Check that a model computes rows of `longest` tokens, and gives each what it gives it alone.
+
+    Raises:
+        UserError: if it has too few positions, or its numbers depend on the other rows of a batch.
+    """
+    check_table(config, longest, subject, ROLLOUT)
+    for bound, cause in _batch_bounds(config):
+        if longest > bound:
+            raise UserError(
+                f"{subject} {cause} as soon as one row exceeds {bound} tokens, and prompt plus response "
+                f"reach {longest}: a row's log-probs would depend on the other rows; lower "
+                f"data.max_prompt_tokens or ppo.response_length so that they stay within {bound}"
+            )
+
+
+def longest_independent_row(config: PretrainedConfig) -> int | None:
+    """The length above which a row's numbers depend on the rest of its batch; None if they never do."""
+    return min((bound for bound, _ in _batch_bounds(config)), default=None)
+
+
+def _batch_bounds(config: PretrainedConfig) -> list[tuple[int, str]]:
+    """Such lengths, and why: those of BATCH_SETTINGS, and the rope types `dynamic` and `longrope`."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    name = "original_max_position_embeddings"
+    bounds = [
+        (
+            int(part.get(name) or getattr(text, name, None) or text.max_position_embeddings),
+            "rescales its rotary positions for a whole batch",
+        )
+        for part in (rope, *rope.values())  # one, or one for each type of layer
+        if isinstance(part, dict) and part.get("rope_type") in ("dynamic", "longrope")
+    ]
+    found = {setting: getattr(text, setting, None) for setting in BATCH_SETTINGS}
+    bounds += [(int(most), BATCH_SETTINGS[setting]) for setting, most in found.items() if most is not None]
+    return bounds
