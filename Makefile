@@ -61,6 +61,13 @@ ifneq ($(TORCH),$(shell cat .venv/.torch 2>/dev/null))
 endif
 endif
 
+ifeq ($(origin PYTHON)$(wildcard $(BIN)/python)$(filter clean,$(MAKECMDGOALS)),command line$(BIN)/python)
+VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+ifneq ($(shell $(PYTHON) $(VERSION)),$(shell $(BIN)/python $(VERSION)))
+$(error .venv has Python $(shell $(BIN)/python $(VERSION)), and not that of PYTHON=$(PYTHON): 'make clean' removes it)
+endif
+endif
+
 $(INSTALLED): infra/requirements.lock pyproject.toml
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) or sys.platform == "win32")' || \

@@ -183,7 +183,8 @@ def test_make_installs_again_only_for_another_value_of_torch(tmp_path: Path) -> 
     root, calls = project(tmp_path / "project"), tmp_path / "calls"
     python = root / ".venv/bin/python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\necho "$TORCH $1" >>{calls}\n', encoding="utf-8")
+    version = f'[ "$1" = -c ] && exec {sys.executable} "$@"'
+    python.write_text(f'#!/bin/sh\n{version}\necho "$TORCH $1" >>{calls}\n', encoding="utf-8")
     python.chmod(0o755)
     (root / ".venv/.torch").write_text("cpu", encoding="utf-8")
     (root / ".venv/.installed").touch()
@@ -191,3 +192,15 @@ def test_make_installs_again_only_for_another_value_of_torch(tmp_path: Path) -> 
         assert not calls.exists()
         run("make", f"PYTHON={sys.executable}", ".venv/.installed", folder=root, TORCH=torch)
     assert calls.read_text(encoding="utf-8").splitlines() == ["default infra/install.py", "default -m"]
+
+
+def test_make_refuses_another_python_than_that_of_the_environment(tmp_path: Path) -> None:
+    root, other = project(tmp_path / "project"), tmp_path / "python"
+    for file, version in ((root / ".venv/bin/python", "3.11"), (other, "3.12")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\necho {version}\n", encoding="utf-8")
+        file.chmod(0o755)
+    refused = run("make", f"PYTHON={other}", "help", folder=root)
+    assert refused.returncode == 2
+    assert f".venv has Python 3.11, and not that of PYTHON={other}: 'make clean' removes it" in refused.stderr
+    assert run("make", "-n", f"PYTHON={other}", "clean", folder=root).returncode == 0
