@@ -142,13 +142,14 @@ def _repro(paths: Paths, name: str) -> int:
             except KeyboardInterrupt:
                 stopped = signal.SIGINT
             os.killpg(process.pid, signal.SIGINT)
-        report = failures.reported(failure)
+        report, begun = failures.reported(failure), Path(f"{failure}.stage")
+        stage = begun.read_text(encoding="utf-8") if begun.exists() else ""
     if stopped and status:
         return 128 + stopped
-    if status and report is None:  # DVC is quiet, and a stage that fails otherwise has said why
-        killed = f"if it printed none either, it was killed (SIGKILL): {failures.OUT_OF_MEMORY}"
-        said = f"{killed}; if no stage ran, `dvc repro` shows why DVC failed"
-        print(f"rlhf: the stage reported no reason; {said}", file=sys.stderr)
+    if status and report is None:  # DVC is quiet
+        who = f"stage {stage}" if stage else "DVC, or a stage of dvc.yaml that is not of rlhf,"
+        why = f"as when it was killed (SIGKILL): {failures.OUT_OF_MEMORY}"
+        print(f"rlhf: {who} ended without a reason, {why}; `dvc repro` shows more", file=sys.stderr)
     if status:
         return 2 if report is not None and report["kind"] == "user" else 1
     return 0

@@ -35,9 +35,12 @@ def run(stage: Stage, paths: Paths) -> int:
     A failure is written down for the program that started the stage (`failures.report`).
     """
     try:
+        failures.running(stage)
         number, count = STAGES.index(stage) + 1, len(STAGES)
         with signals.listening(stage) as listener, console.stage(stage, number, count):
-            return _run(stage, paths, listener)
+            status = _run(stage, paths, listener)
+        failures.running("")
+        return status
     except KeyboardInterrupt:
         raise  # a signal is not a failure
     except disk.DiskFullError as error:

@@ -40,6 +40,12 @@ def mistake(error: BaseException) -> str | None:
     return None
 
 
+def running(stage: str) -> None:
+    """Write which stage runs, or "", for the program that started it: one that is killed cannot say so."""
+    if FAILURE in os.environ and not context.is_worker():
+        Path(f"{os.environ[FAILURE]}.stage").write_text(stage, encoding="utf-8")
+
+
 def report(error: BaseException) -> None:
     """Write why this stage fails, for the program that started it; only the first report is kept."""
     kind, message = "user", mistake(error)
