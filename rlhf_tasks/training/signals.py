@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -38,6 +39,7 @@ from rlhf_tasks.training import failures
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 POLL_SECONDS = 1.0
+END = b"\0"  # in the pipe of signals: no signal has this number
 CLOSING_SECONDS = 10.0  # for what is to be closed after the first signal: the run in MLflow, a vLLM server
 AT_ONCE_SECONDS = 1.0  # for the same after the second one
 
@@ -114,13 +116,13 @@ class Listener:
     # ------------------------------------------------------------------------------- in the thread
 
     def watch(self, reader: int) -> None:
-        """Read the signals from a pipe as they arrive, until it is closed."""
+        """Read the signals from a pipe as they arrive, until END."""
         has_been_orphaned = False
         while True:
             seconds = min(POLL_SECONDS, max(0.0, self._deadline - time.monotonic()))
             if select.select([reader], [], [], seconds)[0]:
                 numbers = os.read(reader, 64)
-                if not numbers:
+                if END in numbers:
                     os.close(reader)
                     return
                 for number in numbers:
@@ -165,33 +167,24 @@ def _failure_of_peer() -> str | None:
 
 
 _current: Listener | None = None
-_undo: Callable[[], None] | None = None
-"""Gives up the handlers and the pipe of the current listener."""
-
-
-_mask = threading.local()
-
-
-def _hold() -> None:
-    """Before a fork: a signal to the child waits until it has forgotten the stage."""
-    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, NAMES)
-
-
-def _release() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
 
 
 def _forget() -> None:
     """In the process that was forked: its signals are not those of the stage."""
-    global _current, _undo
-    if _undo is not None:
-        _undo()
-    if signal.getsignal(signal.SIGTERM) is terminate:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _current = _undo = None
+    global _current
+    ours: list[object] = [terminate]
+    if _current is not None:
+        signal.set_wakeup_fd(-1)
+        ours.append(_current.handle)
+        _current = None
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if signal.getsignal(number) in ours:
+            signal.signal(number, default)
     _release()
 
 
+_hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, NAMES)  # a child's signals, until it has forgotten
+_release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, NAMES)
 os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
 
 
@@ -201,7 +194,7 @@ def listening(stage: str) -> Iterator[Listener]:
 
     A block within another one has its listener. Outside the main thread nothing is heard.
     """
-    global _current, _undo
+    global _current
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or Listener(stage)
         return
@@ -211,14 +204,6 @@ def listening(stage: str) -> Iterator[Listener]:
     handled = [number for number in NAMES if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, listener.handle) for number in handled}
     pipe_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-
-    def undo() -> None:
-        signal.set_wakeup_fd(pipe_before)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(writer)  # which ends the thread, since no other process has it
-
-    _undo = undo
     thread = threading.Thread(target=listener.watch, args=(reader,), name="signals", daemon=True)
     thread.start()
     try:
@@ -227,10 +212,14 @@ def listening(stage: str) -> Iterator[Listener]:
         kill_descendants()  # what unwinding has not closed
         raise
     finally:
-        if _undo is undo:  # not in a forked process that unwinds
-            undo()
+        if _current is listener:  # not in a forked process that unwinds
+            signal.set_wakeup_fd(pipe_before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.write(writer, END)
             thread.join()
-            _current = _undo = None
+            os.close(writer)
+            _current = None
 
 
 def end_with(status: int) -> None:

@@ -63,7 +63,7 @@ if __name__ == "__main__":
 
     def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
         words = begin(paths, stage, launch, environment)
-        return [*words[: words.index("--module")], str(Path(__file__).resolve()), PHASE]
+        return [*words[: words.index("--no_python")], str(Path(__file__).resolve()), PHASE]
 
     launching.command = command
     runner.module_of = lambda stage: "__main__"
