@@ -7,9 +7,8 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any
 
 from rich.filesize import decimal
 
@@ -22,7 +21,6 @@ ADVICE = (
     "Make room, and run the same command again. `dvc gc -w` removes cached outputs that this working tree "
     "does not use, also those of other commits and experiments"
 )
-
 TEMPORARY = "Make room there, or set TMPDIR to a folder on a larger disk, and run the same command again"
 
 
@@ -51,19 +49,9 @@ def room(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def temporary(file: IO[Any]) -> Iterator[None]:
-    """The same for a block that writes a temporary file, which is closed to make room for the report."""
-    try:
-        yield
-    except OSError as error:
-        if not is_full(error):
-            raise
-        folder = Path(tempfile.gettempdir())
-        full = message(folder, None, free(folder))
-        with suppress(OSError):  # it writes the rest first
-            file.close()
-        raise DiskFullError(full) from error
+def temporary() -> AbstractContextManager[None]:
+    """A `room` for a block that writes a temporary file, whose size is not known."""
+    return room(Path(tempfile.gettempdir()), lambda: 0)
 
 
 def is_full(error: BaseException) -> bool:
@@ -76,7 +64,7 @@ def explained(error: OSError) -> str:
     if not isinstance(error.filename, str):
         return f"a disk is full ({error}). {ADVICE}"
     folder = Path(error.filename).absolute().parent
-    return message(folder, None, free(folder))
+    return message(folder, 0, free(folder))
 
 
 def free(folder: Path) -> int:
@@ -89,9 +77,9 @@ def size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def message(folder: Path, needed: int | None, free: int) -> str:
-    """What a user reads; `needed` and `free` are bytes before the write."""
-    wanted = "" if needed is None else f"at least {decimal(needed)} ({needed:,} bytes) needed, "
+def message(folder: Path, needed: int, free: int) -> str:
+    """What a user reads; `needed` and `free` are bytes before the write, and 0 needed are not known."""
+    wanted = f"at least {decimal(needed)} ({needed:,} bytes) needed, " if needed else ""
     advice = TEMPORARY if folder == Path(tempfile.gettempdir()) else ADVICE
     return f"the disk of {folder} is full: {wanted}{decimal(free)} free. {advice}"
 

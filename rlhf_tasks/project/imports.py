@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
+
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 
@@ -67,22 +69,19 @@ def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
     """What a function may not change for the rest of the stage: its name, what reads it, what sets it."""
-    yield "the working folder", _folder, os.chdir
+    yield "the working folder", psutil.Process().cwd, os.chdir  # which may be deleted
     for one in ("stdout", "stderr"):
         yield f"sys.{one}", partial(getattr, sys, one), partial(setattr, sys, one)
     if threading.current_thread() is threading.main_thread():  # only there signals have handlers
         for number in (signal.SIGINT, signal.SIGTERM):
-            yield (
-                f"the handler of {number.name}",
-                partial(signal.getsignal, number),
-                partial(signal.signal, number),
-            )
+            read, write = partial(signal.getsignal, number), partial(signal.signal, number)
+            yield f"the handler of {number.name}", read, write
         yield "the wakeup descriptor of signals", _wakeup_descriptor, _set_wakeup_descriptor
     if (torch := sys.modules.get("torch")) is None:
         return
     yield INFERENCE, torch.is_inference_mode_enabled, lambda _: None
     yield "torch's default device", torch.get_default_device, lambda _: torch.set_default_device(None)
-    for what, read, write in (
+    for what, reads, sets in (
         ("gradients", "is_grad_enabled", "set_grad_enabled"),
         ("default dtype", "get_default_dtype", "set_default_dtype"),
         ("threads", "get_num_threads", "set_num_threads"),
@@ -90,7 +89,7 @@ def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object
         ("precision of matmuls", "get_float32_matmul_precision", "set_float32_matmul_precision"),
         ("detection of anomalies", "is_anomaly_enabled", "set_anomaly_enabled"),
     ):
-        yield f"torch's {what}", getattr(torch, read), getattr(torch, write)
+        yield f"torch's {what}", getattr(torch, reads), getattr(torch, sets)
     for device in ("cpu", "cuda"):
         on, switch = torch.is_autocast_enabled, torch.set_autocast_enabled
         yield f"torch's autocast on {device}", partial(on, device), partial(switch, device)
@@ -121,13 +120,6 @@ def unchanged(name: str) -> Iterator[None]:
             if (name, what) not in _said:
                 _said.add((name, what))
                 console.say(f"{name} changed {what} of the whole process, which is put back")
-
-
-def _folder() -> Path | None:
-    try:
-        return Path.cwd()
-    except OSError:  # it was deleted
-        return None
 
 
 def _wakeup_descriptor() -> int:
