@@ -32,7 +32,7 @@ class Ragged(Sequence[list[int]]):
         rest = iter(rows)
         while some := list(itertools.islice(rest, BATCH)):
             self._ends.extend((np.cumsum([len(row) for row in some]) + self._ends[-1]).tolist())
-            with disk.temporary():
+            with disk.temporary(self._file):
                 self._file.write(np.fromiter(itertools.chain.from_iterable(some), np.int32).tobytes())
                 self._file.flush()
         if self._ends[-1]:

@@ -177,7 +177,7 @@ class Writer:
         columns = [
             pa.array([row.get(name) for row in self._waiting], pa.string()) for name in self._schema.names
         ]
-        with disk.temporary():
+        with disk.temporary(self._file):
             self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         splits = np.array(self._splits)
         for split in set(self._splits):
@@ -189,7 +189,7 @@ class Writer:
     def finish(self, splits: Iterable[Split]) -> dict[Split, Rows]:
         """The rows by split; these splits are there even if they have none."""
         self._flush()
-        with disk.temporary():
+        with disk.temporary(self._file):
             self._stream.close()
             self._file.flush()
         table = pa.ipc.open_stream(pa.memory_map(self._file.name)).read_all()
@@ -216,7 +216,7 @@ def stored(given: Mapping[Role, Mapping[Split, Iterable[Row]]]) -> Corpus:
 def read(file: Path, role: Role, split: Split) -> Rows:
     """The rows of Parquet, which is unpacked for it into a temporary file of Arrow."""
     with pq.ParquetFile(file) as packed, tempfile.NamedTemporaryFile(prefix="rlhf-rows-") as copy:
-        with disk.temporary():
+        with disk.temporary(copy):
             with pa.ipc.new_stream(copy, packed.schema_arrow) as stream:
                 for batch in packed.iter_batches(BATCH):
                     stream.write_batch(batch)

@@ -7,8 +7,9 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from rich.filesize import decimal
 
@@ -49,9 +50,16 @@ def room(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
         raise
 
 
-def temporary() -> AbstractContextManager[None]:
-    """A `room` for a block that writes a temporary file, whose size is not known."""
-    return room(Path(tempfile.gettempdir()), lambda: 0)
+@contextmanager
+def temporary(file: IO[Any]) -> Iterator[None]:
+    """A `room` for a temporary file, which is closed when its disk is full: the report may need that room."""
+    try:
+        with room(Path(tempfile.gettempdir()), lambda: 0):
+            yield
+    except DiskFullError:
+        with suppress(OSError):  # it writes the rest first
+            file.close()
+        raise
 
 
 def is_full(error: BaseException) -> bool:

@@ -29,9 +29,9 @@ from rlhf_tasks.project.imports import call, load_function
 from rlhf_tasks.scoring.protocol import Responses, read_scores
 
 PROMPTS = "prompts"
-ONE = {"responses": "responses", "completions": "responses"}
-TWO = {"a": "a", "b": "b"}
-"""The text that a parameter of this name takes, beside the prompts."""
+ONE = {PROMPTS: PROMPTS, "responses": "responses", "completions": "responses"}
+TWO = {PROMPTS: PROMPTS, "a": "a", "b": "b"}
+"""The text that a parameter of this name takes."""
 
 
 class ColumnsFunction:
@@ -54,64 +54,58 @@ class ColumnsFunction:
         texts: Mapping[str, str] = ONE,
     ) -> None:
         self.name, self._function = f"{key}: function {function}", load_function(function, key, root)
-        self._order = list(dict.fromkeys([PROMPTS, *texts.values()]))
+        self._texts = list(dict.fromkeys(texts.values()))
         try:
             signature = inspect.signature(self._function)
         except (TypeError, ValueError):  # some built-in functions have none
             signature = inspect.signature(lambda *texts: None)
+        meanings = {**texts, **{name: name for name in columns}}
         try:
-            self._by_position, self._by_name = arguments(signature, texts, columns)
+            self._by_position, self._by_name = _arguments(signature, self._texts, columns, meanings)
         except TypeError as error:
-            named = [PROMPTS, " or ".join(texts) if texts is ONE else "a, b", *columns]
             raise UserError(
                 f"{self.name}({', '.join(signature.parameters)}): {error}; a parameter gets what its name "
-                f"says, of {', '.join(named)}. Rename it, give it a default, or keep the column "
+                f"says, of {', '.join(meanings)}. Rename it, give it a default, or keep the column "
                 "(data.columns.keep)"
             ) from None
 
     def __call__(self, *lists: Sequence[str], columns: Columns = NONE) -> Any:
         """What the function returns for the prompts and one list of responses, or two."""
-        values = {**columns, **dict(zip(self._order, lists, strict=True))}
+        values = {**columns, **dict(zip(self._texts, lists, strict=True))}
         named = {name: list(values[what]) for name, what in self._by_name.items() if what in values}
         return call(self.name, self._function, *(list(values[what]) for what in self._by_position), **named)
 
 
-def arguments(
-    signature: Signature, texts: Mapping[str, str], columns: Collection[str]
+def _arguments(
+    signature: Signature, texts: list[str], columns: Collection[str], meanings: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """What a function gets by position, and what by name: lists of texts or kept columns.
+    """What a function gets by position, and what by name; `meanings` are the names that it may use.
 
     Raises:
-        TypeError: if it cannot be called with them.
+        TypeError: if it cannot be called so.
     """
-    order = list(dict.fromkeys([PROMPTS, *texts.values()]))
-    meanings = {PROMPTS: PROMPTS, **texts, **{name: name for name in columns}}
-    parameters = list(signature.parameters.values())
+    parameters = signature.parameters.values()
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     if any(one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL) for one in parameters):
-        for what, one in zip(order, parameters, strict=False):
+        for what, one in zip(texts, parameters, strict=False):
             if one.kind is one.POSITIONAL_OR_KEYWORD and meanings.get(one.name, what) != what:
                 raise TypeError(f"it takes texts by position, where {one.name} would get the {what}")
-        free = [
-            one.name for i, one in enumerate(parameters) if i >= len(order) or one.kind is one.KEYWORD_ONLY
-        ]
-        takes = {name: name for name in columns if takes_all or name in free}
-        signature.bind(*order, **takes)
-        return order, takes
-    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
+        takes = {name: name for name in columns if takes_all or name in [one.name for one in named]}
+        signature.bind(*texts, **takes)
+        return texts, takes
     takes = {one.name: meanings[one.name] for one in named if one.name in meanings}
     left = [one.name for one in named if one.name not in meanings and one.default is one.empty]
-    missing = [what for what in order[1:] if what not in takes.values()]
-    if missing and len(left) == len(missing) + 1 and PROMPTS not in takes:
-        missing.insert(0, PROMPTS)
-    if len(left) > len(missing) or (missing and not left):
-        raise TypeError(f"nothing is left for {', '.join(left)}" if left else f"it takes no {missing[0]}")
+    missing = [what for what in texts if what not in takes.values()]
+    if len(left) < len(missing) and PROMPTS in missing:
+        missing.remove(PROMPTS)
+    if len(left) > len(missing):
+        raise TypeError(f"nothing is left for {', '.join(left)}")
     if len(left) < len(missing):
-        raise TypeError(f"it does not take both {' and '.join(missing)}")
+        raise TypeError(f"it takes no {' and '.join(missing)}")
     takes |= dict(zip(left, missing, strict=True))
     if takes_all:
-        rest = [*columns, *([] if PROMPTS in takes.values() else [PROMPTS])]
-        takes |= {name: name for name in rest if name not in takes}
+        takes |= {name: name for name in (PROMPTS, *columns) if name not in takes.values()}
     return [], takes
 
 

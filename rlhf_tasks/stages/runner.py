@@ -6,7 +6,6 @@ import importlib
 import math
 import os
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 
 from rlhf_tasks import config, console, tracking
@@ -49,7 +48,6 @@ def run(stage: Stage, paths: Paths) -> int:
         stands = f"The last complete snapshot is intact, and the stage resumes from it: {point}"
         lost = "The stage will start from the beginning, because it has no complete snapshot"
         full = disk.DiskFullError(f"{error}. {stands if point else lost}")
-        traceback.clear_frames(error.__traceback__)  # closes temporary files: the report may be on that disk
         failures.report(full)
         raise full from error
     except BaseException as error:

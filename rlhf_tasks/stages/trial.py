@@ -6,6 +6,7 @@ torch here, but in that process where a function is called.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -39,9 +40,9 @@ class Function(NamedTuple):
 
     key: str
     name: str
-    columns: Sequence[str] = ()
-    is_pairwise: bool = False
-    is_called: bool = False
+    columns: Sequence[str]
+    is_pairwise: bool
+    is_called: bool
 
 
 def check(stage: Stage, settings: Config, paths: Paths) -> None:
@@ -51,66 +52,62 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
         UserError: for the first function that cannot be imported, fails, or ends the process.
     """
     values, record = config.in_force(settings), paths.home / "tried.json"
-    tried: Mapping[str, str] = json.loads(record.read_text("utf-8")) if record.exists() else {}
-    functions, new, flat = list[Function](), dict[str, str](), inputs.flatten(values)
+    tried: dict[str, str] = json.loads(record.read_text("utf-8")) if record.exists() else {}
+    functions, flat = list[Function](), inputs.flatten(values)
     for key, name in inputs.functions_named(values):
         if not key.startswith(BEFORE[stage]):
             continue
-        is_pairwise = bool(flat.get(key.removesuffix("function") + "pairwise"))
-        one = Function(key, name, settings.data.columns.keep, is_pairwise)
+        is_pairwise, is_called = bool(flat.get(key.removesuffix("function") + "pairwise")), False
         if settings.launch.try_functions and not key.startswith(NOT_CALLED):
-            module, _, function = name.partition(":")
             try:
-                digest = hashing.json_sha256([*one, inputs.code_of(paths.root, module, function, ())[0]])
+                code, _ = inputs.code_of(paths.root, *name.split(":"), known=())
             except UserError as error:
                 raise UserError(f"{key}: {error}") from None
-            if digest not in tried:
-                new[digest], one = name, one._replace(is_called=True)
-        functions.append(one)
+            digest = hashing.json_sha256([key, name, settings.data.columns.keep, is_pairwise, code])
+            is_called = digest not in tried
+            tried[digest] = name
+        functions.append(Function(key, name, settings.data.columns.keep, is_pairwise, is_called))
     if functions:
-        with console.part(f"{'trying' if new else 'importing'} the functions of params.yaml"):
-            run(functions, paths.root)
-        atomic.write_json(record, {**tried, **new})
+        doing = "trying" if any(one.is_called for one in functions) else "importing"
+        with console.part(f"{doing} the functions of params.yaml"):
+            _run(functions, paths.root)
+        atomic.write_json(record, tried)
 
 
-def run(functions: Sequence[Function], root: Path) -> None:
-    """Import and call functions in a process of their own.
-
-    Raises:
-        UserError: as `check`.
-    """
+def _run(functions: Sequence[Function], root: Path) -> None:
+    """Import and call functions in a process of their own, `_run_here`."""
     with tempfile.TemporaryDirectory() as folder, Path(folder, "errors").open("w+") as errors:
-        result = Path(folder, "result.json")
-        words = [sys.executable, "-P", "-m", __spec__.name, str(root), str(result), json.dumps(functions)]
+        words = [sys.executable, "-P", "-m", __spec__.name, str(root), folder, json.dumps(functions)]
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
         try:
             status = process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and what a function has left running
-        found = json.loads(result.read_text("utf-8")) if result.exists() else {"doing": "Python"}
-        if "failure" in found:
-            raise UserError(found["failure"])
-        if "doing" in found:
+        doing, failure = Path(folder, "doing"), Path(folder, "failure")
+        if not failure.exists():
             errors.seek(0)
             last = "".join(f": {line}" for line in errors.read().splitlines()[-1:])
             how = signal.Signals(-status).name if status < 0 else f"status {status}"
-            raise UserError(f"{found['doing']} ended its process ({how}){last}")
+            what = doing.read_text("utf-8") if doing.exists() else "Python"
+            raise UserError(f"{what} ended its process ({how}){last}")
+        if message := failure.read_text("utf-8"):
+            raise UserError(message)
 
 
-def _run_here(root: Path, result: Path, functions: Sequence[Function]) -> None:
-    """The program of that process; `result` has what it does, why it failed, or at the end nothing."""
-    found = {}
+def _run_here(root: Path, folder: Path, functions: Sequence[Function]) -> None:
+    """The program of that process: `folder` has what it does, and at its end why it failed, or an empty text."""
+    doing, failure = folder / "doing", ""
     try:
         for one in functions:
-            atomic.write_json(result, {"doing": f"{one.key}: importing {one.name}"})
+            doing.write_text(f"{one.key}: importing {one.name}", "utf-8")
             load_function(one.name, one.key, root)
             if one.is_called:
-                atomic.write_json(result, {"doing": f"{one.key}: a call of {one.name}"})
+                doing.write_text(f"{one.key}: a call of {one.name}", "utf-8")
                 _call(one, root)
     except UserError as error:
-        found = {"failure": str(error)}
-    atomic.write_json(result, found)
+        failure = str(error)
+    (folder / "failure").write_text(failure, "utf-8")
     os._exit(0)  # whatever a function has left running
 
 
@@ -123,8 +120,7 @@ def _call(function: Function, root: Path) -> None:
     from rlhf_tasks.scoring.function import FunctionScorer
     from rlhf_tasks.scoring.protocol import Responses
 
-    table = read_table(Paths(root), "prompts", "train")
-    rows = [table[i] for i in range(min(NUM_ROWS, len(table)))]
+    rows = list(itertools.islice(read_table(Paths(root), "prompts", "train"), NUM_ROWS))
     prompts, kept = [row["prompt"] for row in rows], columns.of_rows(rows)
     responses = [row["reference"] or row["prompt"] for row in rows]
     where = function.name, function.key, root, function.columns

@@ -239,14 +239,14 @@ def test_a_pairwise_judge_gets_prompts_and_both_responses_in_the_same_way(
         ("p, /", ONE, "too many positional arguments"),
         ("p, r, /, label", ONE, "missing a required argument: 'label'"),
         ("prompts, a", TWO, "it takes no b"),
-        ("prompts, x", TWO, "it does not take both a and b"),
+        ("prompts, x", TWO, "it takes no a and b"),
         ("x, y, z, label", TWO, "nothing is left for x, y, z, label"),
     ],
 )
 def test_what_cannot_be_called_so_is_refused_with_the_names_there_are(
     tmp_path: Path, signature: str, texts: Mapping[str, str], why: str
 ) -> None:
-    names = r"prompts, (responses or completions|a, b), answer, tests\."
+    names = r"prompts, (responses, completions|a, b), answer, tests\."
     with pytest.raises(UserError, match=f"^ppo.scorers: function .*: {re.escape(why)}; .* of {names}"):
         made(tmp_path, signature, texts)
 

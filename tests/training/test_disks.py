@@ -127,10 +127,11 @@ def test_a_record_that_does_not_fit_is_the_same_message(little: Path) -> None:
 def test_a_full_disk_of_temporary_files_is_named_with_tmpdir(
     what: str, project: Path, little: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DVC's cache is elsewhere."""
+    """DVC's cache is elsewhere; the report, a temporary file too, has room again."""
     texts = pa.array([f"{i} {'word ' * 100}" for i in range(9000)])
     pq.write_table(pa.table({"prompt": texts, "completion": texts}), "rows.parquet")
     monkeypatch.setattr(tempfile, "tempdir", str(little))
+    monkeypatch.setenv(failures.FAILURE, str(little / "failure.json"))
     one = {"prompt": "word " * 100, "completion": "", "source": "a:1"}
     write: dict[str, Callable[[], object]] = {
         "rows to write": lambda: rows.stored({"sft": {"train": [one] * 9000}}),
@@ -139,23 +140,22 @@ def test_a_full_disk_of_temporary_files_is_named_with_tmpdir(
     }
     with pytest.raises(disk.DiskFullError) as error:
         write[what]()
+    failures.report(error.value)
     assert f"the disk of {little} is full: " in str(error.value)
     assert "set TMPDIR to a folder on a larger disk" in str(error.value)
     assert "dvc" not in str(error.value)
+    assert failures.reported() is not None
 
 
 @pytest.mark.e2e
 def test_a_stage_whose_tmpdir_is_on_a_small_disk_ends_with_one_message(
     trained: Path, tmp_path: Path, little: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report, a temporary file too, has room again."""
     monkeypatch.setenv("TMPDIR", str(little))
-    monkeypatch.setenv(failures.FAILURE, str(little / "failure.json"))
     folder = workspace(trained, tmp_path / "project", **{"data.source": "synthetic"})
     message = refusal(start("prepare", folder))
     assert message.startswith(f"rlhf: the disk of {little} is full: ")
     assert "set TMPDIR" in message
-    assert failures.reported() is not None
 
 
 # ------------------------------------------------------------------------------- whole programs
