@@ -20,8 +20,6 @@ BATCH_SETTINGS = {
     "floor_scale": "scales its attention by the column of a token, padding included",  # Llama 4
 }
 """Settings of families, above which a row's numbers depend on its padding, and why."""
-ROLLOUT = "the longest prompt and ppo.response_length together"
-REMEDY = "lower data.max_prompt_tokens, data.max_completion_tokens or ppo.response_length"
 
 
 def of_scratch(longest_prompt: int) -> int:
@@ -55,39 +53,33 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return getattr(text, name, None)
 
 
-def check_table(config: PretrainedConfig, longest: int, subject: str, rows: str) -> str | None:
-    """Check that a model has a position for every token of `rows`, which reach `longest` tokens.
+def check(config: PretrainedConfig, rollout: int, subject: str, data: int = 0) -> str | None:
+    """Check that a model has positions for rollouts and rows of the data, of at most so many tokens.
 
-    Returns a warning for a model that computes further positions, on which it was not trained.
+    And that it gives a rollout what it gives it alone. Returns a warning for a model that computes further
+    positions, on which it was not trained.
 
     Raises:
-        UserError: for a model that has no further positions.
+        UserError: if it has no further positions, or its numbers depend on the other rows of a batch.
     """
-    most = max_positions(config)
+    for bound, cause in _batch_bounds(config):
+        if rollout > bound:
+            raise UserError(
+                f"{subject} {cause} as soon as one row exceeds {bound} tokens, and prompt plus response "
+                f"reach {rollout}: a row's log-probs would depend on the other rows; lower "
+                f"data.max_prompt_tokens or ppo.response_length so that they stay within {bound}"
+            )
+    most, longest = max_positions(config), max(rollout, data)
     if most is None or most < 1 or longest <= most:  # XLNet declares -1
         return None
     family = config.get_text_config(decoder=True).model_type
-    text = f"{subject} ({family}) has {most} positions, and {rows} reach {longest} tokens"
+    rows = "the longest rows" if data > rollout else "the longest prompt and ppo.response_length together"
+    text = f"{subject} ({family}) has {most} positions, and {rows} reach {longest} tokens: it"
+    remedy = "lower data.max_prompt_tokens, data.max_completion_tokens or ppo.response_length"
     if family in TABLES:
         instead = "use a model with more positions, or of a family that computes them, such as llama or qwen2"
-        raise UserError(f"{text}: it has no row for a later position; {REMEDY}, or {instead}")
-    return f"Warning: {text}: it was not trained on later positions, and may write nonsense there; {REMEDY}"
-
-
-def check_positions(config: PretrainedConfig, longest: int, subject: str) -> None:
-    """Check that a model computes rows of `longest` tokens, and gives each what it gives it alone.
-
-    Raises:
-        UserError: if it has too few positions, or its numbers depend on the other rows of a batch.
-    """
-    check_table(config, longest, subject, ROLLOUT)
-    for bound, cause in _batch_bounds(config):
-        if longest > bound:
-            raise UserError(
-                f"{subject} {cause} as soon as one row exceeds {bound} tokens, and prompt plus response "
-                f"reach {longest}: a row's log-probs would depend on the other rows; lower "
-                f"data.max_prompt_tokens or ppo.response_length so that they stay within {bound}"
-            )
+        raise UserError(f"{text} has no row for a later position; {remedy}, or {instead}")
+    return f"Warning: {text} was not trained on later positions, and may write nonsense there; {remedy}"
 
 
 def longest_independent_row(config: PretrainedConfig) -> int | None:

@@ -137,7 +137,7 @@ def check_models(
     """
     policy, critic = actor_critic.policy, actor_critic.critic
     longest, pad = max(map(len, prompts)) + settings.response_length, tokenizer.pad_token_id
-    positions.check_positions(policy.config, longest, "models/sft")
+    positions.check(policy.config, longest, "models/sft")
     queries = checks.pick_prompts(prompts)
     saves = dist.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
     if (checked := dist.to_check(policy)) is not None:
@@ -154,7 +154,7 @@ def check_models(
     rows = checks.add_responses(queries, settings.response_length)
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
-            positions.check_positions(model.model.config, longest, name)
+            positions.check(model.model.config, longest, name)
             if (scores := dist.to_check(model)) is not None:
                 checks.require(checks.check_scores(scores, rows, pad=pad), name)
             del scores

@@ -109,11 +109,9 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     # Unknown tokens in demonstrations that did not train the tokenizer.
     held_out: Corpus = {"sft": {split: kept["sft"][split] for split in HELD_OUT}}
     metrics["tokens/unknown"] = tokenizer.unknown_share(words, _texts(held_out))
-    warning = _check_positions(config, kept, lengths)
+    _check_positions(config, kept, lengths)
     _write(paths, kept, words, problems)
     _say(paths, data.source, kept, metrics, problems)
-    if warning:
-        console.say(warning)
     if weights:
         _say_mixture(full, kept, weights)
     for role in ROLES:
@@ -267,32 +265,28 @@ def _measure(
     return metrics
 
 
-def _check_positions(config: PrepareView, corpus: Corpus, lengths: Mapping[Role, Lengths]) -> str | None:
-    """Check that the base model has positions for these rows and for PPO's; a warning where it computes them.
+def _check_positions(config: PrepareView, corpus: Corpus, lengths: Mapping[Role, Lengths]) -> None:
+    """Check that the base model has positions for these rows and for PPO's; warn where it computes them.
 
     Raises:
         UserError: naming the longest row, and how many positions there are.
     """
 
-    def tokens(role: Role, splits: Sequence[Split] = SPLITS) -> Any:
-        """(N, K), of rows that may have been derived from another role's; a row of zeros before them."""
+    def longest(role: Role, splits: Sequence[Split] = SPLITS) -> tuple[int, int]:
+        """The tokens of the longest prompt and of the longest row, maybe derived from another role's."""
         measured = next(one for one in DERIVED[DERIVED.index(role) :] if one in lengths)
-        found = lengths[measured].tokens
-        numbers = np.concatenate([corpus[role][split].numbers for split in splits])
-        return np.concatenate([np.zeros_like(found[:1]), found[numbers]])
+        tokens = lengths[measured].tokens[np.concatenate([corpus[role][split].numbers for split in splits])]
+        prompts, answers = tokens[:, 0], tokens[:, 1:].max(axis=1)
+        return int(prompts.max(initial=0)), int((prompts + answers).max(initial=0))
 
     roles = [role for role in ROLES if any(map(len, corpus[role].values()))]
-    taught = [tokens(role, ("train", "validation")) for role in roles if role != "prompts"]
-    longest_prompt = max((int(found[:, 0].max()) for found in taught), default=1)
-    model = positions.read_config(config.model, longest_prompt)
-    if model is None:
-        return None
-    name = "model.scratch" if config.model.scratch is not None else f"model.base={config.model.base}"
-    rollout = int(tokens("prompts")[:, 0].max()) + config.response_length
-    positions.check_positions(model, rollout, name)
-    rows = max(int((found[:, 0] + found[:, 1:].max(axis=1)).max()) for found in map(tokens, roles))
-    what = positions.ROLLOUT if rollout >= rows else "the longest rows"
-    return positions.check_table(model, max(rollout, rows), name, what)
+    taught = [longest(role, ("train", "validation"))[0] for role in roles if role != "prompts"]
+    model = positions.read_config(config.model, max(taught, default=1))
+    if model is not None:
+        name = "model.scratch" if config.model.scratch is not None else f"model.base={config.model.base}"
+        rollout = longest("prompts")[0] + config.response_length
+        if warning := positions.check(model, rollout, name, max(longest(role)[1] for role in roles)):
+            console.say(warning)
 
 
 def _say(paths: Paths, source: str, corpus: Corpus, metrics: Mapping[str, float], problems: Problems) -> None:

@@ -96,7 +96,7 @@ def _run(functions: Sequence[Function], root: Path) -> None:
 
 
 def _run_here(root: Path, folder: Path, functions: Sequence[Function]) -> None:
-    """The program of that process: `folder` has what it does, and at its end why it failed, or an empty text."""
+    """The program of that process: `folder` has what it does, and at its end why it failed, or nothing."""
     doing, failure = folder / "doing", ""
     try:
         for one in functions:
