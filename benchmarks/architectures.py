@@ -102,18 +102,16 @@ def outcome(family: str) -> Outcome:
         model = families.causal(family)
     except Exception as error:  # a family can refuse its small config in any way
         return Outcome(family, UNTRIED, note=_first_line(error))
-    rows = checks.random_rows(model.config)
-    results = checks.check_policy(model, rows.queries, pad=0)
+    queries, notes = checks.random_rows(model.config).queries, list[str]()
+    results = checks.check_policy(model, queries, pad=0)
     failed = [result for result in results if not result.passed]
     own = model.config.get_text_config(decoder=True)
     limits = [name for name in positions.BATCH_SETTINGS if getattr(own, name, None) is not None]
     if failed and limits:
-        whole = families.causal(family, **dict.fromkeys(limits, checks.LONGEST + checks.NUM_NEW))
-        results = checks.check_policy(whole, rows.queries, pad=0)
-        if all(result.passed for result in results):
-            note = f"rows longer than its {', '.join(limits)} are refused, where {_brief(failed[0])}"
-            fault = _wrong_with_lora(whole)
-            return Outcome(family, NOTED, _largest(results), f"{note}; {fault}" if fault else note)
+        notes.append(f"rows longer than its {', '.join(limits)} are refused, where {_brief(failed[0])}")
+        model = families.causal(family, **dict.fromkeys(limits, checks.LONGEST + checks.NUM_NEW))
+        results = checks.check_policy(model, queries, pad=0)
+        failed = [result for result in results if not result.passed]
     if failed:
         return Outcome(family, REFUSED, _largest(results), _brief(failed[0]))
     with tempfile.TemporaryDirectory() as folder:
@@ -127,9 +125,9 @@ def outcome(family: str) -> Outcome:
     wrong = [result for result in of_scores if not result.passed]
     if wrong:
         return Outcome(family, NOTED, _largest(results), f"as a reward model: {_brief(wrong[0])}")
-    if note := _wrong_with_lora(model):
-        return Outcome(family, NOTED, _largest(results), note)
-    return Outcome(family, RIGHT, _largest(results))
+    if fault := _wrong_with_lora(model):
+        notes.append(fault)
+    return Outcome(family, NOTED if notes else RIGHT, _largest(results), "; ".join(notes))
 
 
 def _wrong_with_lora(model: PreTrainedModel) -> str:

@@ -102,14 +102,14 @@ def _meaning(relative: Path) -> tuple[Role | None, Split]:
 
 _PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz", ".lz4": "lz4"}
 """Compressions by suffix."""
-_BEGIN = {
-    "gzip": b"\x1f\x8b",
-    "bz2": b"BZh",
-    "zstd": b"\x28\xb5/\xfd",
-    "xz": b"\xfd7zXZ",
+_BEGIN = {"gzip": b"\x1f\x8b", "bz2": b"BZh", "zstd": b"\x28\xb5/\xfd", "xz": b"\xfd7zXZ"}
+_BEGIN |= {
     "lz4": b"\4\x22M\x18",
+    "ZIP": b"PK\3\4",
+    "7z": b"7z\xbc\xaf",
+    "RAR": b"Rar!",
+    "compress": b"\x1f\x9d",
 }
-_BEGIN |= {"ZIP": b"PK\3\4", "7z": b"7z\xbc\xaf", "RAR": b"Rar!", "compress": b"\x1f\x9d"}
 """Compressions by the first bytes of a file, whatever its name."""
 _ABOUT = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files in which `datasets` describes the others."""

@@ -59,12 +59,7 @@ def fill_splits(given: Corpus, *, seed: int, sizes: Mapping[Split, int]) -> Corp
     `sizes` are prompts per split, at most a quarter of the role's prompts. The evaluated role is split
     first. It holds out no prompt that another role trains on and cannot move. The other roles then hold
     out the same prompts, and where possible add prompts that the evaluated role does not train on.
-    A split that was given without rows, such as an empty file, is one that a role lacks.
     """
-    given = {
-        role: {split: rows for split, rows in tables.items() if len(rows) or split == "train"} or tables
-        for role, tables in given.items()
-    }
     judged = evaluated_role(given)
     ranks = {
         role: {split: ranks_of(rows, seed) for split, rows in tables.items()}

@@ -58,7 +58,7 @@ def build(
                 return LengthPenalty(one.max_tokens, one.buffer, tokenizer)
             case config.VerifierScorer():
                 return Verifier(one.checks, one.format)
-        return score_zero
+        return lambda rows: torch.zeros(len(rows))  # it runs the pipeline with nothing to learn
 
     parts = [
         Part(name, 0.0 if isinstance(one, config.DummyScorer) else one.weight, make(one))
@@ -127,8 +127,3 @@ class LengthPenalty:
 def score_gold(rows: Responses) -> Tensor:
     """(B,) float64: the synthetic task's own score, which knows the facts of every post."""
     return torch.tensor(synthetic.gold_scores(rows.prompts, rows.texts), dtype=torch.float64)
-
-
-def score_zero(rows: Responses) -> Tensor:
-    """Zero for every response: it runs the pipeline with nothing to learn."""
-    return torch.zeros(len(rows))

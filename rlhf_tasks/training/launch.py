@@ -32,16 +32,12 @@ from rlhf_tasks.training import failures, signals
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
 MACHINES = "RLHF_MACHINES"  # the number of machines that a cluster's job has
-OF_WORKER = {
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-}
-OF_WORKERS = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
-"""Variables by which torch makes a process one of the workers: their names, and how others' names begin."""
 RANKS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_(LOCAL_)?(RANK|SIZE)"
 )
-"""Variables by which a cluster's shell may number processes, and libraries know a group."""
+"""Variables that number the processes of a group. A cluster's shell may have some."""
+OF_WORKERS = ("ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+"""How the others begin by which torch makes a process one of the workers."""
 STOPPING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
 """The seconds in which stopped workers may save their snapshot, before torch kills them; its default is 30. A
 service or a cluster that stopped them kills them after its own time."""
@@ -110,7 +106,7 @@ def without_worker(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name not in OF_WORKER and not name.startswith(OF_WORKERS)
+        if not RANKS.fullmatch(name) and not name.startswith(OF_WORKERS)
     }
 
 
