@@ -247,21 +247,11 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(family: Family, tmp_p
     assert [f.name for f in (tmp_path / "merged").iterdir() if "adapter" in f.name] == []
 
 
-def test_a_mixture_of_experts_is_adapted_outside_its_experts_and_merged(tmp_path: Path) -> None:
-    model = add_active_lora(small.other("olmoe"))
-    names = trained_names(model)
-    assert {name.split(".")[3] for name in names} == {"self_attn"}
-    assert len(names) == 2 * 2 * 4
-    loaded = load_causal(save(merge_adapter(model), tmp_path / "merged"))
-    torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(logits_of(model), logits_of(small.other("olmoe")), atol=1e-2)
-
-
 WITHOUT: dict[str, str] = {
     "mamba": "dt_proj", "falcon_mamba": "dt_proj", "mamba2": "conv1d", "falcon_h1": "conv1d",
     "nemotron_h": "conv1d", "jamba": "dt_proj", "llama4_text": "router", "phimoe": "router",
     "axk2": "indexer", "gemma3n_text": "-", "deepseek_v3": "experts.gate_up_proj",
-    "qwen3_next": "experts.gate_up_proj",
+    "qwen3_next": "experts.gate_up_proj", "olmoe": "mlp",
 }  # fmt: skip
 """Families, and a part that gets no adapter: it could not learn, or not be merged."""
 

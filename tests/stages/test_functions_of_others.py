@@ -70,14 +70,26 @@ def score(prompts, responses):
 
 
 @pytest.fixture
-def ppo(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Runs `rlhf ppo` with the function `score` of this code; gives what it printed."""
+def project_with(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a project whose reward, or another function, is `stranger:score` of this code."""
     monkeypatch.setenv("RLHF_STATE_DIR", "state")
     (models_here / "dvc.yaml").write_bytes((small.ROOT / "dvc.yaml").read_bytes())
+    few = {"tracking.enabled": False, "ppo.total_episodes": 16, "ppo.rollout_batch_size": 8}
+
+    def write(code: str, **changes: Any) -> None:
+        Path("stranger.py").write_text(code, encoding="utf-8")
+        values = {**SETTINGS, **small.WITHOUT_REWARD, **few, "ppo.scorers": [REWARD], **changes}
+        YAML().dump(small.params(values), Path("params.yaml"))
+
+    return write
+
+
+@pytest.fixture
+def ppo(project_with: Callable[..., None]) -> Callable[[str], str]:
+    """Runs `rlhf ppo` with the function `score` of this code; gives what it printed."""
 
     def run(code: str) -> str:
-        Path("stranger.py").write_text(code, encoding="utf-8")
-        set_params({"ppo.scorers": [REWARD]})
+        project_with(code)
         done = subprocess.run(
             [sys.executable, "-m", "rlhf_tasks.cli", "ppo"],
             capture_output=True,
@@ -92,11 +104,6 @@ def ppo(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
         return said
 
     return run
-
-
-def set_params(changes: dict[str, Any]) -> None:
-    few = {"tracking.enabled": False, "ppo.total_episodes": 16, "ppo.rollout_batch_size": 8}
-    YAML().dump(small.params({**SETTINGS, **small.WITHOUT_REWARD, **few, **changes}), Path("params.yaml"))
 
 
 @pytest.mark.e2e
@@ -207,19 +214,6 @@ def test_a_function_that_fails_is_found_before_anything_trains(
     assert re.search(why, rlhf("sft", status=2).err)
 
 
-@pytest.fixture
-def project_with(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes a project whose reward, or another function, is `stranger:score` of this code."""
-    monkeypatch.setenv("RLHF_STATE_DIR", "state")
-    (models_here / "dvc.yaml").write_bytes((small.ROOT / "dvc.yaml").read_bytes())
-
-    def write(code: str, **changes: Any) -> None:
-        Path("stranger.py").write_text(code, encoding="utf-8")
-        set_params({"ppo.scorers": [REWARD]} | changes)
-
-    return write
-
-
 def test_judges_and_labels_are_tried_too(project_with: Callable[..., None], rlhf: Command) -> None:
     code = "def score(prompts, a, b):\n    return {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}"
     judge = {"kind": "function", "name": "mine", "function": "stranger:score", "pairwise": True}
@@ -268,7 +262,6 @@ def test_a_reader_that_ends_the_interpreter_gets_a_message(
             "data.source": "files",
             "data.path": "rows.jsonl",
             "data.format": "stranger:score",
-            "ppo.scorers": [REWARD],
             "judge.judges": [{"kind": "function", "name": "mine", "function": "stranger:score"}],
         },
     )
