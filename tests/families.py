@@ -41,22 +41,17 @@ SIZES: Mapping[str, Any] = {
 LATENT: Mapping[str, Any] = {"head_dim": 4, "num_key_value_heads": 4}
 """Multi-head latent attention has one key and value head for each query head, and rotates this much of it."""
 
+SLIDING: Mapping[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
-    "dots1": {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    "laguna": {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "mellum": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    **dict.fromkeys(("dots1", "gemma3_text", "laguna", "mellum"), SLIDING),
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "gemma3n_text": {
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
+    "gemma3n_text": {"num_kv_shared_layers": 2, **SLIDING},
     "gemma4_text": {
         "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **SLIDING,
         "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 8,
     },
@@ -68,6 +63,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "bailing_hybrid": {"layer_group_size": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "minimax": {"block_size": 4},

@@ -128,7 +128,7 @@ def check_model(
     failed = [result for result in results if not result.passed]
     for result in failed:
         console.say(str(result))
-    bound = positions.longest_independent_row(load_config(source, revision or None))
+    bound = min(positions.batch_bounds(load_config(source, revision or None)), default=None)
     if bound is not None:
         console.say(
             f"above {bound} tokens of prompt plus response, a row's log-probs depend on the other rows; "

@@ -365,23 +365,19 @@ def _without_end(where: str, fault: str) -> UserError:
     )
 
 
-def _read_parquet(file: Path, name: str, problems: Problems) -> Iterator[Line]:
+def _read_arrow(file: Path, name: str, problems: Problems, form: str = "Arrow") -> Iterator[Line]:
+    """Parquet, or Arrow: a stream, as `datasets.save_to_disk` writes it, or a file."""
     try:
         with _mapped(file, name) as mapped:
-            yield from _of_arrow(pq.ParquetFile(mapped).iter_batches(BATCH), name, problems)
+            if form == "Parquet":
+                batches = pq.ParquetFile(mapped).iter_batches(BATCH)
+            else:
+                is_file = mapped.read_at(6, 0) == b"ARROW1"
+                opened = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+                batches = opened.read_all().to_batches(BATCH)
+            yield from _of_arrow(batches, name, problems)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{name} is not readable as Parquet: {error}; write the file again") from None
-
-
-def _read_arrow(file: Path, name: str, problems: Problems) -> Iterator[Line]:
-    """A stream, as `datasets.save_to_disk` writes it, or a file of Arrow."""
-    try:
-        with _mapped(file, name) as mapped:
-            is_file = mapped.read_at(6, 0) == b"ARROW1"
-            opened = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
-            yield from _of_arrow(opened.read_all().to_batches(BATCH), name, problems)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{name} is not readable as Arrow: {error}; write the file again") from None
+        raise UserError(f"{name} is not readable as {form}: {error}; write the file again") from None
 
 
 def _of_arrow(batches: Iterable[pa.RecordBatch], name: str, problems: Problems) -> Iterator[Line]:
@@ -497,7 +493,7 @@ _READERS: Mapping[str, Reader] = {
     ".jsonl": _read_json,
     ".ndjson": _read_json,
     ".json": _read_json,
-    ".parquet": _read_parquet,
+    ".parquet": partial(_read_arrow, form="Parquet"),
     ".arrow": _read_arrow,
     ".csv": _read_csv,
     ".tsv": partial(_read_csv, separator="\t"),

@@ -62,7 +62,7 @@ def check(config: PretrainedConfig, rollout: int, subject: str, data: int = 0) -
     Raises:
         UserError: if it has no further positions, or its numbers depend on the other rows of a batch.
     """
-    for bound, cause in _batch_bounds(config):
+    for bound, cause in batch_bounds(config).items():
         if rollout > bound:
             raise UserError(
                 f"{subject} {cause} as soon as one row exceeds {bound} tokens, and prompt plus response "
@@ -82,24 +82,20 @@ def check(config: PretrainedConfig, rollout: int, subject: str, data: int = 0) -
     return f"Warning: {text} was not trained on later positions, and may write nonsense there; {remedy}"
 
 
-def longest_independent_row(config: PretrainedConfig) -> int | None:
-    """The length above which a row's numbers depend on the rest of its batch; None if they never do."""
-    return min((bound for bound, _ in _batch_bounds(config)), default=None)
+def batch_bounds(config: PretrainedConfig) -> dict[int, str]:
+    """The lengths above which a row's numbers depend on the rest of its batch, and why.
 
-
-def _batch_bounds(config: PretrainedConfig) -> list[tuple[int, str]]:
-    """Such lengths, and why: those of BATCH_SETTINGS, and the rope types `dynamic` and `longrope`."""
+    They are those of BATCH_SETTINGS, and of the rope types `dynamic` and `longrope`.
+    """
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
-    name = "original_max_position_embeddings"
-    bounds = [
-        (
-            int(part.get(name) or getattr(text, name, None) or text.max_position_embeddings),
-            "rescales its rotary positions for a whole batch",
-        )
-        for part in (rope, *rope.values())  # one, or one for each type of layer
-        if isinstance(part, dict) and part.get("rope_type") in ("dynamic", "longrope")
-    ]
-    found = {setting: getattr(text, setting, None) for setting in BATCH_SETTINGS}
-    bounds += [(int(most), BATCH_SETTINGS[setting]) for setting, most in found.items() if most is not None]
+    bounds = dict[int, str]()
+    for part in (rope, *rope.values()):  # one, or one for each type of layer
+        if isinstance(part, dict) and part.get("rope_type") in ("dynamic", "longrope"):
+            name = "original_max_position_embeddings"
+            bound = part.get(name) or getattr(text, name, None) or text.max_position_embeddings
+            bounds[int(bound)] = "rescales its rotary positions for a whole batch"
+    for setting, cause in BATCH_SETTINGS.items():
+        if (bound := getattr(text, setting, None)) is not None:
+            bounds[int(bound)] = cause
     return bounds

@@ -104,6 +104,6 @@ def load_foreign(
     del checked
     placement.put(model)
     settings = model.model.config
-    bounds = positions.max_positions(settings), positions.longest_independent_row(settings)
+    bounds = positions.max_positions(settings), *positions.batch_bounds(settings)
     longest = min((bound for bound in bounds if bound is not None), default=None)
     return RewardModel(model, own, max_tokens, placement, Retokenizer(own, policy, folder, longest))
