@@ -86,19 +86,22 @@ def _arguments(
     """
     parameters = signature.parameters.values()
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     if any(one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL) for one in parameters):
         for what, one in zip(texts, parameters, strict=False):
             if one.kind is one.POSITIONAL_OR_KEYWORD and meanings.get(one.name, what) != what:
                 raise TypeError(f"it takes texts by position, where {one.name} would get the {what}")
-        takes = {name: name for name in columns if takes_all or name in [one.name for one in named]}
+        free = [
+            one.name for i, one in enumerate(parameters) if i >= len(texts) or one.kind is one.KEYWORD_ONLY
+        ]
+        takes = {name: name for name in columns if takes_all or name in free}
         signature.bind(*texts, **takes)
         return texts, takes
+    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
     takes = {one.name: meanings[one.name] for one in named if one.name in meanings}
     left = [one.name for one in named if one.name not in meanings and one.default is one.empty]
-    missing = [what for what in texts if what not in takes.values()]
-    if len(left) < len(missing) and PROMPTS in missing:
-        missing.remove(PROMPTS)
+    missing = [what for what in texts[1:] if what not in takes.values()]
+    if missing and len(left) == len(missing) + 1 and PROMPTS not in takes:
+        missing.insert(0, PROMPTS)
     if len(left) > len(missing):
         raise TypeError(f"nothing is left for {', '.join(left)}")
     if len(left) < len(missing):

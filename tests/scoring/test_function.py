@@ -232,6 +232,7 @@ def test_a_pairwise_judge_gets_prompts_and_both_responses_in_the_same_way(
         ("**rest", ONE, "it takes no responses"),
         ("", ONE, "it takes no responses"),
         ("prompts, completions, completion_ids", ONE, "nothing is left for completion_ids"),
+        ("completions, completion_ids, **rest", ONE, "nothing is left for completion_ids"),
         ("prompts, responses, *, label, answer", ONE, "nothing is left for label"),
         ("prompts, x, y", ONE, "nothing is left for x, y"),
         ("x, y, z", ONE, "nothing is left for x, y, z"),
