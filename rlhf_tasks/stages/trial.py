@@ -69,8 +69,7 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
             tried[digest] = name
         functions.append(Function(key, name, settings.data.columns.keep, is_pairwise, is_called))
     if functions:
-        doing = "trying" if any(one.is_called for one in functions) else "importing"
-        with console.part(f"{doing} the functions of params.yaml"):
+        with console.part("trying the functions of params.yaml"):
             _run(functions, paths.root)
         atomic.write_json(record, tried)
 
