@@ -148,8 +148,8 @@ def _repro(paths: Paths, name: str) -> int:
         return 128 + stopped
     if status and report is None:  # DVC is quiet
         who = f"stage {stage}" if stage else "DVC, or a stage of dvc.yaml that is not of rlhf,"
-        why = f"as when it was killed (SIGKILL): {failures.OUT_OF_MEMORY}"
-        print(f"rlhf: {who} ended without a reason, {why}; `dvc repro` shows more", file=sys.stderr)
+        why = f"it crashed, or was killed (SIGKILL): {failures.OUT_OF_MEMORY}"
+        print(f"rlhf: {who} ended without a word: {why}; `dvc repro` shows the status", file=sys.stderr)
     if status:
         return 2 if report is not None and report["kind"] == "user" else 1
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,10 @@ def check(root: Path) -> None:
     Raises:
         UserError: if it does not, or for the reasons of `cache`.
     """
-    if not _config(root)[1]["core"].get("no_scm") and not git.quiet_output(root, "rev-parse", "--git-dir"):
+    has_git = shutil.which("git") is None or git.quiet_output(
+        root, "rev-parse", "--git-dir"
+    )  # DVC has its own
+    if not has_git and not _config(root)[1]["core"].get("no_scm"):
         raise UserError(
             f"{root.resolve()} is in no git repository, which DVC needs (an archive has none): {git.BEGIN}; "
             "or `dvc config core.no_scm true`, and no run can name its commit"

@@ -21,7 +21,6 @@ import psutil
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 
-INFERENCE = "torch's inference mode"
 loaded: set[str] = set()
 """The functions that this process has loaded."""
 _said: set[tuple[str, str]] = set()
@@ -50,7 +49,7 @@ def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """What a function of the user's returns; `name` is its name in messages.
 
     Raises:
@@ -72,6 +71,8 @@ def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object
     yield "the working folder", psutil.Process().cwd, os.chdir  # which may be deleted
     for one in ("stdout", "stderr"):
         yield f"sys.{one}", partial(getattr, sys, one), partial(setattr, sys, one)
+    timer = signal.ITIMER_REAL
+    yield "the alarm", lambda: signal.getitimer(timer)[0] > 0, lambda _: signal.setitimer(timer, 0)
     if threading.current_thread() is threading.main_thread():  # only there signals have handlers
         for number in (signal.SIGINT, signal.SIGTERM):
             read, write = partial(signal.getsignal, number), partial(signal.signal, number)
@@ -79,7 +80,7 @@ def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object
         yield "the wakeup descriptor of signals", _wakeup_descriptor, _set_wakeup_descriptor
     if (torch := sys.modules.get("torch")) is None:
         return
-    yield INFERENCE, torch.is_inference_mode_enabled, lambda _: None
+    yield "torch's inference mode", torch.is_inference_mode_enabled, lambda _: None
     yield "torch's default device", torch.get_default_device, lambda _: torch.set_default_device(None)
     for what, reads, sets in (
         ("gradients", "is_grad_enabled", "set_grad_enabled"),
@@ -110,13 +111,14 @@ def unchanged(name: str) -> Iterator[None]:
     finally:
         if os.getpid() != process:
             error = sys.exc_info()[1]
-            os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+            code = error.code if isinstance(error, SystemExit) else 1
+            os._exit(code if isinstance(code, int) else int(code is not None))
         for what, read, write, value in before:
             if read() == value:
                 continue
             write(value)
-            if what == INFERENCE:
-                raise UserError(f"{name} leaves {what} on, so that nothing can be trained; use a block")
+            if read() != value:
+                raise UserError(f"{name} leaves {what} changed, which cannot be put back; use a `with` block")
             if (name, what) not in _said:
                 _said.add((name, what))
                 console.say(f"{name} changed {what} of the whole process, which is put back")

@@ -40,14 +40,16 @@ class Paths:
         Raises:
             UserError: if a `?` is in the path, which ends it in the address of a database.
         """
-        root = self.root.resolve()
-        if "?" in str(root):
-            raise UserError(f"{root}: no database of MLflow or Prefect can be in a path with '?'; rename it")
+        root = folder = self.root.resolve()
         words = ("rev-parse", "--path-format=absolute", "--git-common-dir", "--show-toplevel")
         common, _, top = git.quiet_output(root, *words).partition("\n")
-        if Path(common).name != ".git":
-            return root / ".rlhf"
-        return Path(common).parent / root.relative_to(Path(top).resolve()) / ".rlhf"
+        if Path(common).name == ".git":
+            folder = Path(common).parent / root.relative_to(Path(top).resolve())
+        if "?" in str(folder):
+            raise UserError(
+                f"{folder}: no database of MLflow or Prefect can be in a path with '?'; rename it"
+            )
+        return folder / ".rlhf"
 
     # ------------------------------------------------------------------------------------ data
 

@@ -7,16 +7,16 @@ A function gets lists of texts by the names of its parameters:
     a column that is kept       its values
     **anything                  the kept columns that no parameter names, and `prompts` if none takes them
 
-Where no parameter has the name of a text that must be given, the parameters without default that are left
-take it, in the order prompts, responses (or a, b); the prompts may be missing. Parameters that have no names
-for a caller (`*args`, `x, /`, functions of C) get the texts by position.
+The singular names mean the same. Where no parameter has the name of a text that must be given, the parameters
+without default that are left take it, in the order prompts, responses (or a, b); the prompts may be missing.
+Parameters that have no names for a caller (`*args`, `x, /`, functions of C) get the texts by position.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
-from inspect import Signature
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from rlhf_tasks.project.imports import call, load_function
 from rlhf_tasks.scoring.protocol import Responses, read_scores
 
 PROMPTS = "prompts"
-ONE = {PROMPTS: PROMPTS, "responses": "responses", "completions": "responses"}
-TWO = {PROMPTS: PROMPTS, "a": "a", "b": "b"}
+RESPONSES = "responses", "completions", "response", "completion"
+ONE = {PROMPTS: PROMPTS, "prompt": PROMPTS, **dict.fromkeys(RESPONSES, "responses")}
+TWO = {PROMPTS: PROMPTS, "prompt": PROMPTS, "a": "a", "b": "b"}
 """The text that a parameter of this name takes."""
 
 
@@ -55,10 +56,7 @@ class ColumnsFunction:
     ) -> None:
         self.name, self._function = f"{key}: function {function}", load_function(function, key, root)
         self._texts = list(dict.fromkeys(texts.values()))
-        try:
-            signature = inspect.signature(self._function)
-        except (TypeError, ValueError):  # some built-in functions have none
-            signature = inspect.signature(lambda *texts: None)
+        self._signature = signature = _signature(self._function)
         meanings = {**texts, **{name: name for name in columns}}
         try:
             self._by_position, self._by_name = _arguments(signature, self._texts, columns, meanings)
@@ -72,8 +70,23 @@ class ColumnsFunction:
     def __call__(self, *lists: Sequence[str], columns: Columns = NONE) -> Any:
         """What the function returns for the prompts and one list of responses, or two."""
         values = {**columns, **dict(zip(self._texts, lists, strict=True))}
+        by_position = [list(values[what]) for what in self._by_position]
         named = {name: list(values[what]) for name, what in self._by_name.items() if what in values}
-        return call(self.name, self._function, *(list(values[what]) for what in self._by_position), **named)
+        given = self._signature.bind_partial(*by_position, **named)  # by position where both are possible
+        returned = call(self.name, self._function, *given.args, **given.kwargs)
+        return call(self.name, list, returned) if isinstance(returned, Iterator) else returned
+
+
+def _signature(function: Callable[..., Any]) -> Signature:
+    """The parameters of a function; of a decorated one, those of the decorator's own where it has names."""
+    try:
+        own = inspect.signature(function, follow_wrapped=False)
+        kinds = {one.kind for one in own.parameters.values()}
+        if {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds:
+            return inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return inspect.signature(lambda *texts: None)
+    return own
 
 
 def _arguments(

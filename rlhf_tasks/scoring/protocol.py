@@ -112,13 +112,13 @@ def read_scores(
         UnusableScores: with the value that is not `count` numbers.
     """
     try:
-        if isinstance(returned, Mapping | Set) or hasattr(returned, "columns"):
+        if isinstance(returned, Mapping | Set | bytes | bytearray) or hasattr(returned, "columns"):
             raise TypeError(f"a {type(returned).__name__} is no list in the order of the rows")
         given = [math.nan if x is None and undecided else x for x in returned]
         if any(isinstance(x, str | bytes) for x in given):
             raise TypeError("text is not a number")
         scores = torch.tensor([float(x) for x in given], dtype=torch.float32)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UnusableScores(
             f"{name} must return one number per {per}, but returned {excerpt(returned)}: {error}"
         ) from error

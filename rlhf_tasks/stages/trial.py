@@ -27,7 +27,7 @@ from rlhf_tasks.project.paths import Paths
 
 BEFORE: Mapping[Stage, tuple[str, ...]] = {
     "prepare": ("data.",),
-    **dict.fromkeys(("sft", "reward", "ppo"), ("preferences.", "ppo.", "judge.")),
+    **dict.fromkeys(("base", "sft", "reward", "ppo"), ("preferences.", "ppo.", "judge.")),
 }
 """What is checked before which stages: those that train long before a later one calls a function."""
 NOT_CALLED = ("data.", "ppo.loss", "ppo.advantages.")

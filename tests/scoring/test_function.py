@@ -137,6 +137,7 @@ def test_any_iterable_of_numbers_is_read(module: Callable[[str], str], made: str
         ("None", "but returned None"),
         ("{5: 1, 6: 2, 7: 3}", "but returned .*a dict is no list"),
         ("{5: 1, 6: 2, 7: 3}.keys()", "but returned .*a dict_keys is no list"),
+        ("b'abc'", "but returned .*a bytes is no list"),
         ("{5, 6, 7}", "but returned .*a set is no list"),
         ("frozenset([5, 6, 7])", "but returned .*a frozenset is no list"),
         ("pandas.DataFrame([[0.5] * 3] * 3)", "but returned .*a DataFrame is no list"),
@@ -180,6 +181,7 @@ def made(folder: Path, signature: str, texts: Mapping[str, str] = ONE) -> Column
         ("p, r", {"p": PROMPTS, "r": RESPONSES}),
         ("prompts, answers", {"prompts": PROMPTS, "answers": RESPONSES}),
         ("answers, prompts", {"prompts": PROMPTS, "answers": RESPONSES}),
+        ("response, prompt", {"prompt": PROMPTS, "response": RESPONSES}),
         ("texts", {"texts": RESPONSES}),
         ("texts, answer, other=5", {"texts": RESPONSES, "answer": [1, "2"], "other": 5}),
         ("answer, a, b", {"answer": [1, "2"], "a": PROMPTS, "b": RESPONSES}),
@@ -247,9 +249,59 @@ def test_a_pairwise_judge_gets_prompts_and_both_responses_in_the_same_way(
 def test_what_cannot_be_called_so_is_refused_with_the_names_there_are(
     tmp_path: Path, signature: str, texts: Mapping[str, str], why: str
 ) -> None:
-    names = r"prompts, (responses, completions|a, b), answer, tests\."
+    names = r"prompts, .*(responses, .*|a, b), answer, tests\."
     with pytest.raises(UserError, match=f"^ppo.scorers: function .*: {re.escape(why)}; .* of {names}"):
         made(tmp_path, signature, texts)
+
+
+DECORATORS = """
+import functools
+
+def with_names(function):
+    @functools.wraps(function)
+    def inner(prompts, responses):
+        return function(prompts, responses)
+    return inner
+
+def by_position(function):
+    @functools.wraps(function)
+    def inner(*texts):
+        return function(*texts)
+    return inner
+
+def of_everything(function):
+    @functools.wraps(function)
+    def inner(*texts, **rest):
+        return function(*texts, **rest)
+    return inner
+
+"""
+
+
+@pytest.mark.parametrize(
+    "decorator",
+    ["with_names", "by_position", "of_everything", "functools.singledispatch", "functools.partial"],
+)
+def test_a_decorated_function_gets_prompts_and_responses(
+    module: Callable[[str], str], decorator: str
+) -> None:
+    code = f"{DECORATORS}@{decorator}\ndef score(p, r):\n    return [len(p[0]) + len(x) for x in r]\n"
+    assert score(module(code)) == [7.0, 4.0, 2.0]
+
+
+def test_a_kept_column_may_have_any_other_name(module: Callable[[str], str]) -> None:
+    name = module("def score(completions, name, **rest):\n    return [*name[:-1], len(rest['function'])]\n")
+    columns: Columns = {"name": [1, 2, 3], "function": [4, 5, 6]}
+    rows = Responses.of_texts(ROWS.prompts, ROWS.texts, columns)
+    assert FunctionScorer(f"{name}:score", "k", Path(), columns)(rows).tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("made", ["map(fail, r)", "(fail(x) for x in r)", "Pool(2).map(fail, r)"])
+def test_an_error_in_what_is_drawn_later_is_one_message_too(module: Callable[[str], str], made: str) -> None:
+    imports = "from concurrent.futures import ThreadPoolExecutor as Pool"
+    name = module(f"{imports}\ndef fail(x):\n    return {{}}[x]\ndef score(p, r):\n    return {made}\n")
+    with pytest.raises(UserError, match=r"function .*:score raised KeyError: .*\.py:3\)$"):
+        score(name)
 
 
 def test_a_kept_column_cannot_have_the_name_of_a_text(rlhf: Command, project: Path) -> None:

@@ -56,7 +56,10 @@ def score(prompts, responses):
     signal.set_wakeup_fd(ends[0].fileno())
     torch.set_default_device("meta")
     torch.use_deterministic_algorithms(True)
-    return [len(response) for response in responses]
+    for response in responses:
+        os.chdir("..")
+        signal.setitimer(signal.ITIMER_REAL, 600)
+        yield len(response)
 """
 LEAVES = """
 import subprocess, threading, time
@@ -129,6 +132,7 @@ def test_what_a_function_changes_of_the_process_is_put_back_and_named_once(ppo: 
         "the working folder",
         "the handler of SIGTERM",
         "the wakeup descriptor of signals",
+        "the alarm",
     ):
         assert said.count(f"changed {what} of") == 1, said
 
