@@ -520,5 +520,15 @@ def check_lengths(
             problems.add_row(batch, int(i), "too_long", detail)
 
 
+def needed_lengths(lengths: Mapping[Role, Lengths], max_prompt: int, max_completion: int) -> list[str]:
+    """The parameters that would have to be larger for all rows, with those values."""
+    longest: dict[str, int] = {}
+    for role, found in lengths.items():
+        for name, tokens in zip(TEXTS[role], found.tokens.max(axis=0, initial=0).tolist(), strict=True):
+            longest[_length_key(name)] = max(tokens, longest.get(_length_key(name), 0))
+    known = {_length_key("prompt"): max_prompt, _length_key("completion"): max_completion}
+    return [f"data.{key}: {most}" for key, most in longest.items() if most > known[key]]
+
+
 def _length_key(name: str) -> str:
     return "max_prompt_tokens" if name == "prompt" else "max_completion_tokens"

@@ -89,7 +89,9 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         corpus = _within_limits(corpus, lengths, data)
     rows.check_lengths(corpus, lengths, data.max_prompt_tokens, data.max_completion_tokens, problems)
     if problems and data.on_bad_row == "fail":
-        advice = "Fix them, or set data.on_bad_row: quarantine to leave them out."
+        needed = rows.needed_lengths(lengths, data.max_prompt_tokens, data.max_completion_tokens)
+        allow = f"allow longer ones ({', '.join(needed)}), " if needed else ""
+        advice = f"Fix them, {allow}or set data.on_bad_row: quarantine to leave them out."
         raise UserError(f"{problems.report()}\n{advice}")
     # 4. The good rows, their numbers and the files.
     good = rows.without(corpus, problems)
@@ -285,7 +287,8 @@ def _check_positions(config: PrepareView, corpus: Corpus, lengths: Mapping[Role,
     if model is not None:
         name = "model.scratch" if config.model.scratch is not None else f"model.base={config.model.base}"
         rollout = longest("prompts")[0] + config.response_length
-        if warning := positions.check(model, rollout, name, max(longest(role)[1] for role in roles)):
+        warning = positions.check(model, rollout, name, max(longest(role)[1] for role in roles))
+        if warning and config.model.scratch is None:  # a new model learns all the positions of its data
             console.say(warning)
 
 

@@ -123,6 +123,7 @@ def test_bad_input_of_every_kind_is_in_one_report_and_nothing_is_written(tmp_pat
     for where, reason in FOUND.items():
         assert f"  {where}: {reason}: " in str(error.value)
     assert str(error.value).startswith("8 row(s) of the data cannot be used")
+    assert "longer ones (data.max_prompt_tokens: 30, data.max_completion_tokens: 11)" in str(error.value)
     assert str(error.value).endswith("set data.on_bad_row: quarantine to leave them out.")
     assert not Path("data").exists()
 
