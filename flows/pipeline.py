@@ -267,9 +267,9 @@ def run_in_checkout() -> int:
     form.resolve(Path.cwd(), Request(), None)
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
-    os.environ["PYTHONSAFEPATH"] = "1"  # for the server, which Prefect starts by `python -m`; not for stages
     if address := os.environ.get("PREFECT_API_URL"):
         settings.check_server(address)
+    os.environ["PYTHONSAFEPATH"] = "1"  # for the server, which Prefect starts by `python -m`; not for stages
     try:
         state: State[Any] = pipeline(where="checkout", return_state=True)
     except httpx.TransportError as error:
@@ -277,6 +277,8 @@ def run_in_checkout() -> int:
             f"the Prefect server is gone ({error}); start it and give the command again, which goes on where "
             "this run stopped"
         ) from None
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
     if state.is_completed():
         return 0
     reason = state.result(raise_on_failure=False)

@@ -120,7 +120,7 @@ def test_a_cancelled_flow_run_ends_its_job(tmp_path: Path, state: str, sent: str
     assert (tmp_path / "cancelled").read_text(encoding="utf-8").strip() == sent
     given = (tmp_path / "sent").read_text(encoding="utf-8")
     assert "--wait" in given
-    assert "--time=1:00 --wrap exec python -m prefect.engine" in given
+    assert "--time=1:00 --wrap exec python -P -m prefect.engine" in given
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, hashing, inputs
 from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import launch
 
 BEFORE: Mapping[Stage, tuple[str, ...]] = {
     "prepare": ("data.",),
@@ -33,6 +34,8 @@ BEFORE: Mapping[Stage, tuple[str, ...]] = {
 NOT_CALLED = ("data.", "ppo.loss", "ppo.advantages.")
 """Functions of rows of the user's files and of tensors: neither is at hand."""
 NUM_ROWS = 4
+OF_RANK_0 = {"RANK": "0", "LOCAL_RANK": "0"}
+"""What a function may read where a launcher will have started its process."""
 
 
 class Function(NamedTuple):
@@ -70,15 +73,17 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
         functions.append(Function(key, name, settings.data.columns.keep, is_pairwise, is_called))
     if functions:
         with console.part("trying the functions of params.yaml"):
-            _run(functions, paths.root)
+            _run(functions, paths.root, OF_RANK_0 if launch.is_needed("ppo", settings.launch) else {})
         atomic.write_json(record, tried)
 
 
-def _run(functions: Sequence[Function], root: Path) -> None:
+def _run(functions: Sequence[Function], root: Path, ranks: Mapping[str, str]) -> None:
     """Import and call functions in a process of their own, `_run_here`."""
     with tempfile.TemporaryDirectory() as folder, Path(folder, "errors").open("w+") as errors:
         words = [sys.executable, "-P", "-m", __spec__.name, str(root), folder, json.dumps(functions)]
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=os.environ | ranks
+        )
         try:
             status = process.wait()
         finally:

@@ -225,7 +225,7 @@ def test_logits_in_chunks_take_the_steps_of_whole_logits(
     layouts.partition_small_weights(toy_project)
     settings = toy.write_params(launch=launched(layout, precision=precision))
     words = launch.command(Paths(), "sft", settings.launch, os.environ)
-    words[words.index("--module") :] = ["--module", "tests.training.chunked_steps"]
+    words[words.index("rlhf_tasks.cli") :] = ["tests.training.chunked_steps"]
     own = {"PYTHONPATH": str(small.ROOT)}
     done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
