@@ -78,9 +78,7 @@ def test_a_function_that_asks_for_another_column_stops_the_stage_before_training
     with pytest.raises(UserError, match=message):
         ppo.run(small.view("ppo", SETTINGS | lost), Paths(), NullTracker("ppo"))
     view = small.view("judge", {"judge.judges": [JUDGE | {"function": "my_columns:lost"}]})
-    with pytest.raises(
-        UserError, match=rf"judge.judges: function my_columns:lost\(.*\): {message}"
-    ):
+    with pytest.raises(UserError, match=rf"judge.judges: function my_columns:lost\(.*\): {message}"):
         judge.run(view, Paths(), NullTracker("judge"))
 
 
