@@ -19,7 +19,7 @@ from rlhf_tasks import config, console, presets
 from rlhf_tasks.cli.review import project
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, inputs
+from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, inputs, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures, signals
@@ -131,21 +131,22 @@ def _repro(paths: Paths, name: str) -> int:
         command = [sys.executable, "-P", "-m", "dvc", "--wait-for-lock", "repro", "--quiet"]
         environment = {**os.environ, failures.FAILURE: str(failure), context.RUN_NAME: name}
         process = subprocess.Popen(command, cwd=paths.root, env=environment, process_group=0)
-        stopped, heard = 0, signal.getsignal(signal.SIGTERM)
-        while True:
-            try:
-                signal.signal(signal.SIGTERM, heard)  # a second one ends the stage at once
-                status = process.wait()
-                break
-            except signals.Stopped as error:
-                stopped = error.status - 128
-            except KeyboardInterrupt:
-                stopped = signal.SIGINT
-            os.killpg(process.pid, signal.SIGINT)
+        heard = signal.getsignal(signal.SIGTERM)
+
+        def interrupt() -> None:
+            signal.signal(signal.SIGTERM, heard)  # a second one ends the stage at once
+            processes.interrupt_group(process)
+
+        stopped = 0
+        try:
+            processes.supervise(process, interrupt)
+        except KeyboardInterrupt as error:
+            stopped = error.status if isinstance(error, signals.Stopped) else 128 + signal.SIGINT
+        status = process.returncode
         report, begun = failures.reported(failure), Path(f"{failure}.stage")
         stage = begun.read_text(encoding="utf-8") if begun.exists() else ""
     if stopped and status:
-        return 128 + stopped
+        return stopped
     if status and report is None:  # DVC is quiet
         who = f"stage {stage}" if stage else "DVC, or a stage of dvc.yaml that is not of rlhf,"
         why = f"it crashed, or was killed (SIGKILL): {failures.OUT_OF_MEMORY}"

@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, hashing, inputs
+from rlhf_tasks.project import atomic, hashing, inputs, processes
 from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
@@ -82,13 +81,13 @@ def _run(functions: Sequence[Function], root: Path, ranks: Mapping[str, str]) ->
     with tempfile.TemporaryDirectory() as folder, Path(folder, "errors").open("w+") as errors:
         words = [sys.executable, "-P", "-m", __spec__.name, str(root), folder, json.dumps(functions)]
         process = subprocess.Popen(
-            words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=os.environ | ranks
+            processes.attached(words),  # which ends what a function has left running
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+            env=os.environ | ranks,
         )
-        try:
-            status = process.wait()
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what a function has left running
+        status = processes.supervise(process, process.terminate)
         doing, failure = Path(folder, "doing"), Path(folder, "failure")
         if not failure.exists():
             errors.seek(0)

@@ -199,13 +199,8 @@ def supervise(stage: str, words: Sequence[str], environment: Mapping[str, str]) 
         # a group of its own: a terminal's Ctrl-C must reach it once, from here
         launcher = subprocess.Popen(words, env={**STOPPING, **environment, **own}, process_group=0)
         listener.shows_life = False
-        try:
-            with listener.deferring(lambda: "stopping its processes", launcher.terminate):
-                status = launcher.wait()
-        except BaseException:
-            signals.kill_descendants()
-            launcher.wait()
-            raise
+        with listener.deferring(lambda: "stopping its processes", launcher.terminate):
+            status = processes.supervise(launcher, signals.kill_descendants)
         failed = failures.reported(failure)
     if failed is not None:
         if failed["kind"] == "user":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ruamel.yaml import YAML
 
@@ -19,6 +20,7 @@ from rlhf_tasks.project import imports
 from rlhf_tasks.stages import runner
 from tests import small
 from tests.conftest import Command
+from tests.flows.toy import until
 from tests.stages.test_ppo import SETTINGS
 
 REWARD = {"kind": "function", "weight": 0.1, "function": "stranger:score"}
@@ -87,22 +89,26 @@ def project_with(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     return write
 
 
+def start(stage: str) -> subprocess.Popen[str]:
+    """`rlhf STAGE` as a program of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhf_tasks.cli", stage],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(small.ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
 @pytest.fixture
 def ppo(project_with: Callable[..., None]) -> Callable[[str], str]:
     """Runs `rlhf ppo` with the function `score` of this code; gives what it printed."""
 
     def run(code: str) -> str:
         project_with(code)
-        done = subprocess.run(
-            [sys.executable, "-m", "rlhf_tasks.cli", "ppo"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | {"PYTHONPATH": str(small.ROOT), "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, said
+        program = start("ppo")
+        said, _ = program.communicate(timeout=120)
+        assert program.returncode == 0, said
         assert Path("metrics/ppo.json").exists(), said
         return said
 
@@ -216,6 +222,19 @@ def test_a_function_that_fails_is_found_before_anything_trains(
 ) -> None:
     project_with(code)
     assert re.search(why, rlhf("sft", status=2).err)
+
+
+@pytest.mark.e2e
+def test_a_function_that_hangs_ends_with_a_stage_that_is_killed(project_with: Callable[..., None]) -> None:
+    project_with(
+        "import os, pathlib, time\n"
+        "def score(p, r):\n    pathlib.Path('pid').write_text(f'{os.getpid()} ')\n    time.sleep(600)\n"
+    )
+    stage = start("sft")
+    until(lambda: Path("pid").exists() and Path("pid").read_text().endswith(" "), "the call")
+    stage.kill()
+    until(lambda: not psutil.pid_exists(int(Path("pid").read_text())), "the end of the call")
+    stage.communicate()
 
 
 def test_judges_and_labels_are_tried_too(project_with: Callable[..., None], rlhf: Command) -> None:
