@@ -20,7 +20,7 @@ import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, packaged, precision
-from rlhf_tasks.project.dvc_files import INPUTS, is_in
+from rlhf_tasks.project.dvc_files import INPUTS, is_code, is_in
 from rlhf_tasks.project.paths import Paths
 
 FILES: Mapping[str, tuple[str, ...]] = {
@@ -82,19 +82,29 @@ NO_RESULT = (
 """Code on which no result depends: it decides where a stage runs, and what it prints and records. The values
 that `config` gives a stage are in its inputs file."""
 SHOWN_DIFFERENCES = 8
+COMMAND = "cmd"
+"""The name of a stage's command among its deps."""
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What inputs/STAGE.json holds."""
+class Fingerprint:
+    """What decides what a stage writes: what inputs/STAGE.json holds, and what DVC compares itself."""
 
-    values: Mapping[str, Any]
-    files: Mapping[str, str]
-    packages: Mapping[str, str]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    deps: Mapping[str, str] = field(default_factory=dict)
+    """The command, and the md5 of the deps of dvc.yaml, in `lineage.fingerprint` only."""
 
     def flat(self) -> dict[str, Any]:
         """All of it by name: parameters, paths, packages."""
-        return {**self.values, **self.files, **{f"package {k}": v for k, v in self.packages.items()}}
+        packages = {f"package {name}": version for name, version in self.packages.items()}
+        return {**self.values, **self.files, **packages, **self.deps}
+
+    def data(self) -> dict[str, str]:
+        """The md5 of the data that the stage reads, and of the code of functions."""
+        is_data = {path: md5 for path, md5 in self.deps.items() if path != COMMAND and not is_code(path)}
+        return {**is_data, **self.files}
 
 
 # ----------------------------------------------------------------------------------- written and read
@@ -114,22 +124,23 @@ def write(paths: Paths) -> None:
     if problems := dict.fromkeys(problem for _, several in found.values() for problem in several):
         raise UserError("; ".join(problems))
     for stage, (inputs, _) in found.items():
-        atomic.write_text(paths.inputs(stage), json.dumps(asdict(inputs), indent=2, sort_keys=True) + "\n")
+        tree = {key: value for key, value in vars(inputs).items() if key != "deps"}
+        atomic.write_text(paths.inputs(stage), json.dumps(tree, indent=2, sort_keys=True) + "\n")
 
 
-def recorded(paths: Paths, stage: str) -> Inputs | None:
+def recorded(paths: Paths, stage: str) -> Fingerprint | None:
     """What inputs/STAGE.json holds; None without the file."""
     path = paths.inputs(stage)
-    return Inputs(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return Fingerprint(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def used(root: Path, stage: str) -> Inputs:
+def used(root: Path, stage: str) -> Fingerprint:
     """What inputs/STAGE.json held in the last run of a stage, by dvc.lock; empty if it is lost."""
     file = Paths(root).inputs(stage)
     md5 = dvc_files.locked_by(root, stage).get(f"{INPUTS}/{stage}.json")
     is_here = md5 is not None and file.exists() and hashing.dvc_md5(file) == md5
     tree = json.loads(file.read_text(encoding="utf-8")) if is_here else dvc_cli.cached_json(root, md5)
-    return Inputs(**tree) if tree else Inputs({}, {}, {})
+    return Fingerprint(**tree)
 
 
 def auto_keys(settings: Config) -> list[str]:
@@ -197,7 +208,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------- collected
 
 
-def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Inputs:
+def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Fingerprint:
     """What the stage reads, given its parameters by dotted key.
 
     Raises:
@@ -209,7 +220,7 @@ def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Inputs:
     return found
 
 
-def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
+def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Fingerprint, list[str]]:
     """What the stage reads, and what is wrong with it."""
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     deps = graph[stage].deps if stage in graph else ()
@@ -266,7 +277,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
                 f"{key}: the module of {function} is neither a file below {paths.root.resolve()} nor in an "
                 f"installed package; {advice}"
             )
-    return Inputs(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
+    return Fingerprint(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
 
 
 def files_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -66,7 +66,7 @@ def header(paths: Paths, stage: Stage, view: StageView, key: str) -> dict[str, A
         "process": processes.name_of(process),
         "parent": parent(process, key),
         "parameters": {**view.declared, **launch},
-        "inputs": dict(lineage.input_hashes(paths, stage)),
+        "inputs": lineage.fingerprint(paths, stage).data(),
         "tags": {
             "dvc.stage": stage,
             "rlhf.run": key,

@@ -13,7 +13,7 @@ and scaling. `resume.keep` says how many, and `resume.every_seconds` how often. 
 in memory, and trains on while a thread writes the copy. Several processes wait for the disk, as does one
 without room for the copy, and save less often. A stage says how much work a kill can lose.
 
-The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
+The digest covers all that decides what the stage writes (`lineage.fingerprint`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
 is outside the outs, which DVC deletes before a stage runs. The next stage that starts in the same worktree
 removes it: until then, DVC may be killed before it has stored the complete outs. With several machines it
@@ -77,8 +77,8 @@ def point(paths: Paths, stage: str) -> str | None:
         return None
     view = VIEWS[stage]
     settings = inputs.in_force(paths, view.stage, config.load(paths.params), check=False)
-    identity = lineage.identity(paths, stage, view.of(settings).declared)
-    newest = None if identity is None else _newest(state_folder(paths, stage, identity))
+    identity = lineage.fingerprint(paths, stage, view.of(settings).declared).flat()
+    newest = _newest(state_folder(paths, stage, identity)) if identity else None
     return None if newest is None else newest[0]
 
 
@@ -135,11 +135,11 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
     Only the first rank of a training stage locks them.
     """
     stage, holds = view.stage, main and view.stage in launch.TRAINING
-    identity = lineage.identity(paths, stage, view.declared) if holds else None
-    folder = None if identity is None else state_folder(paths, stage, identity)
+    identity = lineage.fingerprint(paths, stage, view.declared).flat() if holds else {}
+    folder = state_folder(paths, stage, identity) if identity else None
     if main:
         _remove_finished(paths, besides=folder)  # DVC has not stored the outs of this one
-    if identity is None or folder is None:
+    if folder is None:
         yield Claim(lineage.new_key(stage))
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,8 +212,8 @@ def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterato
     Raises:
         Stopped: at the end of the block, if a signal came too late for a snapshot.
     """
-    identity = lineage.identity(paths, view.stage, view.declared) if dist.is_main else None
-    if (identity := dist.broadcast_object(identity)) is None:
+    identity = lineage.fingerprint(paths, view.stage, view.declared).flat() if dist.is_main else {}
+    if not (identity := dist.broadcast_object(identity)):
         yield Nowhere()
         return
     folder = dist.broadcast_object(state_folder(paths, view.stage, identity) / name)

@@ -367,8 +367,7 @@ def test_a_stage_refuses_a_record_that_is_older_than_what_it_reads(record: Path)
 
 def test_precision_and_named_files_are_part_of_a_stages_identity_and_of_its_lineage(record: Path) -> None:
     paths = Paths(record)
-    identity = lineage.identity(paths, "sft", {"sft.patience": 1})
-    assert identity is not None
+    identity = lineage.fingerprint(paths, "sft", {"sft.patience": 1}).flat()
     assert identity["launch.precision"] == "fp32"
     assert identity["package torch"]
     assert identity["sft.patience"] == 1, "what the caller gives"
@@ -432,8 +431,7 @@ def test_an_unfinished_run_is_refused_by_name_where_auto_stood_for_something_els
 ) -> None:
     """Only where nothing else differs: another value of one's own starts from the beginning."""
     paths, view = Paths(record), config.VIEWS["sft"].of(inputs.resolved(Path(), config.load()))
-    identity = lineage.identity(paths, "sft", view.declared)
-    assert identity is not None
+    identity = lineage.fingerprint(paths, "sft", view.declared).flat()
     snapshot = record / ".rlhf/state/sft/other/sft/step-000000001"
     snapshot.mkdir(parents=True)
     manifest: dict[str, Any] = {"identity": {**identity, **there}, "step": 1}
@@ -448,7 +446,7 @@ def test_an_unfinished_run_is_refused_by_name_where_auto_stood_for_something_els
     set_values(record, there)
     inputs.write(paths)
     as_told = config.VIEWS["sft"].of(inputs.resolved(Path(), config.load()))
-    assert lineage.identity(paths, "sft", as_told.declared) == manifest["identity"]
+    assert lineage.fingerprint(paths, "sft", as_told.declared).flat() == manifest["identity"]
     manifest["identity"]["sft.patience"] = 99
     (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     with checkpoint.claim(paths, view, main=True) as claim:

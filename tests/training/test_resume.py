@@ -367,8 +367,7 @@ def test_snapshots_of_other_parameters_and_inputs_are_an_error(project: Path, vi
     other = settings.model_copy(update={"sft": view.sft.model_copy(update={"learning_rate": 0.5})})
     changed = SftView.of(other)
     assert loaded(changed) is None
-    identity = lineage.identity(Paths(), "sft", changed.declared)
-    assert identity is not None
+    identity = lineage.fingerprint(Paths(), "sft", changed.declared).flat()
     snapshot.parents[1].rename(checkpoint.state_folder(Paths(), "sft", identity))
     with pytest.raises(UserError, match=rf"sft\.learning_rate \({was} → 0\.5\), data/sft;"):
         loaded(changed)
