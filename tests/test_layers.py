@@ -53,6 +53,7 @@ TORCH_FREE = (
     "judging.results",
     "report.comparison",
     "cli.main",
+    "stages.after",
     "stages.prepare",
     "stages.runner",
     "stages.trial",

@@ -1,7 +1,7 @@
-"""Before a stage trains, the functions that params.yaml names are imported, and called on a few rows.
+"""Before a stage trains, what a later one needs is tried: the functions of params.yaml, and the harness.
 
-They run in a process of their own, which is thrown away: whatever a module or a call does, it ends there. No
-torch here, but in that process where a function is called.
+Functions are imported, and called on a few rows, in a process of their own, which is thrown away: whatever a
+module or a call does, it ends there. No torch here, but in that process where a function is called.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Stage
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging import harness
 from rlhf_tasks.project import atomic, hashing, inputs, processes
 from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
@@ -27,9 +28,11 @@ from rlhf_tasks.training import launch
 
 BEFORE: Mapping[Stage, tuple[str, ...]] = {
     "prepare": ("data.",),
+    "preferences": (),
+    "judge": (),
     **dict.fromkeys(("base", "sft", "reward", "ppo"), ("preferences.", "ppo.", "judge.")),
 }
-"""What is checked before which stages: those that train long before a later one calls a function."""
+"""What is tried before which stages: functions before those that train long before a later one calls them."""
 NOT_CALLED = ("data.", "ppo.loss", "ppo.advantages.")
 """Functions of rows of the user's files and of tensors: neither is at hand."""
 NUM_ROWS = 4
@@ -51,8 +54,13 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
     """Import what the stage or a later one calls; call on four rows what was not yet called as it is now.
 
     Raises:
-        UserError: for the first function that cannot be imported, fails, or ends the process.
+        UserError: for the first function that cannot be imported, fails, or ends the process; for a harness
+            that is not there.
     """
+    if stage not in BEFORE:
+        return
+    if settings.judge.retention is not None:
+        harness.check(settings.judge.retention.tasks, paths.root)
     values, record = config.in_force(settings), paths.home / "tried.json"
     tried: dict[str, str] = json.loads(record.read_text("utf-8")) if record.exists() else {}
     functions, flat = list[Function](), inputs.flatten(values)

@@ -72,8 +72,8 @@ def num_threads(environment: Mapping[str, str]) -> int:
     return int(given) if given.isdecimal() else cpus
 
 
-def check_machines(launch: Launch) -> None:
-    """Check that the machines that a cluster has started are those of `launch`, and their GPUs suffice.
+def check_machines(stage: Stage, launch: Launch) -> None:
+    """Check that the machines that a cluster has started for a stage that trains are those of `launch`.
 
     A machine too many would train the whole stage beside the others, and a missing one be waited for. Two
     processes on one GPU fail in NCCL; without GPUs a machine may start any number.
@@ -81,6 +81,8 @@ def check_machines(launch: Launch) -> None:
     Raises:
         UserError: if their number differs, this machine's number is not below it, or it has too few GPUs.
     """
+    if stage not in TRAINING:
+        return
     started, rank = os.environ.get(MACHINES), os.environ.get("MACHINE_RANK", "0")
     if started is not None and started != str(launch.num_machines):
         raise UserError(

@@ -187,7 +187,7 @@ def test_machines_that_the_launch_does_not_know_are_refused(
         monkeypatch.setenv(name, value)
     settings = section(num_machines=2, num_processes=2)
     with nullcontext() if message is None else pytest.raises(UserError, match=message):
-        launch.check_machines(settings)
+        launch.check_machines("ppo", settings)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_machine_with_gpus_starts_at_most_one_process_for_each(
     settings = section(num_processes=num_processes, num_machines=num_machines)
     message = rf"launch.num_processes={num_processes} .* {gpus} GPU\(s\).*at most {gpus * num_machines}"
     with pytest.raises(UserError, match=message) if is_refused else nullcontext():
-        launch.check_machines(settings)
+        launch.check_machines("ppo", settings)
 
 
 @pytest.mark.parametrize("kind", ["user", "fault", "none"])
