@@ -143,14 +143,14 @@ def _repro(paths: Paths, name: str) -> int:
         except KeyboardInterrupt as error:
             stopped = error.status if isinstance(error, signals.Stopped) else 128 + signal.SIGINT
         status = process.returncode
-        report, begun = failures.reported(failure), Path(f"{failure}.stage")
-        stage = begun.read_text(encoding="utf-8") if begun.exists() else ""
+        report = failures.read(failure)
     if stopped and status:
         return stopped
-    if status and report is None:  # DVC is quiet
+    kind, stage = report.get("kind"), report.get("stage")
+    if status and kind is None:  # DVC is quiet
         who = f"stage {stage}" if stage else "DVC, or a stage of dvc.yaml that is not of rlhf,"
         why = f"it crashed, or was killed (SIGKILL): {failures.OUT_OF_MEMORY}"
         print(f"rlhf: {who} ended without a word: {why}; `dvc repro` shows the status", file=sys.stderr)
     if status:
-        return 2 if report is not None and report["kind"] == "user" else 1
+        return 2 if kind == "user" else 1
     return 0

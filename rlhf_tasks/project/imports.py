@@ -111,8 +111,10 @@ def unchanged(name: str) -> Iterator[None]:
     finally:
         if os.getpid() != process:
             error = sys.exc_info()[1]
-            code = error.code if isinstance(error, SystemExit) else 1
-            os._exit(code if isinstance(code, int) else int(code is not None))
+            if isinstance(error, SystemExit):
+                os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+            traceback.print_exception(error)
+            os._exit(1)
         for what, read, write, value in before:
             if read() == value:
                 continue

@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -183,8 +182,16 @@ def _forget() -> None:
     _release()
 
 
-_hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, NAMES)  # a child's signals, until it has forgotten
-_release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, NAMES)
+def _hold() -> None:
+    """Block the signals, until a child has forgotten the stage."""
+    _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, NAMES)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.blocked)
+
+
+_forking = threading.local()  # the signals that a thread which forks had blocked
 os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
 
 
@@ -247,7 +254,7 @@ def end_children(left: Sequence[str] = ()) -> None:
                 found.append(f"process {child.pid} ({child.name()})")
                 child.kill()
     if found:
-        whose = ", ".join(sorted(imports.loaded))
+        whose = "one of " * (len(imports.loaded) > 1) + ", ".join(sorted(imports.loaded))
         print(f"rlhf: left running by {whose} and ended now: {', '.join(found)}", file=sys.stderr, flush=True)
 
 

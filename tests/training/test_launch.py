@@ -132,9 +132,11 @@ def test_an_impossible_launch_is_an_error_with_advice(values: dict[str, Any], me
 def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
     monkeypatch.setenv("RANK", "1")
+    failures.running("sft")
     assert failures.reported() is None
     failures.report(MemoryError("full"))
     failures.report(UserError("later"))
+    failures.running("")
     failure = {"kind": "fault", "message": "rank 1: MemoryError: full", "process": str(os.getpid())}
     assert failures.reported() == failure
     assert not failures.has_failed_elsewhere()
