@@ -43,6 +43,7 @@ TORCH_FREE = (
     "presets",
     *(name.removeprefix("rlhf_tasks.") for name in all_modules() if name.startswith("rlhf_tasks.project.")),
     "models.contracts",
+    "training.auto",
     "training.checkpoint",
     "training.failures",
     "training.launch",

@@ -73,15 +73,15 @@ def params(
     """
     if upgrade:
         return _upgrade()
-    from rlhf_tasks.project import inputs
+    from rlhf_tasks.training import auto
 
     given = config.parse(config.read_text(FILE), str(FILE))
     settings = config.validate(given, str(FILE))
-    auto, here = inputs.auto_keys(settings), config.in_force(inputs.resolved(Path(), settings))
+    keys, here = auto.keys(settings), config.in_force(auto.resolve(settings, Path()))
     rows = []
     for key, value in here.items():
         source = str(FILE) if config.is_given(given, key) else "default"
-        rows.append([key, config.in_yaml(value), f"{source}: auto" if key in auto else source])
+        rows.append([key, config.in_yaml(value), f"{source}: auto" if key in keys else source])
     console.table("values in force", ["key", "value", "from"], rows)
     return 0
 

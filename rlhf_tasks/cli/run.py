@@ -22,7 +22,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, inputs, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, signals
+from rlhf_tasks.training import auto, failures, signals
 
 
 def run(
@@ -38,7 +38,7 @@ def run(
         return run_in_checkout()
     settings = config.load(paths.params)
     with signals.listening(dvc_files.INPUTS):
-        inputs.write(paths)  # for `dvc status`
+        inputs.write(paths, auto.resolve(settings, paths.root))  # for `dvc status`
     reasons, seconds = changed(paths), durations.read(paths.home)
     total = len({*dvc_files.graph(paths.root)} - {dvc_files.INPUTS})
     if dry:

@@ -53,7 +53,7 @@ MicroBatchTokens = Annotated[
     BeforeValidator(_tokens_or_auto),
     PlainSerializer(lambda value: value or "auto", return_type=int | str),
 ]
-"""Tokens, or `auto`, which is AUTO until the stage begins: project/precision.py says what it stands for."""
+"""Tokens, or `auto`, which is AUTO until the stage begins: training/auto.py says what it stands for."""
 Width = Annotated[int, Field(ge=1, le=2**16)]  # a side of a weight matrix
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -29,10 +29,8 @@ from packaging.utils import canonicalize_name
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, Config, ModelView, Stage
 from rlhf_tasks.config.scorers import HELDOUT, OPTIMIZED
-from rlhf_tasks.config.stages import PRECISION
-from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, packaged, precision
+from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, packaged
 from rlhf_tasks.project.dvc_files import INPUTS, is_code, is_in
 from rlhf_tasks.project.paths import Paths
 
@@ -68,8 +66,6 @@ FUNCTIONS = (
 FUNCTION = re.compile(r"[\w.]+:\w+")
 HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
 LIST_INDEX = re.compile(r"\.\d+(?=\.)")
-TRAINED = ("base", "sft", "reward", "ppo")
-"""Sections with `micro_batch_tokens`, which may be `auto`."""
 READS_NO_FILES: tuple[Stage, ...] = ("verdict", "report")
 """Stages that read what the stages before them wrote, and not what params.yaml names."""
 TOKENIZER_PACKAGES = ("tokenizers", "transformers")
@@ -111,14 +107,12 @@ class Fingerprint:
 
 
 @console.part("collecting the inputs")
-def write(paths: Paths) -> None:
-    """Write inputs/STAGE.json for every stage of dvc.yaml that has parameters.
+def write(paths: Paths, settings: Config) -> None:
+    """Write inputs/STAGE.json for every stage of dvc.yaml that has parameters; none of them is `auto`.
 
     Raises:
-        ConfigError: if params.yaml has a problem.
         UserError: naming everything that does not exist.
     """
-    settings = resolved(paths.root, config.load(paths.params))
     stages = [name for name in VIEWS if name in dvc_files.graph(paths.root)]
     found = {stage: _collect(paths, stage, VIEWS[stage].of(settings).declared) for stage in stages}
     if problems := dict.fromkeys(problem for _, several in found.values() for problem in several):
@@ -141,56 +135,6 @@ def used(root: Path, stage: str) -> Fingerprint:
     is_here = md5 is not None and file.exists() and hashing.dvc_md5(file) == md5
     tree = json.loads(file.read_text(encoding="utf-8")) if is_here else dvc_cli.cached_json(root, md5)
     return Fingerprint(**tree)
-
-
-def auto_keys(settings: Config) -> list[str]:
-    """The parameters that are `auto`: what they stand for depends on the machine."""
-    values = config.in_force(settings)
-    keys = (PRECISION, *(f"{section}.micro_batch_tokens" for section in TRAINED))
-    return [key for key in keys if values[key] == "auto"]
-
-
-def resolved(root: Path, settings: Config, recorded: Mapping[str, Any] | None = None) -> Config:
-    """The parameters with what `auto` stands for: values `recorded` by dotted key, else this machine's."""
-    known, launch = recorded or {}, settings.launch
-    recorded_format = known.get(PRECISION) if launch.precision == "auto" else None
-    number_format = recorded_format or precision.resolve(settings, root)
-    changed: dict[str, Any] = {"launch": launch.model_copy(update={"precision": number_format})}
-    for name in TRAINED:
-        section, key = getattr(settings, name), f"{name}.micro_batch_tokens"
-        if section.micro_batch_tokens == AUTO:
-            tokens = known.get(key) or precision.micro_batch_tokens(settings, root, number_format, name)
-            changed[name] = section.model_copy(update={"micro_batch_tokens": tokens})
-    return settings.model_copy(update=changed)
-
-
-def in_force(paths: Paths, stage: Stage, settings: Config, *, check: bool = True) -> Config:
-    """The parameters with what inputs/STAGE.json records for `auto`; without the file, what it is here.
-
-    `check`: whether the file must hold what the stage would read now. So a stage and its record agree.
-
-    Raises:
-        UserError: if something has changed since the file was written, or this machine lacks the precision.
-    """
-    record = recorded(paths, stage)
-    values = resolved(paths.root, settings, None if record is None else record.values)
-    if record is None or not check:
-        return values
-    is_auto = settings.launch.precision == "auto"
-    if is_auto and values.launch.precision == "bf16" and not precision.computes_in_bf16():
-        raise UserError(
-            f"{paths.relative(paths.inputs(stage))} records {PRECISION}: bf16, which `auto` stood for where "
-            "it was written, and here neither a GPU nor the CPU computes in it. Run the stage there; or set "
-            f"{PRECISION}, and run `dvc repro`, which starts this stage from the beginning"
-        )
-    now = collect(paths, stage, VIEWS[stage].of(values).declared)
-    if now != record:
-        raise UserError(
-            f"{differences(record.flat(), now.flat())} changed since {paths.relative(paths.inputs(stage))} "
-            "was written, and the stage's record would be wrong; run `dvc repro`, or `rlhf inputs` before "
-            f"`rlhf {stage}`"
-        )
-    return values
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

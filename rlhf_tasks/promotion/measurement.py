@@ -254,8 +254,9 @@ def measure_kl(settings: Config, paths: Paths, policy: Path, device: Any) -> Kl:
     from rlhf_tasks.judging.responses import sample
     from rlhf_tasks.judging.retention import logprob_sums
     from rlhf_tasks.models.load import load_causal, place
+    from rlhf_tasks.training import auto
 
-    ppo = inputs.resolved(paths.root, settings).ppo
+    ppo = auto.resolve(settings, paths.root).ppo
     rows = read_table(paths, "prompts", "test")[: settings.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
     responses = sample(

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from rlhf_tasks import config, console, tracking
 from rlhf_tasks.config import STAGES, VIEWS, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, disk, durations, dvc_files, inputs, lineage
+from rlhf_tasks.project import atomic, disk, durations, dvc_files, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import after, trial
 from rlhf_tasks.tracking import catalogue, context, curves
-from rlhf_tasks.training import checkpoint, failures, launch, signals
+from rlhf_tasks.training import auto, checkpoint, failures, launch, signals
 
 SHOWN_METRICS = 3
 NOT_MADE = "no stage produces this; restore it, or name another file or folder in params.yaml"
@@ -54,7 +54,7 @@ def run(stage: Stage, paths: Paths) -> int:
 def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
     settings = config.load(paths.params)
     _check_inputs(paths, stage)
-    settings = inputs.in_force(paths, stage, settings, check=not context.is_worker())
+    settings = auto.resolve_for(paths, stage, settings, check=not context.is_worker())
     if not context.is_worker():
         trial.check(stage, settings, paths)
         launch.check_machines(stage, settings.launch)

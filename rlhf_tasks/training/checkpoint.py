@@ -40,10 +40,10 @@ from rich.filesize import decimal
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, StageView
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage, precision
+from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import launch, signals
+from rlhf_tasks.training import auto, launch, signals
 
 if TYPE_CHECKING:
     from rlhf_tasks.training.distributed import Distributed
@@ -76,7 +76,7 @@ def point(paths: Paths, stage: str) -> str | None:
     if stage not in launch.TRAINING or not any(states(paths).glob(f"{stage}/*/*/step-*")):
         return None
     view = VIEWS[stage]
-    settings = inputs.in_force(paths, view.stage, config.load(paths.params), check=False)
+    settings = auto.resolve_for(paths, view.stage, config.load(paths.params), check=False)
     identity = lineage.fingerprint(paths, stage, view.of(settings).declared).flat()
     newest = _newest(state_folder(paths, stage, identity)) if identity else None
     return None if newest is None else newest[0]
@@ -160,7 +160,7 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
             began = earlier.stat().st_mtime  # by the clock of the disk, as the times of the snapshots
             seconds = float(earlier.read_text(encoding="utf-8")) + max(0.0, max(saved) - began)
         else:
-            _show_others(folder, identity, inputs.auto_keys(config.load(paths.params)))
+            _show_others(folder, identity, auto.keys(config.load(paths.params)))
             atomic.write_text(run, lineage.new_key(stage))
         atomic.write_text(earlier, str(seconds))
         yield Claim(run.read_text(encoding="utf-8"), folder, paths.root, seconds)
@@ -176,13 +176,13 @@ def _remove_finished(paths: Paths, besides: Path | None) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _show_others(folder: Path, identity: Mapping[str, Any], auto: Sequence[str]) -> None:
+def _show_others(folder: Path, identity: Mapping[str, Any], keys: Sequence[str]) -> None:
     """Print why unfinished runs with other parameters, code or inputs are not resumed.
 
     Raises:
         UserError: if only parameters differ that are `auto`, which stood for something else there.
     """
-    stage, here = folder.parent.name, {key: identity[key] for key in auto if key in identity}
+    stage, here = folder.parent.name, {key: identity[key] for key in keys if key in identity}
     for other in sorted(path for path in folder.parent.iterdir() if path.is_dir() and path != folder):
         with suppress(Timeout), FileLock(other.with_suffix(".lock"), timeout=0):  # none trains there now
             manifest = next(filter(None, map(read_manifest, other.glob("*/step-*"))), None)
@@ -381,7 +381,7 @@ class Checkpoint:
                 (partial / TRAINING).mkdir(exist_ok=True)
                 write(partial / TRAINING)
                 del together[TRAINING]
-            is_beside = dist.world_size == 1 and not is_sharded and 2 * size < precision.free_memory()
+            is_beside = dist.world_size == 1 and not is_sharded and 2 * size < auto.free_memory()
             parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": together} if dist.is_main else {})
             if is_beside:
                 parts = copy_to_cpu(parts)

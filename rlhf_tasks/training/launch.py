@@ -24,10 +24,10 @@ import psutil
 
 from rlhf_tasks.config import Config, Launch, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, precision, processes
+from rlhf_tasks.project import atomic, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, signals
+from rlhf_tasks.training import auto, failures, signals
 
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
@@ -59,7 +59,7 @@ def trains_side_by_side(stage: Stage, settings: Config) -> bool:
         and reward.source is None
         and (launch.num_processes, launch.num_machines, launch.parallelism) == (1, 1, "ddp")
         and num_threads(os.environ) > 1
-        and not precision.gpu_memories()
+        and not auto.gpus()
         and not context.is_worker()
     )
 
@@ -94,7 +94,7 @@ def check_machines(stage: Stage, launch: Launch) -> None:
             f"MACHINE_RANK={rank} is not below launch.num_machines={launch.num_machines}; machines are "
             "numbered from 0"
         )
-    num_gpus, num_local = len(precision.gpu_memories()), math.ceil(launch.num_processes / launch.num_machines)
+    num_gpus, num_local = len(auto.gpus()), math.ceil(launch.num_processes / launch.num_machines)
     if 0 < num_gpus < num_local:
         raise UserError(
             f"launch.num_processes={launch.num_processes} starts {num_local} processes on a machine that "

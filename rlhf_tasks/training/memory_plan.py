@@ -31,7 +31,7 @@ from rlhf_tasks.models.load import scratch_config
 from rlhf_tasks.models.logprobs import GPU_LOGITS
 from rlhf_tasks.project import packaged
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.project.precision import tokens_that_fit
+from rlhf_tasks.training.auto import fit_tokens
 
 Parallelism = Literal["ddp", "zero2", "fsdp2", "zero3"]  # from the simplest to those that spread most
 SHARDING = ("fsdp2", "zero3")
@@ -138,7 +138,7 @@ class Run:
         """PPO as params.yaml has it, of this policy, on GPUs of so many bytes."""
         ppo, is_bf16 = config.ppo, config.launch.precision != "fp32"
         if ppo.micro_batch_tokens == AUTO:
-            tokens = tokens_that_fit(gpu, (BF16 if is_bf16 else FP32) * policy.activations)
+            tokens = fit_tokens(gpu, (BF16 if is_bf16 else FP32) * policy.activations)
             ppo = ppo.model_copy(update={"micro_batch_tokens": tokens})
         return cls(
             policy=policy,

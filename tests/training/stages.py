@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 
 from rlhf_tasks import config
 from rlhf_tasks.config import SftView, Stage
-from rlhf_tasks.project import inputs
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training import checkpoint
+from rlhf_tasks.training import auto, checkpoint
 from rlhf_tasks.training.checkpoint import Checkpoint
 from rlhf_tasks.training.distributed import Distributed
 from tests import small
@@ -47,7 +46,7 @@ def curve(stage: str) -> list[dict[str, str]]:
 
 def loop(view: SftView | None = None, dist: Distributed | None = None) -> AbstractContextManager[Checkpoint]:
     """The snapshots of a loop of stage sft."""
-    view = view or SftView.of(inputs.resolved(Path(), config.load()))
+    view = view or SftView.of(auto.resolve(config.load(), Path()))
     return checkpoint.open(dist or small.distributed(), Paths(), view, "loop")
 
 

@@ -19,11 +19,11 @@ import torch
 
 from rlhf_tasks.config import STAGES, Config, Launch
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import precision, processes
+from rlhf_tasks.project import processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, launch, signals
+from rlhf_tasks.training import auto, failures, launch, signals
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_only_training_stages_are_launched_and_only_for_several_processes(
 def test_reward_models_are_trained_side_by_side_on_several_threads(
     threads: str, values: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "gpu_memories", list)
+    monkeypatch.setattr(auto, "gpus", list)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     settings = Config.model_validate(small.params({"reward.side_by_side": True, **values}))
     assert launch.trains_side_by_side("reward", settings) == expected
@@ -207,7 +207,7 @@ def test_a_machine_with_gpus_starts_at_most_one_process_for_each(
     gpus: int, num_processes: int, num_machines: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two on one GPU would fail in NCCL. Without GPUs they meet by gloo, as many as there are."""
-    monkeypatch.setattr(precision, "gpu_memories", lambda: [80 * 2**30] * gpus)
+    monkeypatch.setattr(auto, "gpus", lambda: [object()] * gpus)
     settings = section(num_processes=num_processes, num_machines=num_machines)
     message = rf"launch.num_processes={num_processes} .* {gpus} GPU\(s\).*at most {gpus * num_machines}"
     with pytest.raises(UserError, match=message) if is_refused else nullcontext():

@@ -1,18 +1,21 @@
-"""What `micro_batch_tokens: auto` stands for: by the shape of the model and the memory, and recorded."""
+"""What `auto` stands for: by the shape of the model, the memory and the GPUs, and recorded."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_tasks import config
 from rlhf_tasks.errors import ConfigError
-from rlhf_tasks.project import inputs, precision
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import auto
 from tests.conftest import Command
 from tests.flows import toy
 
@@ -44,11 +47,11 @@ def test_an_eighth_of_the_memory_holds_the_activations(
     (tmp_path / "given").mkdir()
     if shape is not None:
         (tmp_path / "given/config.json").write_text(json.dumps(shape), encoding="utf-8")
-    monkeypatch.setattr(precision, "_torch_has_cuda", lambda: gpu)
-    monkeypatch.setattr(precision, "gpu_memories", lambda: [2 * memory, memory] if gpu else [])
-    monkeypatch.setattr(precision, "machine_memory", lambda: memory)
+    gpus = [SimpleNamespace(total_memory=size) for size in (2 * memory, memory)] if gpu else []
+    monkeypatch.setattr(auto, "gpus", lambda: gpus)
+    monkeypatch.setattr(auto, "machine_memory", lambda: memory)
     settings = config.Config.model_validate({"model": {"base": "given"}})
-    assert precision.micro_batch_tokens(settings, tmp_path, number_format) == tokens
+    assert auto.choose_tokens(settings, tmp_path, number_format) == tokens
 
 
 @pytest.mark.parametrize(
@@ -66,41 +69,56 @@ def test_auto_is_bf16_on_a_cpu_with_matrix_units_for_a_wide_model(
 ) -> None:
     (tmp_path / "given").mkdir()
     (tmp_path / "given/config.json").write_text(json.dumps(SMOLLM2), encoding="utf-8")
-    monkeypatch.setattr(precision, "cpu_has_amx", lambda: amx)
-    monkeypatch.setattr(precision, "gpu_capabilities", lambda: capabilities)
+    monkeypatch.setattr(auto, "cpu_has_amx", lambda: amx)
+    monkeypatch.setattr(auto, "gpus", lambda: [SimpleNamespace(major=major) for major in capabilities])
     settings = config.Config.model_validate({"model": model})
-    assert precision.resolve(settings, tmp_path) == expected
+    assert auto.choose_precision(settings, tmp_path) == expected
     sharded = config.Config.model_validate({"model": model, "launch": {"parallelism": "zero2"}})
-    assert precision.resolve(sharded, tmp_path) == "fp32", "shards would have weights in 16 bits"
+    assert auto.choose_precision(sharded, tmp_path) == "fp32", "shards would have weights in 16 bits"
+
+
+@pytest.mark.parametrize(
+    ("majors", "expected"), [([9], "bf16"), ([8, 9], "bf16"), ([7, 9], "fp32"), ([], "fp32")]
+)
+def test_auto_is_bf16_where_every_gpu_has_it(
+    majors: list[int], expected: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(majors))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(major=majors[n]))
+    monkeypatch.setattr(auto, "cpu_has_amx", lambda: False)
+    assert auto.choose_precision(config.Config(), tmp_path) == expected
+    sharded = config.Config.model_validate({"launch": {"precision": "bf16", "parallelism": "zero2"}})
+    assert auto.choose_precision(sharded, tmp_path) == "bf16", "what is set"
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("avx512f amx_bf16 amx_tile", True), ("avx512_bf16", False)])
 def test_the_flags_of_the_cpu_say_whether_it_has_amx(
     flags: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "CPUINFO", tmp_path / "cpuinfo")
-    assert not precision.cpu_has_amx(), "another system"
+    monkeypatch.setattr(auto, "CPUINFO", tmp_path / "cpuinfo")
+    assert not auto.cpu_has_amx(), "another system"
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\n", encoding="utf-8")
-    assert precision.cpu_has_amx() == expected
+    assert auto.cpu_has_amx() == expected
 
 
 def test_a_gguf_file_that_cannot_be_read_counts_as_large(tmp_path: Path, monkeypatch: Any) -> None:
     """Also without the package gguf: the stage that loads the model names what is missing."""
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(precision, "machine_memory", lambda: 16 * GB)
+    monkeypatch.setattr(auto, "machine_memory", lambda: 16 * GB)
     settings = config.Config.model_validate({"model": {"base": "model.gguf"}})
-    assert precision.micro_batch_tokens(settings, tmp_path, "fp32") == precision.LEAST_TOKENS
+    assert auto.choose_tokens(settings, tmp_path, "fp32") == auto.LEAST_TOKENS
 
 
 def test_a_container_has_the_memory_that_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit, none = tmp_path / "limit", tmp_path / "none"
     limit.write_text("1073741824\n", encoding="ascii")
     none.write_text("max\n", encoding="ascii")
-    whole = precision.machine_memory()
-    monkeypatch.setattr(precision, "CGROUP_LIMITS", (str(none), str(tmp_path / "absent")))
-    assert precision.machine_memory() >= whole
-    monkeypatch.setattr(precision, "CGROUP_LIMITS", (str(none), str(limit)))
-    assert precision.machine_memory() == 2**30
+    whole = auto.machine_memory()
+    monkeypatch.setattr(auto, "CGROUP_LIMITS", (str(none), str(tmp_path / "absent")))
+    assert auto.machine_memory() >= whole
+    monkeypatch.setattr(auto, "CGROUP_LIMITS", (str(none), str(limit)))
+    assert auto.machine_memory() == 2**30
 
 
 def test_the_record_holds_the_tokens_in_force_and_a_stage_uses_them(
@@ -112,13 +130,13 @@ def test_the_record_holds_the_tokens_in_force_and_a_stage_uses_them(
     (tmp_path / "given").mkdir(exist_ok=True)
     rlhf("inputs")
     record = json.loads((tmp_path / "inputs/ppo.json").read_text(encoding="utf-8"))
-    assert record["values"]["ppo.micro_batch_tokens"] == precision.MOST_TOKENS["cpu"]
-    monkeypatch.setattr(precision, "machine_memory", lambda: 1000)  # another machine resumes the run
+    assert record["values"]["ppo.micro_batch_tokens"] == auto.MOST_TOKENS["cpu"]
+    monkeypatch.setattr(auto, "machine_memory", lambda: 1000)  # another machine resumes the run
     paths, settings = Paths(tmp_path), config.load()
-    assert inputs.in_force(paths, "ppo", settings).ppo.micro_batch_tokens == precision.MOST_TOKENS["cpu"]
-    assert inputs.in_force(paths, "sft", settings).sft.micro_batch_tokens == 128, "what is set is kept"
+    assert auto.resolve_for(paths, "ppo", settings).ppo.micro_batch_tokens == auto.MOST_TOKENS["cpu"]
+    assert auto.resolve_for(paths, "sft", settings).sft.micro_batch_tokens == 128, "what is set is kept"
     (tmp_path / "inputs/ppo.json").unlink()
-    assert inputs.in_force(paths, "ppo", settings).ppo.micro_batch_tokens == precision.LEAST_TOKENS
+    assert auto.resolve_for(paths, "ppo", settings).ppo.micro_batch_tokens == auto.LEAST_TOKENS
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "all"])
