@@ -87,7 +87,7 @@ def save_experiment(workspace: Workspace | None, name: str, given: bool, run: st
         return name, None
     if not given and workspace.like is not None and workspace.is_like():
         return workspace.like[1], workspace.like[0]
-    if not given and not git.changed(workspace.folder):
+    if not given and not git.list_changes(workspace.folder):
         return name, None
     return workspace.save(name, instead=f"{name}-{run[-4:]}")
 

@@ -99,7 +99,7 @@ class Dvc:
                 deadline=self.deadline,
                 follow=follow,
             )
-            failure = failures.reported(report)
+            failure = failures.read_failure(report)
         if status == 0:
             return
         deps = dvc_files.graph(self.folder)[stage].deps if failure is None else ()

@@ -102,7 +102,7 @@ def changed(paths: Paths) -> dict[str, str]:
                 found.append(change)
                 continue
             deps = change.get("changed deps", {})
-            now, before = inputs.recorded(paths, stage), inputs.used(paths.root, stage).flat()
+            now, before = inputs.read_record(paths, stage), inputs.used(paths.root, stage).flat()
             if f"{dvc_files.INPUTS}/{stage}.json" in deps and now is not None:
                 found.append(inputs.differences(before, now.flat()) if before else "its parameters")
             if code := [dep for dep in deps if dvc_files.is_code(dep)]:

@@ -67,7 +67,7 @@ def is_full(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in FULL) or SPACE in str(error)
 
 
-def explained(error: OSError) -> str:
+def explain(error: OSError) -> str:
     """The message for an error of a full disk that was not raised in a `room`."""
     if not isinstance(error.filename, str):
         return f"a disk is full ({error}). {ADVICE}"

@@ -88,7 +88,7 @@ def show(root: Path, revision: str, path: str) -> str:
     return output(root, "show", f"{revision}:./{path}", strip=False)
 
 
-def changed(root: Path, *excluded: str) -> list[str]:
+def list_changes(root: Path, *excluded: str) -> list[str]:
     """The files that differ from the commit, new ones too, except the git paths `excluded`."""
     lines = output(root, "status", "--porcelain", "--", ".", *excluded, strip=False).splitlines()
     return [line[2:].strip() for line in lines]

@@ -34,7 +34,7 @@ def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
     """
     module_name, _, name = function.partition(":")
     try:
-        with unchanged(f"{key}: {function}"):
+        with protect(f"{key}: {function}"):
             module = _import(module_name, root.resolve())
     except (Exception, SystemExit) as error:  # the user's module can raise anything: one message names it
         raise UserError(
@@ -56,7 +56,7 @@ def call(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         UserError: whatever the function raises, with the place in it; out-of-memory stays as it is.
     """
     try:
-        with unchanged(name):
+        with protect(name):
             return function(*args, **kwargs)
     except (Exception, SystemExit) as error:
         if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
@@ -97,7 +97,7 @@ def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object
 
 
 @contextmanager
-def unchanged(name: str) -> Iterator[None]:
+def protect(name: str) -> Iterator[None]:
     """Put back what the block changes of this process, and say so once; `name` is that of the function.
 
     A process that the block forks ends with the block, and does not go on with the stage.

@@ -122,7 +122,7 @@ def write(paths: Paths, settings: Config) -> None:
         atomic.write_text(paths.inputs(stage), json.dumps(tree, indent=2, sort_keys=True) + "\n")
 
 
-def recorded(paths: Paths, stage: str) -> Fingerprint | None:
+def read_record(paths: Paths, stage: str) -> Fingerprint | None:
     """What inputs/STAGE.json holds; None without the file."""
     path = paths.inputs(stage)
     return Fingerprint(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
@@ -231,11 +231,8 @@ def files_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         known = LIST_INDEX.sub("", key)
         is_hub_id = flat.get(f"{key.rpartition('.')[0]}.revision") is not None
         is_unread = known == "data.path" and values.get("data.source") != "files"
-        if (
-            isinstance(value, str)
-            and value not in FILES.get(known, (value,))
-            and not (is_hub_id or is_unread)
-        ):
+        is_path = isinstance(value, str) and value not in FILES.get(known, (value,))
+        if is_path and not is_hub_id and not is_unread:
             yield key, Path(value).as_posix()
 
 
@@ -306,18 +303,18 @@ def _defines(tree: ast.Module, name: str) -> bool:
     """Whether a module binds a name somewhere, or has code by which it could while it runs."""
     dynamic = {"globals", "locals", "vars", "setattr", "exec", "eval"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in (
-            name,
-            "__getattr__",
-        ):
-            return True
-        if isinstance(node, ast.Name) and (
-            node.id in dynamic or (node.id == name and isinstance(node.ctx, ast.Store))
-        ):
-            return True
-        if isinstance(node, ast.Attribute) and node.attr in ("modules", "__dict__"):
-            return True
-        if isinstance(node, ast.alias) and (node.asname or node.name.split(".")[0]) in (name, "*"):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                binds = node.name in (name, "__getattr__")
+            case ast.Name():
+                binds = node.id in dynamic or (node.id == name and isinstance(node.ctx, ast.Store))
+            case ast.Attribute():
+                binds = node.attr in ("modules", "__dict__")
+            case ast.alias():
+                binds = (node.asname or node.name.split(".")[0]) in (name, "*")
+            case _:
+                binds = False
+        if binds:
             return True
     return False
 

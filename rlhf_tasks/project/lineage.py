@@ -32,7 +32,7 @@ def fingerprint(paths: Paths, stage: str, values: Mapping[str, Any] | None = Non
     if node is None:
         return Fingerprint()
     record = (
-        inputs.recorded(paths, stage) or (values and inputs.collect(paths, stage, values)) or Fingerprint()
+        inputs.read_record(paths, stage) or (values and inputs.collect(paths, stage, values)) or Fingerprint()
     )
     places = {
         path: next(filter(Path.exists, (paths.root / path, dvc_files.INSTALLED / path)), None)

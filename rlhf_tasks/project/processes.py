@@ -3,15 +3,12 @@
     FOLDER/NAME.json    pid, name and token of the program
     FOLDER/NAME.log     what it prints
 
-The token is in the environment of the program, and so of every process that it starts, whatever session or
+A daemon's token is in its environment, and so in that of every process that it starts, whatever session or
 parent these have later. They are found and ended by it, and no other process is: a pid alone may be reused.
 
-A process that is killed cannot end what it has started. A program that must end with it is started by
-`attached`: it has this module beside it, as `python -P -m rlhf_tasks.project.processes OWNER WORD …`. That
-checks that the owner lives, and leads the session of all that it starts. What outlives the program is killed:
-vLLM's own processes overwrite their environment, and do not end with their server.
-
-Nothing here loads torch.
+A process that is killed cannot end what it has started. A program that must end with it is `attached`: it has
+this module beside it, which checks that the owner lives, and leads the session of all that it starts. What
+outlives the program is killed: vLLM's own processes overwrite their environment, and outlive their server.
 """
 
 from __future__ import annotations
@@ -83,12 +80,11 @@ class Daemon:
 
     def listens(self, port: int) -> bool:
         """Whether the program itself, or a process that it started, listens on this port."""
+        listening = []
         for process in self.processes():
             with suppress(psutil.Error):
-                for connection in process.net_connections("tcp"):
-                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                        return True
-        return False
+                listening += [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        return any(connection.laddr.port == port for connection in listening)
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, **facts: Any
@@ -109,8 +105,8 @@ class Daemon:
                 env={**environment, TOKEN: token},
                 start_new_session=True,
             )
-        own = {"pid": process.pid, "process": name_of(psutil.Process(process.pid)), "token": token}
-        atomic.write_json(self.file, {**own, **facts})
+        name = name_of(psutil.Process(process.pid))
+        atomic.write_json(self.file, {"pid": process.pid, "process": name, "token": token, **facts})
         process.returncode = 0  # it outlives this command: the interpreter must not warn of a lost child
 
     def wait_until_ready(self, is_ready: Callable[[], bool], seconds: float) -> None:
@@ -195,12 +191,12 @@ def others_in_session(leader: int) -> list[psutil.Process]:
 
 
 def _living(is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    found = []
+    living = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
             if process.status() != psutil.STATUS_ZOMBIE and is_wanted(process):
-                found.append(process)
-    return found
+                living.append(process)
+    return living
 
 
 def end(variable: str, value: str, number: signal.Signals, grace_seconds: float) -> None:
@@ -264,10 +260,9 @@ def attached(words: Sequence[str]) -> list[str]:
 
 def run_attached(owner: int, words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a program until it ends, or its owner, our parent, does; returns its exit status, or 143."""
-    others = () if words[0] == sys.executable else OF_THIS_PYTHON
-    program = subprocess.Popen(
-        words, env={k: v for k, v in environment.items() if k not in others}, process_group=0
-    )
+    hidden = () if words[0] == sys.executable else OF_THIS_PYTHON
+    variables = {name: value for name, value in environment.items() if name not in hidden}
+    program = subprocess.Popen(words, env=variables, process_group=0)
 
     def end(*_: object) -> NoReturn:
         raise SystemExit(128 + signal.SIGTERM)

@@ -324,4 +324,4 @@ def unseen(root: Path, settings: Config) -> list[str]:
     Files that runs write are left out, and the data, which is copied.
     """
     given = [f":!{path}" for path in data_paths(settings).values() if not Path(path).is_absolute()]
-    return git.changed(root, *git.WRITTEN_BY_RUNS, *given)
+    return git.list_changes(root, *git.WRITTEN_BY_RUNS, *given)

@@ -71,7 +71,7 @@ def resolve_for(paths: Paths, stage: Stage, settings: Config, *, check: bool = T
     Raises:
         UserError: if something has changed since the file was written, or this machine lacks the precision.
     """
-    record = inputs.recorded(paths, stage)
+    record = inputs.read_record(paths, stage)
     values = resolve(settings, paths.root, None if record is None else record.values)
     if record is None or not check:
         return values

@@ -28,7 +28,7 @@ def mistake(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and disk.is_full(error):
-        return disk.explained(error)
+        return disk.explain(error)
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         parents = Path(error.filename).absolute().parents if isinstance(error.filename, str) else ()
         folder = next((folder for folder in parents if folder.exists()), "a file system")
@@ -44,7 +44,7 @@ def mistake(error: BaseException) -> str | None:
 
 def running(stage: str) -> None:
     """Write which stage runs, or "", for the program that started it."""
-    if not context.is_worker() and reported() is None:
+    if not context.is_worker() and read_failure() is None:
         write({"stage": stage}, replace=True)
 
 
@@ -59,7 +59,7 @@ def report(error: BaseException) -> None:
 
 def report_killed(message: str) -> None:
     """Write that a worker was killed; the fault of another one is its consequence, and is replaced."""
-    before = reported()
+    before = read_failure()
     if before is None or before["kind"] == "fault":
         write({"kind": "fault", "message": message, "process": str(os.getpid())}, replace=True)
 
@@ -84,7 +84,7 @@ def read(where: Path) -> dict[str, str]:
     return dict(json.loads(where.read_text(encoding="utf-8"))) if where.exists() else {}
 
 
-def reported(where: Path | None = None) -> dict[str, str] | None:
+def read_failure(where: Path | None = None) -> dict[str, str] | None:
     """The failure file of this process or another one; None if nothing has failed."""
     report = read(where or Path(os.environ.get(FAILURE, "/none")))
     return report if "kind" in report else None
@@ -92,5 +92,5 @@ def reported(where: Path | None = None) -> dict[str, str] | None:
 
 def has_failed_elsewhere() -> bool:
     """True in a worker if another one failed first: what fails here then is a consequence."""
-    failure = reported() if context.is_worker() else None
+    failure = read_failure() if context.is_worker() else None
     return failure is not None and failure["process"] != str(os.getpid())

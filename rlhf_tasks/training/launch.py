@@ -203,7 +203,7 @@ def supervise(stage: str, words: Sequence[str], environment: Mapping[str, str]) 
         listener.shows_life = False
         with listener.deferring(lambda: "stopping its processes", launcher.terminate):
             status = processes.supervise(launcher, signals.kill_descendants)
-        failed = failures.reported(failure)
+        failed = failures.read_failure(failure)
     if failed is not None:
         if failed["kind"] == "user":
             raise UserError(failed["message"])

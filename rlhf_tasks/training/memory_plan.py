@@ -258,7 +258,7 @@ def candidates(run: Run) -> Iterator[Run]:
                     yield replace(run, offload=offload, ppo=ppo, parallelism=parallelism)
 
 
-def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
+def fit(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
     """The first settings that fit into a GPU and a machine of so many bytes, or None and the reason."""
     rows, prompts = (
         run.ppo.rollout_batch_size // n for n in (run.ppo.num_mini_batches, run.ppo.samples_per_prompt)
@@ -279,7 +279,7 @@ def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
 
 def describe(run: Run, gpu: float, machine: float) -> dict[str, Any]:
     """The settings that fit, and GB by part; of the settings that need least where none fits."""
-    found, problem = fitting(run, gpu, machine)
+    found, problem = fit(run, gpu, machine)
     chosen = found or min(candidates(run), key=lambda each: memory(each)["peak"])
     return {
         "fits": found is not None,

@@ -161,7 +161,7 @@ class Listener:
 
 
 def _failure_of_peer() -> str | None:
-    failure = failures.reported() if context.is_worker() else None
+    failure = failures.read_failure() if context.is_worker() else None
     return None if failure is None else failure["message"]
 
 

@@ -109,7 +109,7 @@ def test_a_stage_says_from_where_it_resumes(
         disk.DiskFullError, match=r"snapshot is intact, and the stage resumes from it: step 2 of loop$"
     ):
         runner.run("sft", Paths())
-    report = failures.reported(failure)
+    report = failures.read_failure(failure)
     assert report is not None
     assert report["kind"] == "user"
 
@@ -144,7 +144,7 @@ def test_a_full_disk_of_temporary_files_is_named_with_tmpdir(
     assert f"the disk of {little} is full: " in str(error.value)
     assert "set TMPDIR to a folder on a larger disk" in str(error.value)
     assert "dvc" not in str(error.value)
-    assert failures.reported() is not None
+    assert failures.read_failure() is not None
 
 
 @pytest.mark.e2e

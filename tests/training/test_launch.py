@@ -133,12 +133,12 @@ def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
     monkeypatch.setenv("RANK", "1")
     failures.running("sft")
-    assert failures.reported() is None
+    assert failures.read_failure() is None
     failures.report(MemoryError("full"))
     failures.report(UserError("later"))
     failures.running("")
     failure = {"kind": "fault", "message": "rank 1: MemoryError: full", "process": str(os.getpid())}
-    assert failures.reported() == failure
+    assert failures.read_failure() == failure
     assert not failures.has_failed_elsewhere()
     become_worker(monkeypatch)
     assert not failures.has_failed_elsewhere()
@@ -165,7 +165,7 @@ def test_faults_of_the_machine_are_mistakes_that_a_user_can_fix(
 ) -> None:
     monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
     failures.report(error)
-    report = failures.reported()
+    report = failures.read_failure()
     assert report is not None
     assert report["kind"] == "user"
     assert report["message"].startswith(message)
