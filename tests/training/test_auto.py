@@ -54,42 +54,42 @@ def test_an_eighth_of_the_memory_holds_the_activations(
     assert auto.choose_tokens(settings, tmp_path, number_format) == tokens
 
 
+HUB = {"base": "org/of-the-hub", "revision": "a" * 40}
+NARROW = {"scratch": {"hidden_size": 64}}
+
+
 @pytest.mark.parametrize(
-    ("model", "amx", "capabilities", "expected"),
+    ("model", "parallelism", "amx", "majors", "expected"),
     [
-        ({"base": "given"}, True, [], "bf16"),
-        ({"base": "given"}, False, [], "fp32"),
-        ({"base": "given"}, True, [7], "fp32"),  # the GPU computes, and lacks it
-        ({"base": "org/of-the-hub", "revision": "a" * 40}, True, [], "bf16"),  # counts as a model of 8B
-        ({"scratch": {"hidden_size": 64}}, True, [], "fp32"),  # a narrow model would lose
+        ({"base": "given"}, "ddp", True, [], "bf16"),
+        ({"base": "given"}, "zero2", True, [], "fp32"),  # shards would have weights in 16 bits
+        ({"base": "given"}, "ddp", False, [], "fp32"),
+        ({"base": "given"}, "ddp", True, [7], "fp32"),  # the GPU computes, and lacks it
+        (HUB, "ddp", True, [], "bf16"),  # counts as a model of 8B
+        (NARROW, "ddp", True, [], "fp32"),  # a narrow model would lose on a CPU
+        (NARROW, "zero2", False, [8, 9], "bf16"),
+        (NARROW, "ddp", True, [9, 7], "fp32"),  # every GPU must have it
     ],
 )
-def test_auto_is_bf16_on_a_cpu_with_matrix_units_for_a_wide_model(
-    model: Any, amx: bool, capabilities: list[int], expected: str, tmp_path: Path, monkeypatch: Any
+def test_auto_is_bf16_on_gpus_that_have_it_and_on_a_cpu_with_matrix_units_for_a_wide_model(
+    model: Any,
+    parallelism: str,
+    amx: bool,
+    majors: list[int],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: Any,
 ) -> None:
     (tmp_path / "given").mkdir()
     (tmp_path / "given/config.json").write_text(json.dumps(SMOLLM2), encoding="utf-8")
-    monkeypatch.setattr(auto, "cpu_has_amx", lambda: amx)
-    monkeypatch.setattr(auto, "gpus", lambda: [SimpleNamespace(major=major) for major in capabilities])
-    settings = config.Config.model_validate({"model": model})
-    assert auto.choose_precision(settings, tmp_path) == expected
-    sharded = config.Config.model_validate({"model": model, "launch": {"parallelism": "zero2"}})
-    assert auto.choose_precision(sharded, tmp_path) == "fp32", "shards would have weights in 16 bits"
-
-
-@pytest.mark.parametrize(
-    ("majors", "expected"), [([9], "bf16"), ([8, 9], "bf16"), ([7, 9], "fp32"), ([], "fp32")]
-)
-def test_auto_is_bf16_where_every_gpu_has_it(
-    majors: list[int], expected: str, tmp_path: Path, monkeypatch: Any
-) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(majors))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(major=majors[n]))
-    monkeypatch.setattr(auto, "cpu_has_amx", lambda: False)
-    assert auto.choose_precision(config.Config(), tmp_path) == expected
-    sharded = config.Config.model_validate({"launch": {"precision": "bf16", "parallelism": "zero2"}})
-    assert auto.choose_precision(sharded, tmp_path) == "bf16", "what is set"
+    monkeypatch.setattr(auto, "cpu_has_amx", lambda: amx)
+    for wanted, chosen in (("auto", expected), ("bf16", "bf16"), ("fp32", "fp32")):
+        launch = {"parallelism": parallelism, "precision": wanted}
+        settings = config.Config.model_validate({"model": model, "launch": launch})
+        assert auto.choose_precision(settings, tmp_path) == chosen
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("avx512f amx_bf16 amx_tile", True), ("avx512_bf16", False)])

@@ -190,10 +190,11 @@ def test_machines_that_the_launch_does_not_know_are_refused(
     settings = section(num_machines=2, num_processes=2)
     with nullcontext() if message is None else pytest.raises(UserError, match=message):
         launch.check_machines("ppo", settings)
+    launch.check_machines("judge", settings)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "num_processes", "num_machines", "is_refused"),
+    ("gpus", "processes", "machines", "is_refused"),
     [
         (8, 8, 1, False),
         (8, 9, 1, True),
@@ -204,12 +205,12 @@ def test_machines_that_the_launch_does_not_know_are_refused(
     ],
 )
 def test_a_machine_with_gpus_starts_at_most_one_process_for_each(
-    gpus: int, num_processes: int, num_machines: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    gpus: int, processes: int, machines: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two on one GPU would fail in NCCL. Without GPUs they meet by gloo, as many as there are."""
     monkeypatch.setattr(auto, "gpus", lambda: [object()] * gpus)
-    settings = section(num_processes=num_processes, num_machines=num_machines)
-    message = rf"launch.num_processes={num_processes} .* {gpus} GPU\(s\).*at most {gpus * num_machines}"
+    settings = section(num_processes=processes, num_machines=machines)
+    message = rf"launch.num_processes={processes} .* {gpus} GPU\(s\).*at most {gpus * machines}"
     with pytest.raises(UserError, match=message) if is_refused else nullcontext():
         launch.check_machines("ppo", settings)
 
