@@ -68,9 +68,9 @@ def run_name(paths: Paths, settings: Config) -> str:
     chosen = presets.matching(values)
     by_preset = {k: v for name in chosen for k, v in config.flatten(presets.read(name)).items()}
     for name in presets.matching(values, presets.MOSTLY):
-        own = config.flatten(presets.read(name))
-        if not own.keys() & by_preset.keys():
-            chosen, by_preset = [*chosen, name], by_preset | own
+        of_preset = config.flatten(presets.read(name))
+        if not of_preset.keys() & by_preset.keys():
+            chosen, by_preset = [*chosen, name], by_preset | of_preset
     now = config.flatten(config.parse(config.read_text(paths.params), str(paths.params)))
     try:
         before = config.flatten(config.parse(git.show(paths.root, "HEAD", "params.yaml"), "params.yaml"))
@@ -92,29 +92,29 @@ def changed(paths: Paths) -> dict[str, str]:
     """The stages that `dvc repro` would run or restore, in their order, and why."""
     status: dict[str, list[Any]] = json.loads(dvc_cli.run(paths.root, "status", "--json"))
     graph, reasons = dvc_files.graph(paths.root), dict[str, str]()
-    made = {out for node in graph.values() for out in node.outs}
+    outs = {out for node in graph.values() for out in node.outs}
     for stage, node in graph.items():
         if stage == dvc_files.INPUTS:
             continue
-        found = list[str]()
+        changes = list[str]()
         for change in status.get(stage, []):
             if isinstance(change, str):  # "always changed", "changed command"
-                found.append(change)
+                changes.append(change)
                 continue
             deps = change.get("changed deps", {})
             now, before = inputs.read_record(paths, stage), inputs.used(paths.root, stage).flat()
             if f"{dvc_files.INPUTS}/{stage}.json" in deps and now is not None:
-                found.append(inputs.differences(before, now.flat()) if before else "its parameters")
+                changes.append(inputs.differences(before, now.flat()) if before else "its parameters")
             if code := [dep for dep in deps if dvc_files.is_code(dep)]:
-                found.append(f"the code of {', '.join(code)}")
+                changes.append(f"the code of {', '.join(code)}")
             # The outs of other stages are left to those stages.
-            found += [dep for dep in deps if not dvc_files.is_code(dep) and dep not in made]
-            found += ["its results are not here"] if change.get("changed outs") else []
+            changes += [dep for dep in deps if not dvc_files.is_code(dep) and dep not in outs]
+            changes += ["its results are not here"] if change.get("changed outs") else []
         makers = [name for name in reasons if {*node.deps} & {*graph[name].outs}]
         if not dvc_files.locked_by(paths.root, stage):
             reasons[stage] = "it has not run yet"
-        elif found or makers:
-            reasons[stage] = "; ".join(found or [f"after {', '.join(makers)}"])
+        elif changes or makers:
+            reasons[stage] = "; ".join(changes or [f"after {', '.join(makers)}"])
     return reasons
 
 

@@ -33,11 +33,11 @@ def _config(root: Path) -> tuple[Path, Any]:
     from dvc.config import Config, ConfigError
 
     above = [root.resolve(), *root.resolve().parents]
-    own = next((folder / ".dvc" for folder in above if (folder / ".dvc").is_dir()), None)
-    if own is None:
+    place = next((folder / ".dvc" for folder in above if (folder / ".dvc").is_dir()), None)
+    if place is None:
         raise UserError(f"{root.resolve()} is in no DVC repository; run `dvc init`")
     try:
-        return own, Config(dvc_dir=str(own))
+        return place, Config(dvc_dir=str(place))
     except ConfigError as error:
         raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) are not valid: {error}") from None
 
@@ -48,8 +48,8 @@ def cache(root: Path) -> Path:
     Raises:
         UserError: if the project is in no DVC repository, or DVC's settings are not valid.
     """
-    own, settings = _config(root)
-    return Path(settings["cache"].get("dir") or own / "cache")
+    place, settings = _config(root)
+    return Path(settings["cache"].get("dir") or place / "cache")
 
 
 def check(root: Path) -> None:

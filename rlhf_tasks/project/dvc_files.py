@@ -128,8 +128,8 @@ def locked_in(text: str) -> dict[str, str]:
     Another stage may have read an older version of an out.
     """
     both = read_and_written(text).values()
-    found = {path: md5 for read, _ in both for path, md5 in read.items()}
-    return found | {path: md5 for _, written in both for path, md5 in written.items()}
+    inputs = {path: md5 for read, _ in both for path, md5 in read.items()}
+    return inputs | {path: md5 for _, written in both for path, md5 in written.items()}
 
 
 def read_and_written(text: str) -> dict[str, tuple[dict[str, str], dict[str, str]]]:

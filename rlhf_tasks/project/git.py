@@ -169,7 +169,7 @@ def experiments(root: Path, base: str = "") -> list[tuple[str, str]]:
 def find_experiment(root: Path, name: str) -> str | None:
     """The commit of the newest experiment with this name; None if there is none, or no git."""
     known = experiments(root) if commit(root) is not None else []
-    return next((commit for commit, own in known if own == name), None)
+    return next((commit for commit, other in known if other == name), None)
 
 
 def experiment_with(root: Path, revision: str, params: str) -> tuple[str, str] | None:

@@ -41,12 +41,12 @@ def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
             f"{key}: {function} cannot be imported: {type(error).__name__}: {error} "
             f"(tried files below {root.resolve()} and installed packages)"
         ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
+    member = getattr(module, name, None)
+    if not callable(member):
+        what = "has no such function" if member is None else f"holds a {type(member).__name__} of that name"
         raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
     loaded.add(function)
-    return found  # type: ignore[no-any-return]
+    return member  # type: ignore[no-any-return]
 
 
 def call(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -127,8 +127,8 @@ def protect(name: str) -> Iterator[None]:
 
 
 def _wakeup_descriptor() -> int:
-    _set_wakeup_descriptor(found := signal.set_wakeup_fd(-1))
-    return found
+    _set_wakeup_descriptor(descriptor := signal.set_wakeup_fd(-1))
+    return descriptor
 
 
 def _set_wakeup_descriptor(descriptor: int) -> None:

@@ -114,10 +114,10 @@ def write(paths: Paths, settings: Config) -> None:
         UserError: naming everything that does not exist.
     """
     stages = [name for name in VIEWS if name in dvc_files.graph(paths.root)]
-    found = {stage: _collect(paths, stage, VIEWS[stage].of(settings).declared) for stage in stages}
-    if problems := dict.fromkeys(problem for _, several in found.values() for problem in several):
+    collected = {stage: _collect(paths, stage, VIEWS[stage].of(settings).declared) for stage in stages}
+    if problems := dict.fromkeys(problem for _, several in collected.values() for problem in several):
         raise UserError("; ".join(problems))
-    for stage, (inputs, _) in found.items():
+    for stage, (inputs, _) in collected.items():
         tree = {key: value for key, value in vars(inputs).items() if key != "deps"}
         atomic.write_text(paths.inputs(stage), json.dumps(tree, indent=2, sort_keys=True) + "\n")
 
@@ -158,10 +158,10 @@ def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Fingerprint:
     Raises:
         UserError: naming everything that does not exist, by its parameter.
     """
-    found, problems = _collect(paths, stage, values)
+    collected, problems = _collect(paths, stage, values)
     if problems:
         raise UserError("; ".join(problems))
-    return found
+    return collected
 
 
 def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Fingerprint, list[str]]:
@@ -204,11 +204,11 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
             problems.append(f"{key}: write {module.removesuffix('.py')}:{name}, without .py")
             continue
         try:
-            own, foreign = code_of(paths.root, module, name, (*deps, *NO_RESULT))
+            code, foreign = code_of(paths.root, module, name, (*deps, *NO_RESULT))
         except UserError as error:
             problems.append(f"{key}: {error}")
             continue
-        files |= own
+        files |= code
         packages |= {name: _version(name) for name in _distributions(foreign)}
         place, top = paths.root.joinpath(*module.split(".")), module.split(".")[0]
         has_file = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
@@ -272,7 +272,7 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
     Raises:
         UserError: if a file is not Python, or that of the function does not define it.
     """
-    found, foreign = dict[str, str](), set[str]()
+    hashes, foreign = dict[str, str](), set[str]()
     todo, seen = [module], set[Path]()
     while todo:
         name = todo.pop()
@@ -288,7 +288,7 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
                 continue  # DVC compares the known ones
             seen.add(file)
             if not is_known:
-                found[path] = hashing.dvc_md5(file)
+                hashes[path] = hashing.dvc_md5(file)
             try:
                 tree = ast.parse(file.read_bytes())
             except (SyntaxError, ValueError) as error:
@@ -296,7 +296,7 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
             todo += _imports(tree, file.relative_to(root).parent.parts)
             if name == module and file.with_suffix("") == places[-1] and not _defines(tree, function):
                 raise UserError(f"{path} has no {function}; define it there, or correct the name")
-    return found, foreign
+    return hashes, foreign
 
 
 def _defines(tree: ast.Module, name: str) -> bool:
@@ -338,26 +338,26 @@ def _distributions(modules: Collection[str]) -> list[str]:
     if not modules:
         return []
     listed = re.compile(rf"^({'|'.join(map(re.escape, modules))})[/.]", re.MULTILINE)
-    found = set()
+    packages = set()
     for package in importlib.metadata.distributions():
         names = {*(package.read_text("top_level.txt") or "").split()}
         if not names and (files := package.read_text("RECORD")) is None:
             files = "\n".join(map(str, package.files or ()))  # of an egg-info
         is_listed = bool(names.intersection(modules)) if names else listed.search(files or "") is not None
         if is_listed and package.name:  # one that was installed by half has no name
-            found.add(canonicalize_name(package.name))
-    return sorted(found)
+            packages.add(canonicalize_name(package.name))
+    return sorted(packages)
 
 
 def function_files(root: Path, values: Mapping[str, Any]) -> set[str]:
     """The files below `root` of the functions that the parameters name, and those that these import."""
-    found = set[str]()
+    files = set[str]()
     for _, function in functions_named(values):
         module, _, name = function.partition(":")
-        found.add(module_path(function))
+        files.add(module_path(function))
         with suppress(UserError):  # which the stages report
-            found |= code_of(root, module, name, ("rlhf_tasks",))[0].keys()
-    return found
+            files |= code_of(root, module, name, ("rlhf_tasks",))[0].keys()
+    return files
 
 
 def module_path(function: str) -> str:

@@ -133,15 +133,15 @@ def _call(function: Function, root: Path) -> None:
     from rlhf_tasks.scoring.protocol import Responses
 
     rows = list(itertools.islice(read_table(Paths(root), "prompts", "train"), NUM_ROWS))
-    prompts, kept = [row["prompt"] for row in rows], columns.of_rows(rows)
+    prompts, extra = [row["prompt"] for row in rows], columns.of_rows(rows)
     responses = [row["reference"] or row["prompt"] for row in rows]
     where = function.name, function.key, root, function.columns
     try:
         if function.is_pairwise:
             questions = [Question(*one) for one in zip(prompts, responses, responses[::-1], strict=True)]
-            FunctionComparer(*where)(questions, 1.0, kept)
+            FunctionComparer(*where)(questions, 1.0, extra)
         else:
-            FunctionScorer(*where)(Responses.of_texts(prompts, responses, kept))
+            FunctionScorer(*where)(Responses.of_texts(prompts, responses, extra))
     except UserError as error:
         raise UserError(
             f"{error} (tried on {len(rows)} rows of data/prompts, before anything trains; "

@@ -193,14 +193,14 @@ def gpus() -> list[Any]:
 
 def machine_memory() -> int:
     """The bytes of memory that this machine has, or its container may use."""
-    found = [int(psutil.virtual_memory().total)]
+    limits = [int(psutil.virtual_memory().total)]
     for file in map(Path, CGROUP_LIMITS):
         with suppress(OSError, ValueError):  # no such file, or `max`
-            found.append(int(file.read_text(encoding="ascii")))
-    return min(found)
+            limits.append(int(file.read_text(encoding="ascii")))
+    return min(limits)
 
 
 def free_memory() -> int:
     """The bytes of memory that this process can still take, in its container too."""
-    own = machine_memory() - int(psutil.Process().memory_info().rss)
-    return min(int(psutil.virtual_memory().available), own)
+    left = machine_memory() - int(psutil.Process().memory_info().rss)
+    return min(int(psutil.virtual_memory().available), left)

@@ -68,8 +68,8 @@ def num_threads(environment: Mapping[str, str]) -> int:
     """The threads that a stage in one process has: OMP_NUM_THREADS, or all cores that it may use."""
     # a cluster may have given this process a few of the machine's CPUs
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = environment.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() else cpus
+    number = environment.get("OMP_NUM_THREADS", "")
+    return int(number) if number.isdecimal() else cpus
 
 
 def check_machines(stage: Stage, launch: Launch) -> None:
@@ -194,12 +194,12 @@ def supervise(stage: str, words: Sequence[str], environment: Mapping[str, str]) 
     """
     with tempfile.TemporaryDirectory() as folder, signals.listening(stage) as listener:
         failure = Path(folder) / "failure.json"
-        own = {
+        variables = {
             failures.FAILURE: str(failure),
             signals.LAUNCHER: processes.name_of(psutil.Process()),
         }
         # a group of its own: a terminal's Ctrl-C must reach it once, from here
-        launcher = subprocess.Popen(words, env={**STOPPING, **environment, **own}, process_group=0)
+        launcher = subprocess.Popen(words, env={**STOPPING, **environment, **variables}, process_group=0)
         listener.shows_life = False
         with listener.deferring(lambda: "stopping its processes", launcher.terminate):
             status = processes.supervise(launcher, signals.kill_descendants)

@@ -247,15 +247,15 @@ def end_with(status: int) -> None:
 
 def end_children(left: Sequence[str] = ()) -> None:
     """Kill what functions of the user's have started and left running; name it, and what else is `left`."""
-    found = list(left)
+    ended = list(left)
     for child in psutil.Process().children(recursive=True) if imports.loaded else []:
         with suppress(psutil.Error):  # it has ended
             if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):  # it ends by itself
-                found.append(f"process {child.pid} ({child.name()})")
+                ended.append(f"process {child.pid} ({child.name()})")
                 child.kill()
-    if found:
+    if ended:
         whose = "one of " * (len(imports.loaded) > 1) + ", ".join(sorted(imports.loaded))
-        print(f"rlhf: left running by {whose} and ended now: {', '.join(found)}", file=sys.stderr, flush=True)
+        print(f"rlhf: left running by {whose} and ended now: {', '.join(ended)}", file=sys.stderr, flush=True)
 
 
 def kill_descendants() -> None:
