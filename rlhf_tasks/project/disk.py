@@ -93,11 +93,7 @@ def message(folder: Path, needed: int, free: int) -> str:
 
 
 def reserve(needs: Mapping[Path, int]) -> None:
-    """Refuse to begin what writes so many bytes below these folders, some of which may be on one disk.
-
-    Raises:
-        DiskFullError: naming the first disk that has not enough free.
-    """
+    """Refuse to begin what writes so many bytes below these folders, some of which may be on one disk."""
     on_disk = Counter[int]()
     for folder, needed in needs.items():
         device = _existing(folder).stat().st_dev

@@ -103,11 +103,7 @@ def _fill(path: str, values: Mapping[str, Any]) -> str:
 
 
 def parameters(root: Path) -> dict[str, Any]:
-    """The values of params.yaml, unchecked.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
+    """The values of params.yaml, unchecked."""
     return copy.deepcopy(dict(_parse(read_text(root / "params.yaml"), "params.yaml")))
 
 

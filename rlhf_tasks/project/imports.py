@@ -27,11 +27,7 @@ _said: set[tuple[str, str]] = set()
 
 
 def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
-    """`module:function` from a file below `root`, or else from an installed module; `key` names it.
-
-    Raises:
-        UserError: if it cannot be imported or called.
-    """
+    """`module:function` from a file below `root`, or else from an installed module; `key` names it."""
     module_name, _, name = function.partition(":")
     try:
         with protect(f"{key}: {function}"):

@@ -153,11 +153,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Fingerprint:
-    """What the stage reads, given its parameters by dotted key.
-
-    Raises:
-        UserError: naming everything that does not exist, by its parameter.
-    """
+    """What the stage reads, given its parameters by dotted key."""
     collected, problems = _collect(paths, stage, values)
     if problems:
         raise UserError("; ".join(problems))
@@ -369,9 +365,6 @@ def check_committed(root: Path, settings: Config) -> None:
     """Check that each function stands in the commit of `root`, or in a package that its pyproject.toml names.
 
     A run form may name any function, and the run would import it.
-
-    Raises:
-        UserError: naming the functions that do not.
     """
     from packaging.requirements import Requirement
 

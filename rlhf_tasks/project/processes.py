@@ -290,11 +290,7 @@ def is_free(port: int) -> bool:
 
 
 def free_port(first: int, besides: Collection[int] = ()) -> int:
-    """`first`, or the next port that is free and not among `besides`.
-
-    Raises:
-        UserError: if none of the next ones is free.
-    """
+    """`first`, or the next port that is free and not among `besides`."""
     last = min(first + PORTS_TRIED - 1, LAST_PORT)
     for port in range(first, last + 1):
         if port not in besides and is_free(port):

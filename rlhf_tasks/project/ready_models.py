@@ -47,11 +47,7 @@ def read(folder: str | Path) -> dict[str, Any] | None:
 
 
 def check_place(source: str | Path) -> None:
-    """Check that a source is no file but GGUF, no adapter alone, and no folder without a config.
-
-    Raises:
-        UserError: naming what the source is, and what to give instead.
-    """
+    """Check that a source is no file but GGUF, no adapter alone, and no folder without a config."""
     folder = Path(source)
     if (adapter := folder / "adapter_config.json").is_file():
         try:

@@ -232,11 +232,7 @@ def data_paths(settings: Config) -> dict[str, str]:
 
 
 def check_data(settings: Config) -> None:
-    """Check that no data would be copied to a path outside of the workspace.
-
-    Raises:
-        UserError: for a relative path that leads out of the project's folder.
-    """
+    """Check that no data would be copied to a path outside of the workspace."""
     for key, path in data_paths(settings).items():
         if not Path(path).is_absolute() and ".." in Path(path).parts:
             raise UserError(
@@ -249,9 +245,6 @@ def _bring_data(key: str, path: str, root: Path, folder: Path) -> None:
     """Copy the present data, which may be outside git or newer than the commit.
 
     Links are followed, because relative links would have another target in the workspace.
-
-    Raises:
-        UserError: naming files that cannot be copied.
     """
     source, target = root / path, folder / path
     if Path(path).is_absolute() or not source.exists():
@@ -279,9 +272,6 @@ def _check_seen(root: Path, folder: Path, settings: Config) -> None:
 
     They are the deps of dvc.yaml, the files and folders that the parameters name, and the files of functions,
     with what these import.
-
-    Raises:
-        UserError: naming the missing ones.
     """
     graph = dvc_files.graph(folder)
     outs = [out for node in graph.values() for out in node.outs]

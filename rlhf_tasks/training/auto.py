@@ -25,6 +25,7 @@ from rlhf_tasks.project.paths import Paths
 
 TRAINED = ("base", "sft", "reward", "ppo")
 """Sections with `micro_batch_tokens`, which may be `auto`."""
+KEYS = (PRECISION, *(f"{section}.micro_batch_tokens" for section in TRAINED))
 AMPERE = 8  # the first compute capability whose matrix units compute in bfloat16
 CPUINFO, AMX = Path("/proc/cpuinfo"), "amx_bf16"  # the flag of a CPU that has such units
 LEAST_WIDTH = 512  # of a model that gains by AMX: its passes take 0.7 of the time of float32, those of 64 1.1
@@ -41,11 +42,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 def keys(settings: Config) -> list[str]:
     """The parameters that are `auto`."""
     values = config.in_force(settings)
-    return [
-        key
-        for key in (PRECISION, *(f"{section}.micro_batch_tokens" for section in TRAINED))
-        if values[key] == "auto"
-    ]
+    return [key for key in KEYS if values[key] == "auto"]
 
 
 def resolve(settings: Config, root: Path, recorded: Mapping[str, Any] | None = None) -> Config:

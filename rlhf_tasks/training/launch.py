@@ -113,11 +113,7 @@ def without_worker(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
-    """The command that starts the stage's workers.
-
-    Raises:
-        UserError: if a setting or a variable that the launch needs is missing.
-    """
+    """The command that starts the stage's workers."""
     num_processes, num_machines = launch.num_processes, launch.num_machines
     words = ["--num_processes", str(num_processes), "--num_machines", str(num_machines)]
     words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # a worker sets its precision itself
@@ -161,11 +157,7 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
 
 
 def run(paths: Paths, stage: Stage, settings: Config) -> int:
-    """Start the workers of a stage and wait. Returns their exit status.
-
-    Raises:
-        UserError: for a launch that is not possible, or that a worker reported.
-    """
+    """Start the workers of a stage and wait. Returns their exit status."""
     launch, environment = settings.launch, dict(os.environ)
     if trains_side_by_side(stage, settings):
         launch = launch.model_copy(update={"num_processes": 2})

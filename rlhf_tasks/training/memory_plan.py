@@ -93,9 +93,6 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     """The policy of params.yaml: models/sft where the project has it, else what SFT would start from.
 
     With `model`, a folder, a GGUF file or a hub id, that one instead.
-
-    Raises:
-        UserError: if the config of the model cannot be read.
     """
     sft, scratch = Paths(root).sft, config.model.scratch
     trained = str(sft) if (sft / "config.json").exists() else None
