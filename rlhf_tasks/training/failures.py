@@ -81,12 +81,12 @@ def write(failure: Mapping[str, str], *, replace: bool = False) -> None:
 
 def read(where: Path) -> dict[str, str]:
     """The failure file; empty if no stage has begun or failed."""
-    return dict(json.loads(where.read_text(encoding="utf-8"))) if where.exists() else {}
+    return dict(json.loads(where.read_text(encoding="utf-8"))) if where.is_file() else {}
 
 
 def read_failure(where: Path | None = None) -> dict[str, str] | None:
     """The failure file of this process or another one; None if nothing has failed."""
-    report = read(where or Path(os.environ.get(FAILURE, "/none")))
+    report = read(where or Path(os.environ.get(FAILURE, "")))
     return report if "kind" in report else None
 
 

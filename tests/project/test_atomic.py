@@ -47,6 +47,6 @@ def test_two_writers_of_one_file_use_different_partial_files(tmp_path: Path) -> 
     path = tmp_path / "answers.json"
     texts = [letter * 200_000 for letter in "abcd"]
     with ThreadPoolExecutor(len(texts)) as pool:
-        list(pool.map(lambda text: [atomic.write_text(path, text) for _ in range(20)], texts))
+        list(pool.map(atomic.write_text, [path] * 80, texts * 20))
     assert path.read_text(encoding="utf-8") in texts
     assert [p.name for p in tmp_path.iterdir()] == ["answers.json"]

@@ -157,32 +157,26 @@ def test_a_stage_ends_though_its_function_left_something_running_and_names_it(
 
 
 @pytest.mark.parametrize(
-    ("change", "read", "what"),
+    ("what", "change", "read"),
     [
-        ("torch.set_num_threads(7)", "torch.get_num_threads()", "torch's threads"),
+        ("torch's threads", "t.set_num_threads(7)", "t.get_num_threads()"),
         (
-            "torch.set_float32_matmul_precision('medium')",
-            "torch.get_float32_matmul_precision()",
             "torch's precision of matmuls",
+            "t.set_float32_matmul_precision('medium')",
+            "t.get_float32_matmul_precision()",
         ),
-        (
-            "torch.set_autocast_enabled('cpu', True)",
-            "torch.is_autocast_enabled('cpu')",
-            "torch's autocast on cpu",
-        ),
-        (
-            "torch.autograd.set_detect_anomaly(True)",
-            "torch.is_anomaly_enabled()",
-            "torch's detection of anomalies",
-        ),
-        ("sys.stdout = None", "sys.stdout", "sys.stdout"),
+        ("torch's autocast on cpu", "t.set_autocast_enabled('cpu', True)", "t.is_autocast_enabled('cpu')"),
+        ("torch's detection of anomalies", "t.autograd.set_detect_anomaly(True)", "t.is_anomaly_enabled()"),
+        ("sys.stdout", "sys.stdout = None", "sys.stdout"),
     ],
 )
 def test_each_mode_is_put_back_also_after_an_error(
-    change: str, read: str, what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    what: str, change: str, read: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     name = f"modes_{abs(hash(change))}"
-    code = f"import sys, torch\ndef read():\n    return {read}\ndef score(p, r):\n    {change}\n    1 / 0\n"
+    code = (
+        f"import sys\nimport torch as t\ndef read(): return {read}\ndef score(p, r):\n    {change}\n    1 / 0"
+    )
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
     read_now, function = (imports.load_function(f"{name}:{f}", "k", tmp_path) for f in ("read", "score"))
     before = read_now()
@@ -196,35 +190,27 @@ def test_each_mode_is_put_back_also_after_an_error(
 # ------------------------------------------------------------------------------ before it trains
 
 
+AT_IMPORT = "import faulthandler, os, sys\n{}\nscore = print"
+IN_A_CALL = "import os\ndef score(p, r):\n    {}"
+
+
 @pytest.mark.parametrize(
-    ("code", "why"),
+    ("when", "code", "why"),
     [
-        ("import os\nos._exit(0)\nscore = print", r"importing stranger:score ended its process \(status 0\)"),
-        ("import sys\nsys.exit(3)\nscore = print", "stranger:score cannot be imported: SystemExit: 3"),
-        ("raise KeyboardInterrupt\nscore = print", "importing stranger:score ended its process"),
-        (
-            "import faulthandler\nfaulthandler._sigsegv()\nscore = print",
-            r"importing stranger:score ended its process \(SIGSEGV",
-        ),
-        (
-            "def score(p, r):\n    return [1.0]",
-            r"one number per response, but gave 1 for 4 \(tried on 4 rows",
-        ),
-        ("def score(p, r):\n    return r", "text is not a number"),
-        (
-            "def score(p, r):\n    return open('models/later.json')",
-            "FileNotFoundError.*launch.try_functions: false",
-        ),
-        (
-            "import os\ndef score(p, r):\n    os.abort()",
-            r"a call of stranger:score ended its process \(SIGABRT",
-        ),
+        (AT_IMPORT, "os._exit(0)", r"importing stranger:score ended its process \(status 0\)"),
+        (AT_IMPORT, "sys.exit(3)", "stranger:score cannot be imported: SystemExit: 3"),
+        (AT_IMPORT, "raise KeyboardInterrupt", "importing stranger:score ended its process"),
+        (AT_IMPORT, "faulthandler._sigsegv()", r"importing stranger:score ended its process \(SIGSEGV"),
+        (IN_A_CALL, "return [1.0]", r"one number per response, but gave 1 for 4 \(tried on 4 rows"),
+        (IN_A_CALL, "return r", "text is not a number"),
+        (IN_A_CALL, "return open('later.json')", "FileNotFoundError.*launch.try_functions: false"),
+        (IN_A_CALL, "os.abort()", r"a call of stranger:score ended its process \(SIGABRT"),
     ],
 )
 def test_a_function_that_fails_is_found_before_anything_trains(
-    code: str, why: str, project_with: Callable[..., None], rlhf: Command
+    when: str, code: str, why: str, project_with: Callable[..., None], rlhf: Command
 ) -> None:
-    project_with(code)
+    project_with(when.format(code))
     assert re.search(why, rlhf("sft", status=2).err)
 
 
