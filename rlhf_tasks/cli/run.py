@@ -68,9 +68,9 @@ def run_name(paths: Paths, settings: Config) -> str:
     chosen = presets.matching(values)
     by_preset = {k: v for name in chosen for k, v in config.flatten(presets.read(name)).items()}
     for name in presets.matching(values, presets.MOSTLY):
-        of_preset = config.flatten(presets.read(name))
-        if not of_preset.keys() & by_preset.keys():
-            chosen, by_preset = [*chosen, name], by_preset | of_preset
+        own = config.flatten(presets.read(name))
+        if not own.keys() & by_preset.keys():
+            chosen, by_preset = [*chosen, name], by_preset | own
     now = config.flatten(config.parse(config.read_text(paths.params), str(paths.params)))
     try:
         before = config.flatten(config.parse(git.show(paths.root, "HEAD", "params.yaml"), "params.yaml"))
