@@ -101,7 +101,7 @@ def rerun(record: Path) -> Callable[..., set[str]]:
         before = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
         set_values(record, values or {})
         write(record, files)
-        inputs.write(Paths(record), auto.resolve(config.load(), record))
+        inputs.write(Paths(record), auto.resolve(config.load(Path("params.yaml")), record))
         after = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
         return {name for name, text in after.items() if text != before.get(name)} - {"report"}
 
@@ -350,7 +350,7 @@ def test_a_stage_uses_the_recorded_precision_or_says_why_it_cannot(
     monkeypatch.setattr(auto, "cpu_has_amx", lambda: False)
     with pytest.raises(UserError, match=r"records launch\.precision: bf16.*neither a GPU nor the CPU"):
         auto.resolve_for(paths, "ppo", settings)
-    monkeypatch.setattr(auto, "gpus", lambda: [SimpleNamespace(major=major) for major in (9, 8)])
+    monkeypatch.setattr(auto, "gpus", lambda: [SimpleNamespace(major=n, total_memory=8e10) for n in (9, 8)])
     assert auto.resolve_for(paths, "ppo", settings).launch.precision == "bf16"
     assert auto.resolve_for(paths, "sft", settings).launch.precision == "fp32", "as recorded"
     (record / "inputs/sft.json").unlink()
