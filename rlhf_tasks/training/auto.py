@@ -185,7 +185,8 @@ def gpus() -> list[Any]:
         return []
     import torch
 
-    return [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # the driver may be too old
+    return [torch.cuda.get_device_properties(number) for number in range(count)]
 
 
 def machine_memory() -> int:

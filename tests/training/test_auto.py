@@ -83,6 +83,7 @@ def test_auto_is_bf16_on_gpus_that_have_it_and_on_a_cpu_with_matrix_units_for_a_
     (tmp_path / "given").mkdir()
     (tmp_path / "given/config.json").write_text(json.dumps(SMOLLM2), encoding="utf-8")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(majors))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(majors))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(major=majors[n]))
     monkeypatch.setattr(auto, "cpu_has_amx", lambda: amx)
