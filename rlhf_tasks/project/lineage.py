@@ -31,9 +31,8 @@ def fingerprint(paths: Paths, stage: str, values: Mapping[str, Any] | None = Non
     node = dvc_files.graph(paths.root).get(stage) if paths.dvc_yaml.exists() else None
     if node is None:
         return Fingerprint()
-    record = (
-        inputs.read_record(paths, stage) or (values and inputs.collect(paths, stage, values)) or Fingerprint()
-    )
+    if (record := inputs.read_record(paths, stage)) is None:
+        record = inputs.collect(paths, stage, values) if values else Fingerprint()
     places = {
         path: next(filter(Path.exists, (paths.root / path, dvc_files.INSTALLED / path)), None)
         for path in filter(dvc_files.is_code, node.deps)
