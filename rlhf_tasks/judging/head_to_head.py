@@ -61,14 +61,12 @@ def compare_models(
     num_examples: int | None = None,
     names: Sequence[str] = (),
     out: Path | None = None,
-    functions_root: Path | None = None,
 ) -> EvaluationResults:
     """Print and return the comparisons of `model` with `against` by each judge, or by those called `names`.
 
     Each model is a checkpoint folder, `OWNER/NAME@COMMIT`, a `.jsonl` file of responses, or `reference`;
     the results name it as given. `out` is a .jsonl file for every comparison with its texts.
-    Relative paths are below `paths.root`. Functions of judges are files below `functions_root`, by default
-    `paths.root`.
+    Relative paths and functions of judges are below `paths.root`.
 
     The results hold comparisons, judge kappas and optimized judges.
 
@@ -90,7 +88,6 @@ def compare_models(
         device,
         paths,
         names=names,
-        functions_root=functions_root,
         columns=kept,
     )
     optimized: dict[str, str] = {}

@@ -124,7 +124,7 @@ def _of_path(root: Path, path: str, stage: str) -> Chain:
 
 def _of_key(root: Path, key: str, stage: str) -> Chain:
     for revision, name in _revisions(root):
-        md5 = _locked(root, revision).get(f"models/lineage/{stage}.json")
+        md5 = read_lock(root, revision).get(f"models/lineage/{stage}.json")
         if dvc_cli.cached_json(root, md5).get("rlhf.run") == key:
             return _of_revision(root, revision, name, stage)
     raise UserError(
@@ -134,7 +134,7 @@ def _of_key(root: Path, key: str, stage: str) -> Chain:
 
 def revision_with(root: Path, path: str, md5: str) -> tuple[str | None, str | None] | None:
     """The first of `_revisions` whose dvc.lock has these bytes at the path, with its name."""
-    return next((found for found in _revisions(root) if _locked(root, found[0]).get(path) == md5), None)
+    return next((found for found in _revisions(root) if read_lock(root, found[0]).get(path) == md5), None)
 
 
 def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
@@ -153,7 +153,8 @@ def _text(root: Path, revision: str | None, path: str) -> str | None:
     return (root / path).read_text(encoding="utf-8") if (root / path).exists() else None
 
 
-def _locked(root: Path, revision: str | None) -> dict[str, str]:
+def read_lock(root: Path, revision: str | None) -> dict[str, str]:
+    """The md5 of every out in the dvc.lock of a commit, or of the working tree; empty without one."""
     return dvc_files.locked_in(_text(root, revision, "dvc.lock") or "{}")
 
 

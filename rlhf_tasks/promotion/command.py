@@ -1,4 +1,4 @@
-"""`rlhf promote [MODEL]` and `--rollback`. MODEL is a folder, or an experiment that has a policy.
+"""`rlhf promote [MODEL]` and `--rollback`. MODEL is a checkpoint's folder.
 
 A promotion has these steps, so that after a kill at any point the same command can be repeated:
 register the policy and make it challenger; judge it against the champion; write the verdict as a file and as
@@ -22,7 +22,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project import atomic, dvc_files, git, hashing, lineage_chain, ready_models
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import experiment, gate, measurement, weights
+from rlhf_tasks.promotion import gate, measurement, weights
 from rlhf_tasks.promotion.measurement import Candidate
 from rlhf_tasks.promotion.registry import CHAMPION, ROLLED_BACK, Registry, Unreachable, Version
 from rlhf_tasks.tracking.context import run_name
@@ -36,54 +36,60 @@ NOT_COMPARED = "no champion (`rlhf promote` compares it with one)"
 RETRY_HINT = "; repeat the command later"
 
 
-def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bool = False) -> int:
+def promote(paths: Paths, model: str, *, again: bool = False, unless_judging: bool = False) -> int:
     """Let the gate decide about a policy, and make it champion if it passes. Returns the exit status.
 
     Args:
-        local: The user's project.
-        model: A checkpoint's folder, or the name of an experiment.
+        paths: The user's project.
+        model: A checkpoint's folder.
         again: Also promote a policy that was rolled back.
         unless_judging: Do nothing if the verdict needs anything judged.
 
     Raises:
         UserError: if there is no gate, no such policy, or no way to judge it.
     """
-    settings, root = config.load(local.params), local.root
+    settings = config.load(paths.params)
     criteria_of(settings)
-    is_checkpoint = (root / model / "config.json").is_file()
-    revision = None if is_checkpoint else git.find_experiment(root, model)
-    if revision is None:
-        check(root / model, model)
+    _refuse_experiment(paths.root, model)
+    check(paths.root / model, model)
     try:
-        with _lock(local):
-            if revision is None:
-                label, folder = Path(model).as_posix(), _with_weights(local, model)
-                return _promote(Candidate(local, folder, label, settings, local), again, unless_judging)
-            with experiment.check_out(root, settings, model, revision) as (merged, paths):
-                label = f"{POLICY} of {model}"
-                return _promote(Candidate(paths, POLICY, label, merged, local), again, unless_judging)
+        with _lock(paths):
+            label, folder = Path(model).as_posix(), _with_weights(paths, model)
+            return _promote(Candidate(paths, folder, label, settings), again, unless_judging)
     except Unreachable as error:
         console.say(f"Deferred: MLflow does not answer ({error}){RETRY_HINT}")
         return DEFERRED
 
 
-def _with_weights(local: Paths, model: str) -> str:
+def _refuse_experiment(root: Path, name: str) -> None:
+    """Refuse a name that is no folder but an experiment: the gate decides about what the folder has."""
+    if (root / name / "config.json").is_file() or (revision := git.find_experiment(root, name)) is None:
+        return
+    has_policy = POLICY in lineage_chain.read_lock(root, revision)
+    missing = "" if has_policy else f"`rlhf run` (it has no {POLICY}: its stage ppo has not run), then "
+    raise UserError(
+        f"{name} is an experiment, and only a policy in a folder can be promoted; bring it into this folder "
+        f"with `dvc exp apply {name}`, then {missing}`rlhf promote`"
+    )
+
+
+def _with_weights(paths: Paths, model: str) -> str:
     """The path of a checkpoint that holds its weights: for a reference, of a copy in .rlhf/policies."""
-    known = ready_models.read(local.root / model)
+    known = ready_models.read(paths.root / model)
     if known is None:
         return Path(model).as_posix()
     from rlhf_tasks.models.load import copy_checkpoint
 
-    target = local.home / "policies" / known["fingerprint"]
+    target = paths.home / "policies" / known["fingerprint"]
     with atomic.whole(target) as copy:
-        copy_checkpoint(local.root / model, copy)
-    return os.path.relpath(target, local.root)
+        copy_checkpoint(paths.root / model, copy)
+    return os.path.relpath(target, paths.root)
 
 
 def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
-    settings, local, md5 = candidate.settings, candidate.local, candidate.md5
+    settings, paths, md5 = candidate.settings, candidate.paths, candidate.md5
     criteria, bar = criteria_of(settings), settings.judge.bar
-    registry = Registry.open(settings.tracking, local.home, criteria.model)
+    registry = Registry.open(settings.tracking, paths.home, criteria.model)
     champion = registry.champion()
     if champion is not None and champion.md5 == md5:
         console.say(f"Promoted: {_name(candidate, champion)} is {CHAMPION} already")
@@ -101,10 +107,10 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     evidence = measurement.collect(candidate, stale)
     compared = {one.b for one in evidence.results.comparisons if one.a == "policy"}
     if opponent is not None:
-        restored = weights.restore(local.root, local.home, opponent.md5, opponent.tags)
+        restored = weights.restore(paths.root, paths.home, opponent.md5, opponent.tags)
         evidence = measurement.with_opponent(candidate, evidence, "champion", restored)
     elif bar not in compared:
-        folder = candidate.paths.base if bar == "base" else None
+        folder = paths.base if bar == "base" else None
         evidence = measurement.with_opponent(candidate, evidence, bar, folder)
     judges_to_check = {part for name in criteria.named for part in with_parts(settings.judge.judges, name)}
     verdict = gate.decide(
@@ -117,7 +123,7 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     # 3. The record: a file, and tags and text of the version. The alias moves last.
     against = f"version {champion.number}" if champion else "no champion yet"
     known = {"model": criteria.model, "version": version.number, "against": against, "time": _now()}
-    atomic.write_json(verdict_file(local.home, md5), verdict.tree() | known)
+    atomic.write_json(verdict_file(paths.home, md5), verdict.tree() | known)
     _record(registry, version, verdict, candidate.label, against)
     gate.show(verdict)
     if not verdict.passed:
@@ -136,7 +142,7 @@ def record_verdict(paths: Paths, settings: Config) -> None:
     outs = {out for node in dvc_files.graph(paths.root).values() for out in node.outs}
     if settings.promotion is None or not settings.tracking.enabled or POLICY not in outs:
         return
-    candidate = Candidate(paths, POLICY, POLICY, settings, paths)
+    candidate = Candidate(paths, POLICY, POLICY, settings)
     verdict = gate.Verdict.of_tree(json.loads(paths.verdict.read_text(encoding="utf-8")))
     try:
         with _lock(paths):
@@ -183,8 +189,7 @@ def check(folder: Path, name: str) -> None:
     """
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{name} is neither a checkpoint (it has no config.json) nor an experiment; give a folder such "
-            f"as {POLICY}, or a name that `dvc exp list -A` shows"
+            f"{name} is not a checkpoint's folder (it has no config.json); give one such as {POLICY}"
         )
     if contracts.read_identity(folder).get("kind") in REWARD_KINDS:
         raise UserError(f"{name} is a reward model; give a policy such as {POLICY}")
@@ -236,7 +241,7 @@ def _origin(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], s
     name = candidate.settings.tracking.experiment
     run = registry.run_of(lineage["rlhf.run"], name)
     if run is None:
-        sync(candidate.local.home)  # the run may still be in the outbox
+        sync(candidate.paths.home)  # the run may still be in the outbox
         run = registry.run_of(lineage["rlhf.run"], name)
     return tags, run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, git, hashing, lineage_chain
+from rlhf_tasks.project import git, hashing, lineage_chain
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.lineage_chain import Chain
 from rlhf_tasks.project.paths import Paths
@@ -80,7 +80,7 @@ def find(paths: Paths, name: str) -> Source:
             f"{name!r} is neither `{CHAMPION}`, nor a checkpoint's folder, nor an experiment; "
             "`dvc exp list -A` shows the experiments"
         )
-    md5 = dvc_files.locked_in(git.show(root, revision, "dvc.lock")).get(POLICY)
+    md5 = lineage_chain.read_lock(root, revision).get(POLICY)
     if md5 is None:
         raise UserError(
             f"the experiment {name} has no {POLICY}: its stage ppo has not run; run it, or export another "

@@ -1,8 +1,6 @@
 """The evidence about a policy: what the pipeline measured, or else what is measured now.
 
-The judges' files (prompts, texts, questions, tasks, model folders, modules of functions) are read from the
-user's project, whichever run is judged. Outs of the pipeline (models/reward_heldout) are the exception: they
-belong to the run that is judged. No torch here: what runs models is imported when something must be measured.
+No torch here: what runs models is imported when something must be measured.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import config, console
-from rlhf_tasks.config import VIEWS, Config, JudgeView, Judging
+from rlhf_tasks.config import VIEWS, Config, JudgeView
 from rlhf_tasks.config.judge import Retention
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import (
@@ -40,15 +38,11 @@ class Candidate:
     """A policy that may become champion."""
 
     paths: Paths
-    """The project that it belongs to: the user's, or the worktree of an experiment."""
     model: str
     """Its folder, as a path from the project's folder."""
     label: str
     """Its name in messages."""
     settings: Config
-    """Its parameters, with the judges, the gate and the registry of the user's project."""
-    local: Paths
-    """The user's project."""
 
     @property
     def folder(self) -> Path:
@@ -106,29 +100,29 @@ def stale_reason(candidate: Candidate) -> str | None:
     except UserError:
         file = paths.relative(paths.evaluation_results)
         return f"are of another version of the code ({file} is missing or has another form)"
-    changed = changed_files(paths.root, candidate.local.root)
+    changed = changed_files(paths.root)
     return f"were measured with another {', '.join(changed)}" if changed else None
 
 
-def changed_files(run: Path, local: Path) -> list[str]:
-    """Files below `local` that differ from those that stage judge used in `run`, by its inputs file."""
-    files = inputs.used(run, "judge").files
+def changed_files(root: Path) -> list[str]:
+    """Files of a project that differ from those that stage judge used, by its inputs file."""
+    files = inputs.used(root, "judge").files
     return [
         path
         for path, md5 in files.items()
-        if not (local / path).exists() or hashing.dvc_md5(local / path) != md5
+        if not (root / path).exists() or hashing.dvc_md5(root / path) != md5
     ]
 
 
 def collect(candidate: Candidate, stale: str | None) -> Evidence:
     """The pipeline's results, or new ones if `stale` is a reason not to use those."""
-    paths, settings = candidate.paths, _with_local_files(candidate)
+    paths, settings = candidate.paths, candidate.settings
     is_own = is_trained_here(paths, candidate.md5)
     if stale is None:
         known = evidence.read(paths)
     else:
         console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
-        bounds = candidate.settings.promotion
+        bounds = settings.promotion
         known = Evidence(results=EvaluationResults(), kl=None)
         if bounds is not None and {
             bounds.max_kl,
@@ -165,12 +159,11 @@ def with_opponent(candidate: Candidate, known: Evidence, opponent: Opponent, fol
 
     root, promotion = candidate.paths.root, candidate.settings.promotion
     results = head_to_head.compare_models(
-        JudgeView.of(_with_local_files(candidate)),
+        JudgeView.of(candidate.settings),
         candidate.model,
         head_to_head.REFERENCE if folder is None else os.path.relpath(folder, root),
         paths=candidate.paths,
         names=promotion.named if promotion is not None else (),
-        functions_root=candidate.local.root,
     )
     named = (one.model_copy(update={"a": "policy", "b": opponent}) for one in results.comparisons)
     comparisons = (*known.results.comparisons, *named)
@@ -283,20 +276,3 @@ def measure_kl(settings: Config, paths: Paths, policy: Path, device: Any) -> Kl:
     kls = [a - b for a, b in zip(ours, theirs, strict=True)]
     error = statistics.stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else abs(kls[0])
     return Kl(mean=statistics.fmean(kls), standard_error=error)
-
-
-def _with_local_files(candidate: Candidate) -> Config:
-    """The config with absolute paths to the judges' files in the user's project; outs stay relative."""
-    settings, run, local = candidate.settings, candidate.paths.root, candidate.local.root
-    if run == local:
-        return settings
-    outs = [out for node in dvc_files.graph(run).values() for out in node.outs]
-    judge = settings.judge.model_dump(mode="json")
-    for key, path in inputs.files_named({"judge": judge}):
-        _, *inner, last = key.split(".")
-        part: Any = judge
-        for name in inner:
-            part = part[int(name) if name.isdigit() else name]
-        if not dvc_files.is_in(path, outs):
-            part[last] = str(local.resolve() / path)
-    return settings.model_copy(update={"judge": Judging.model_validate(judge)})

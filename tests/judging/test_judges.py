@@ -181,18 +181,6 @@ def test_judges_are_built_in_the_order_of_the_list_and_by_name(tmp_path: Path) -
         build(*listed, root=tmp_path, names=["best"])
 
 
-def test_functions_are_imported_from_their_own_root_and_files_from_the_project(tmp_path: Path) -> None:
-    """As promotion needs it: the judges of the user's checkout, the models of an experiment's."""
-    project, checkout = tmp_path / "project", tmp_path / "checkout"
-    for folder, score in ((project, 0), (checkout, 1)):
-        folder.mkdir()
-        code = f"def longest(prompts, answers):\n    return [{score} * len(a) for a in answers]\n"
-        (folder / "my_judges.py").write_text(code, encoding="utf-8")
-    for functions_root, outcome in ((None, TIE), (checkout, WIN), (project, TIE)):
-        (judge,) = build_judges(settings(LONGEST), CPU, Paths(project), functions_root=functions_root)
-        assert judge.compare(["p"], ["long"], ["s"]).outcomes.tolist() == [outcome]
-
-
 def own_judge(root: Path, code: str, **keys: Any) -> Judge:
     name = f"my_judge_{abs(hash(code))}"
     (root / f"{name}.py").write_text(code, encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,15 +68,12 @@ class Measured:
     compared: list[str] = field(default_factory=list)
     """The weights that the candidate was compared with, or their folder."""
     costs: int = 0
-    check: Callable[[JudgeView, Paths, Path], None] = lambda view, paths, functions: None
-    """Called with what each comparison was given."""
 
     def compare(
-        self, view: JudgeView, model: str, against: str, *, paths: Paths, functions_root: Path, **rest: Any
+        self, view: JudgeView, model: str, against: str, *, paths: Paths, **rest: Any
     ) -> EvaluationResults:
         weights = paths.root / against / "weights"
         self.compared.append(weights.read_text(encoding="utf-8") if weights.exists() else against)
-        self.check(view, paths, functions_root)
         results = self.sft if against == "models/sft" else self.champion
         names = {"a": model, "b": against}
         comparisons = tuple(one.model_copy(update=names) for one in results.comparisons)

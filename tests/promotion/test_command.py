@@ -433,7 +433,7 @@ def test_a_reward_model_is_refused_before_anything_is_registered(project: Path, 
     reward = project / "models/reward"
     reward.mkdir()
     message = rlhf("promote models/reward", status=2).err
-    assert "models/reward is neither a checkpoint (it has no config.json)" in message
+    assert "models/reward is not a checkpoint's folder (it has no config.json)" in message
     (reward / "config.json").write_text("{}", encoding="utf-8")
     (reward / "rlhf.json").write_text('{"kind": "reward"}', encoding="utf-8")
     assert "models/reward is a reward model" in rlhf("promote models/reward", status=2).err

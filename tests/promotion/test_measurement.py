@@ -105,10 +105,10 @@ def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) ->
     files = {name: hashing.dvc_md5(tmp_path / name) for name in names}
     recorded = planted.record(tmp_path, "judge", {}, files)
     planted.put(tmp_path / "dvc.lock", {"stages": {"judge": {"cmd": "x", "deps": [recorded]}}})
-    assert measurement.changed_files(tmp_path, tmp_path) == []
+    assert measurement.changed_files(tmp_path) == []
     (tmp_path / "rubric.txt").write_text("now", encoding="utf-8")
     (tmp_path / "my_judges/short.py").unlink()
-    assert measurement.changed_files(tmp_path, tmp_path) == names
+    assert measurement.changed_files(tmp_path) == names
 
 
 # ------------------------------------------------ what the pipeline measured, and of which policy

@@ -109,13 +109,12 @@ def build_judges(
     paths: Paths,
     *,
     names: Sequence[str] = (),
-    functions_root: Path | None = None,
     columns: Collection[str] = (),
 ) -> list[Judge]:
     """The judges of `judge.judges`, or those called `names`, in the order of the list.
 
-    Relative paths of models and prompts are below `paths.root`. Functions are imported from files below
-    `functions_root`, by default `paths.root`. `columns` are the names of the kept columns.
+    Relative paths of models, prompts and functions are below `paths.root`. `columns` are the names of the
+    kept columns.
 
     Raises:
         UserError: for an unknown name, for a judge whose key, model, prompt or function is missing, and for a
@@ -134,7 +133,6 @@ def build_judges(
                 device,
                 settings.max_failure_share,
                 paths,
-                functions_root=functions_root,
                 columns=columns,
             )
     for one in settings.judges:
@@ -149,7 +147,6 @@ def build_judge(
     max_failure_share: float,
     paths: Paths,
     *,
-    functions_root: Path | None = None,
     columns: Collection[str] = (),
     key: str = config.LISTED,
 ) -> Judge:
@@ -158,7 +155,7 @@ def build_judge(
     Raises:
         UserError: as `build_judges`.
     """
-    root, own_root = paths.root, functions_root or paths.root
+    root = paths.root
     comparer: Comparer
     match one:
         case config.GoldJudge():
@@ -168,9 +165,9 @@ def build_judge(
         case config.VerifierJudge():
             return ScoringJudge(one.name, Verifier(one.checks, one.format))
         case config.FunctionJudge(pairwise=False):
-            return ScoringJudge(one.name, FunctionScorer(one.function, key, own_root, columns))
+            return ScoringJudge(one.name, FunctionScorer(one.function, key, root, columns))
         case config.FunctionJudge():
-            comparer = FunctionComparer(one.function, key, own_root, columns)
+            comparer = FunctionComparer(one.function, key, root, columns)
         case config.LlmJudge():
             # The import takes a second: only configurations with such a judge pay for it.
             from rlhf_tasks.judging.judges.llm import LlmComparer
