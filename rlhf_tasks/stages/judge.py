@@ -22,7 +22,7 @@ from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.data.tokenizer import read_plain
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import human_labels, reward_diagnostics, statistics, summary
+from rlhf_tasks.judging import human_labels, reward_diagnostics, summary
 from rlhf_tasks.judging import results as typed
 from rlhf_tasks.judging.judges.build import ScoringJudge, build_judges
 from rlhf_tasks.judging.judges.comparisons import (
@@ -124,22 +124,13 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         pairs[f"{who}_samples"] = reward_diagnostics.order_by(gold_scores, sampled.prompts, first, second)
     given = reward_diagnostics.labeled_pairs(paths) if rewards else {}
     diagnosed, bins = reward_diagnostics.diagnose(rewards, given, pairs)
-    scores, gaps = dict(judged.scores), None
+    scores = dict(judged.scores)
     of_policy = contracts.optimized_rewards(paths.policy)
     if "reward" in rewards and contracts.fingerprint(paths.reward) in of_policy:
-        own: dict[str, list[float]] = {}
         for who, texts in sampled.texts.items():
             with console.part(f"the reward that PPO optimized, of {who}"):
-                own[who] = rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
-        scores |= {(OPTIMIZED, who): values for who, values in own.items()}
-        # PPO's win rate over SFT by the reward that it optimized, minus each judge's
-        by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
-        by_judge = {
-            key.judge: by_reward - statistics.rate(comparisons.outcomes).value
-            for key, comparisons in judged.comparisons.items()
-            if (key.a, key.b) == ("policy", "sft")
-        }
-        gaps = typed.RewardGaps(win_rate_by_reward=by_reward, by_judge=by_judge)
+                values = rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
+            scores[OPTIMIZED, who] = values
     lengths = reward_diagnostics.by_length(scores, sampled.texts)
     # 5. The results document and the tables.
     results = typed.EvaluationResults(
@@ -161,7 +152,6 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         retention=retention,
         task_changes=task_changes,
         reward_diagnostics=diagnosed,
-        reward_gaps=gaps,
         human_labels=people,
         judge_kappas=summary.kappas(judged.comparisons),
     )

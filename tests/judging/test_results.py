@@ -18,7 +18,6 @@ from rlhf_tasks.judging.results import (
     ResponseStatistics,
     RetentionResult,
     RewardDiagnostic,
-    RewardGaps,
     TaskChange,
     TaskScore,
 )
@@ -106,7 +105,6 @@ WHOLE = EvaluationResults(
             model="reward_heldout", origin="sft_samples", calibration_error=0.02, agreement=interval(60)
         ),
     ),
-    reward_gaps=RewardGaps(win_rate_by_reward=0.9, by_judge={"gold": 0.1}),
     human_labels=HumanLabels(
         labels=12,
         judges={
@@ -132,7 +130,7 @@ def test_metrics_have_the_keys_and_values_of_metrics_judge_json() -> None:
     expected |= {"task_drop/arc": -0.125, "task_drop/arc/standard_error": 0.01}
     expected |= {"calibration/reward/given": 0.01, "calibration/reward_heldout/sft_samples": 0.02}
     expected |= bounds("agreement/reward_heldout/sft_samples", 60)
-    expected |= {"reward_gap/win_rate_by_reward": 0.9, "reward_gap/gold": 0.1, "human/labels": 12}
+    expected |= {"human/labels": 12}
     expected |= bounds("human/gold/kappa", 70) | bounds("human/gold/agreement", 80)
     expected |= bounds("human/llm/kappa", 90) | bounds("kappa/gold_and_llm", 100)
     assert WHOLE.metrics() == expected
