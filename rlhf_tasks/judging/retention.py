@@ -25,7 +25,7 @@ from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness, statistics
-from rlhf_tasks.judging.harness import Done, HarnessTasks
+from rlhf_tasks.judging.harness import HarnessTasks, TaskResult
 from rlhf_tasks.judging.results import RetentionResult, TaskChange
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.logprobs import response_logprobs
@@ -58,7 +58,7 @@ class Probes:
         self, folders: Mapping[str, Path], device: torch.device
     ) -> tuple[dict[str, RetentionResult], dict[str, TaskChange]]:
         """The results of checkpoints by name, and what changed on each task from `sft` to `policy`."""
-        results, done = dict[str, RetentionResult](), dict[str, Done]()
+        results, done = dict[str, RetentionResult](), dict[str, dict[str, TaskResult]]()
         for name, folder in folders.items():
             tokenizer = load_tokenizer(folder)
             model = place(load_causal(folder), device).eval()
@@ -66,9 +66,9 @@ class Probes:
                 results[name] = self._measure(model, tokenizer)
             if self._tasks is not None:
                 with torch.random.fork_rng(), console.part(f"tasks of {name}"):
-                    torch.manual_seed(harness.SEED)  # for tasks whose responses are sampled
-                    done[name] = self._tasks.do(model, tokenizer)
-                results[name] = results[name].model_copy(update={"tasks": done[name].scores})
+                    done[name] = self._tasks.measure(model, tokenizer)
+                scores = {task: result.scores for task, result in done[name].items()}
+                results[name] = results[name].model_copy(update={"tasks": scores})
         return results, harness.changes(done["sft"], done["policy"]) if done else {}
 
     def _measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RetentionResult:

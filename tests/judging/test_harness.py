@@ -24,7 +24,7 @@ from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness
-from rlhf_tasks.judging.harness import Done, First, HarnessTasks
+from rlhf_tasks.judging.harness import HarnessTasks, TaskResult
 from rlhf_tasks.judging.results import EvaluationResults, TaskScore
 from rlhf_tasks.judging.retention import Probes
 from rlhf_tasks.models.load import load_causal
@@ -110,10 +110,11 @@ def test_a_folder_that_does_not_exist_is_refused_and_no_tasks_need_nothing(
     harness.check(None, tmp_path)
 
 
-def done(values: list[float] | None, value: float, error: float | None, *, better: bool = True) -> Done:
+def done(
+    values: list[float] | None, value: float, error: float | None, *, better: bool = True
+) -> dict[str, TaskResult]:
     score = TaskScore(value=value, standard_error=error, examples=4)
-    first = First("acc", better, None if values is None else np.array(values))
-    return Done({"t": {"acc": score}}, {"t": first})
+    return {"t": TaskResult({"acc": score}, "acc", better, None if values is None else np.array(values))}
 
 
 def test_the_drop_has_the_standard_error_of_the_mean_difference_on_the_same_documents() -> None:
@@ -155,16 +156,14 @@ def test_accuracies_are_those_of_single_rows_through_the_bare_model(models_here:
         rates = [s / len(choice) for s, choice in zip(sums, row["choices"], strict=True)]
         for name, by in (("acc", sums), ("acc_norm", rates)):
             right[name].append(by.index(max(by)) == row["answer"])
-    found = HarnessTasks(settings(), ROOT).do(model, tokenizer)
-    scores = found.scores["post_facts"]
+    result = HarnessTasks(settings(), ROOT).measure(model, tokenizer)["post_facts"]
     for name, values in right.items():
-        assert scores[name].value == pytest.approx(np.mean(values))
-        assert scores[name].standard_error == pytest.approx(np.std(values, ddof=1) / math.sqrt(12))
-        assert scores[name].examples == 12
-    first = found.firsts["post_facts"]
-    assert (first.metric, first.higher_is_better) == ("acc", True)
-    assert first.values is not None
-    assert first.values.tolist() == right["acc"]
+        assert result.scores[name].value == pytest.approx(np.mean(values))
+        assert result.scores[name].standard_error == pytest.approx(np.std(values, ddof=1) / math.sqrt(12))
+        assert result.scores[name].examples == 12
+    assert (result.metric, result.higher_is_better) == ("acc", True)
+    assert result.values is not None
+    assert result.values.tolist() == right["acc"]
 
 
 @has_harness
@@ -192,11 +191,11 @@ def test_base_sft_and_policy_do_the_tasks_and_batches_change_nothing(tasks_here:
 @has_harness
 def test_a_group_with_a_result_of_its_own_is_reported_instead_of_its_tasks(tasks_here: Path) -> None:
     model, tokenizer = load_causal(FOLDERS["sft"]).eval(), load_tokenizer(FOLDERS["sft"])
-    one = HarnessTasks(settings(names=["again"], folder="mine"), Path()).do(model, tokenizer)
-    both = HarnessTasks(settings(names=["both"], folder="mine"), Path()).do(model, tokenizer)
-    assert set(both.scores) == {"both"}
-    assert both.scores["both"]["acc"].value == pytest.approx(one.scores["again"]["acc"].value)
-    assert both.firsts["both"].values is None
+    one = HarnessTasks(settings(names=["again"], folder="mine"), Path()).measure(model, tokenizer)
+    both = HarnessTasks(settings(names=["both"], folder="mine"), Path()).measure(model, tokenizer)
+    assert set(both) == {"both"}
+    assert both["both"].scores["acc"].value == pytest.approx(one["again"].scores["acc"].value)
+    assert both["both"].values is None
 
 
 @has_harness
