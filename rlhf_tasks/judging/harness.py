@@ -94,10 +94,7 @@ class HarnessTasks:
         os.environ["DISABLE_MULTIPROC"] = "1"  # or it forks this process, which has threads, to resample
         results = simple_evaluate(
             HFLM(
-                pretrained=model,
-                tokenizer=tokenizer,
-                backend="causal",
-                batch_size=self._settings.batch_size,
+                pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=self._settings.batch_size
             ),
             tasks=list(self._tasks.values()),
             task_manager=self._manager,
@@ -156,7 +153,7 @@ def _load(settings: config.Tasks) -> tuple[Any, Any]:
 
 
 def _read_result(name: str, task: Any, results: Mapping[str, Any]) -> TaskResult:
-    """The part of one task or group of the results, whose keys are `METRIC,FILTER`, `METRIC_stderr,FILTER`."""
+    """The results of one task or group, whose keys are `METRIC,FILTER` and `METRIC_stderr,FILTER`."""
     result, scores = results["results"][name], dict[tuple[str, str], TaskScore]()
     for key, value in result.items():
         metric, comma, filtered = key.partition(",")

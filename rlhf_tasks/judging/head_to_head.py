@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,8 +22,8 @@ from rlhf_tasks.data.tokenizer import read_plain
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import summary
 from rlhf_tasks.judging.judges.build import build_judges
-from rlhf_tasks.judging.judges.comparisons import Comparisons, optimized_judges
-from rlhf_tasks.judging.responses import as_judged, shared_ends
+from rlhf_tasks.judging.judges.comparisons import Comparisons, find_optimized_judges
+from rlhf_tasks.judging.responses import Source, sample_alike
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.judging.rows import MAX_SHOWN, Row, read_rows
 from rlhf_tasks.project import atomic
@@ -41,15 +40,9 @@ class Response(Row):
     completion: str
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    source: str
-    revision: str | None
-
-
 ResponseFile = Mapping[str, str]
 """Responses by prompt key."""
-Model = Checkpoint | ResponseFile | Literal["reference"]
+Model = Source | ResponseFile | Literal["reference"]
 
 
 def compare_models(
@@ -78,37 +71,25 @@ def compare_models(
         raise UserError(f"--out {out}: give a file whose name ends with .jsonl")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {name: _model(name, paths) for name in (model, against)}
-    checkpoints = [one for one in models.values() if isinstance(one, Checkpoint)]
+    checkpoints = {name: one for name, one in models.items() if isinstance(one, tuple)}
     files = [one for one in models.values() if isinstance(one, Mapping)]
     rows = _rows(paths, num_examples or config.judge.num_examples, files)
     summary.check_verifiers(config.judge, rows, names)
     kept = columns.of_rows(rows)
-    judges = build_judges(
-        config.judge,
-        device,
-        paths,
-        names=names,
-        columns=kept,
-    )
+    judges = build_judges(config.judge, device, paths, names=names, columns=kept)
     optimized: dict[str, str] = {}
-    for checkpoint in checkpoints:
-        found = optimized_judges(config.judge, Path(checkpoint.source), paths.root, names)
-        for name in found:
-            console.say(
-                f"WARNING: judge {name} is the reward model that PPO optimized for {checkpoint.source}"
-            )
-        optimized |= found
+    for source, _ in checkpoints.values():
+        of_source = find_optimized_judges(config.judge, Path(source), paths.root, names)
+        for name in of_source:
+            console.say(f"WARNING: judge {name} is the reward model that PPO optimized for {source}")
+        optimized |= of_source
     prompts = [row["prompt"] for row in rows]
-    shared = shared_ends([(one.source, one.revision) for one in checkpoints])
-    ends = dict(zip(checkpoints, shared, strict=True))
-    sample, texts = as_judged(config, paths, device), dict[str, list[str]]()
+    sampled = sample_alike(config, paths, checkpoints, prompts, device)
+    texts = {name: responses.texts for name, responses in sampled.items()}
     for name, one in models.items():
-        if isinstance(one, Checkpoint):
-            source, revision = one.source, one.revision
-            texts[name] = sample(source, prompts, revision=revision, ends=ends[one]).texts
-        elif isinstance(one, Mapping):
+        if isinstance(one, Mapping):
             texts[name] = [one[prompt_key(prompt)] for prompt in prompts]
-        else:  # rows with the same prompt each have their own reference
+        elif one == REFERENCE:  # rows with the same prompt each have their own reference
             texts[name] = [row["reference"] for row in rows]
             if None in texts[name]:
                 raise UserError("data/prompts has prompts alone: compare with a model or a file of responses")
@@ -119,11 +100,10 @@ def compare_models(
         )
     results = EvaluationResults(
         comparisons=summary.summarize(compared, texts),
-        judge_kappas=summary.kappas(compared),
+        judge_kappas=summary.measure_kappas(compared),
         optimised_judges=optimized,
     )
-    title = f"win rates on {len(prompts)} test prompts (ties count half)"
-    summary.show_table(title, summary.win_rates(results.comparisons))
+    summary.show_win_rates(results.comparisons, len(prompts))
     if out is not None:
         table = summary.comparison_table(compared, prompts, texts, kept)
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
@@ -150,13 +130,13 @@ def _model(name: str, paths: Paths) -> Model:
             f"`git ls-remote https://huggingface.co/{name} HEAD` prints it"
         )
     if folder.exists() and not revision:
-        return Checkpoint(str(folder), None)
+        return str(folder), None
     try:
         for problem in check_source(source, pinned_revision(revision) if revision else None, "MODEL"):
             raise ValueError(problem)
     except ValueError as error:
         raise UserError(f"{error}; give it as {source}@COMMIT") from None
-    return Checkpoint(source, revision or None)
+    return source, revision or None
 
 
 def _response_file(file: Path, paths: Paths) -> ResponseFile:

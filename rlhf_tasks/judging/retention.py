@@ -26,7 +26,8 @@ from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness, statistics
 from rlhf_tasks.judging.harness import HarnessTasks, TaskResult
-from rlhf_tasks.judging.results import RetentionResult, TaskChange
+from rlhf_tasks.judging.responses import SampledResponses, response_statistics
+from rlhf_tasks.judging.results import ResponseStatistics, RetentionResult, TaskChange
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.project.paths import Paths
@@ -115,22 +116,26 @@ def perplexity(
     return math.exp(-math.fsum(sums) / sum(map(len, responses)))
 
 
-def perplexities_by_sft(
+def measure_responses(
     folder: Path,
     prompts: Sequence[str],
-    responses: Mapping[str, Sequence[Ids]],
-    settings: config.Retention,
+    responses: Mapping[str, SampledResponses],
+    references: Sequence[str] | None,
+    settings: config.Retention | None,
     device: torch.device,
-) -> dict[str, float]:
-    """The perplexity by the SFT model in `folder` of each model's responses, in ids of its tokenizer."""
+) -> dict[str, ResponseStatistics]:
+    """Statistics of the responses of each model, in ids of the tokenizer of the SFT model in `folder`."""
+    settings = settings or config.Retention()
     tokenizer, count = load_tokenizer(folder), settings.num_examples
     model = place(load_causal(folder), device).eval()
     queries = encode(tokenizer, prompts[:count])
     with console.part("how likely the responses are by sft"):
-        return {
-            who: perplexity(model, queries, ids[:count], tokenizer, settings.micro_batch_tokens)
-            for who, ids in responses.items()
+        most = settings.micro_batch_tokens
+        perplexities = {
+            who: perplexity(model, queries, one.ids[:count], tokenizer, most)
+            for who, one in responses.items()
         }
+    return {who: response_statistics(one, references, perplexities[who]) for who, one in responses.items()}
 
 
 def are_right(

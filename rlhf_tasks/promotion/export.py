@@ -17,9 +17,9 @@ from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.lineage_chain import Chain
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import weights
-from rlhf_tasks.promotion.command import POLICY, check, criteria_of, verdict_file
-from rlhf_tasks.promotion.gate import Verdict
+from rlhf_tasks.promotion.command import POLICY, check, read_criteria, verdict_file
 from rlhf_tasks.promotion.registry import CHAMPION, Registry, Unreachable
+from rlhf_tasks.promotion.verdict import Verdict, make_table
 
 CARD = "README.md"
 
@@ -92,7 +92,7 @@ def find(paths: Paths, name: str) -> Source:
 
 def _champion(paths: Paths) -> Source:
     settings = config.load(paths.params)
-    model = criteria_of(settings).model
+    model = read_criteria(settings).model
     try:
         version = Registry.open(settings.tracking, paths.home, model).champion()
     except Unreachable as error:
@@ -129,7 +129,7 @@ def card(source: Source, home: Path) -> str:
             f"{tree['time']}, against {tree['against']}",
         )
         parts.append(f"## Verdict\n\n{result} by the gate: {tree['summary']} ({where}).")
-        parts.append(Verdict.of_tree(tree).table())
+        parts.append(make_table(Verdict.of_tree(tree).rows()))
     else:
         parts.append("## Verdict\n\nThe gate has not judged this policy.")
     parts.append(f"## Lineage\n\nmd5 of the original folder: `{source.md5}`")

@@ -45,10 +45,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project whose second stage makes a policy."""
     for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN"):
         monkeypatch.delenv(name, raising=False)
-    made = toy.make(
-        tmp_path / "project",
-        service={"retries": 0, "grace_seconds": 20.0, "gpu_slots": 0},
-    )
+    made = toy.make(tmp_path / "project", service={"retries": 0, "grace_seconds": 20.0, "gpu_slots": 0})
     yaml = toy.STAGES.replace("    outs: [second.txt]", "    outs: [second.txt, models/policy]")
     (made / "dvc.yaml").write_text(yaml, encoding="utf-8")
     toy.write_script(made, [toy.SECOND.strip(), "mkdir -p models/policy && echo w > models/policy/weights"])

@@ -143,7 +143,7 @@ def test_combined_outcomes_by_hand(single: tuple[float, ...], together: float, m
 def test_a_combined_judge_repeats_no_question() -> None:
     planted = [Planted(lambda first, second: float(first > second)) for _ in range(2)]
     parts: list[Judge] = [PairwiseJudge(f"j{i}", one, 1.0) for i, one in enumerate(planted)]
-    both = comparisons.CombinedJudge("both", comparisons.all_of, parts)
+    both = comparisons.JudgePanel("both", comparisons.all_of, parts)
     alone = parts[0].compare(PROMPTS, OURS, THEIRS)
     np.testing.assert_array_equal(both.compare(PROMPTS, OURS, THEIRS).outcomes, alone.outcomes)
     assert [len(one.questions) for one in planted] == [2 * N, 2 * N]
@@ -246,7 +246,7 @@ def test_invalid_judges_are_refused_with_the_reason(judges: list[Any], reason: s
 # ----------------------------------------------------------------------------------------- prompts
 
 
-@pytest.mark.parametrize("name", comparisons.shipped_prompts())
+@pytest.mark.parametrize("name", comparisons.list_prompts())
 def test_a_shipped_prompt_shows_all_fields_and_keeps_braces_of_responses(name: str) -> None:
     template = comparisons.load_prompt(name, "judge.judges", Path())
     text = comparisons.fill_prompt(template, Question("a {first} {prompt}", "one {second}", "22"))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rlhf_tasks.judging import reward_diagnostics
-from rlhf_tasks.judging.reward_diagnostics import Pairs
 from rlhf_tasks.scoring.protocol import Responses
 
 
@@ -40,9 +39,9 @@ def score_length(rows: Responses) -> torch.Tensor:
 
 
 def test_diagnostics_are_by_model_and_origin() -> None:
-    given = Pairs(["p", "p"], ["long one", "a"], ["x", "long one"])
+    given = [("p", "long one", "x"), ("p", "a", "long one")]
     labeled = {"given": given, "sft_samples": given}
-    samples = {"sft_samples": Pairs(["p"], ["yes."], ["no"]), "policy_samples": Pairs([], [], [])}
+    samples = {"sft_samples": [("p", "yes.", "no")], "policy_samples": []}
     results, rows = reward_diagnostics.diagnose({"reward": score_length}, labeled, samples)
     assert [(one.model, one.origin) for one in results] == [("reward", "given"), ("reward", "sft_samples")]
     of_given, of_samples = results
@@ -62,7 +61,7 @@ def test_two_samples_are_ordered_by_score_and_equal_ones_are_left_out() -> None:
         return [float(text) for text in responses]
 
     pairs = reward_diagnostics.order_by(number, ["a", "b", "c"], ["1", "2", "3"], ["2", "2", "1"])
-    assert pairs == Pairs(["a", "c"], ["2", "3"], ["1", "1"])
+    assert pairs == [("a", "2", "1"), ("c", "3", "1")]
 
 
 def test_scores_are_averaged_over_responses_of_similar_length() -> None:

@@ -20,7 +20,7 @@ from rlhf_tasks.judging.results import (
 )
 from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.project import hashing
-from rlhf_tasks.promotion.gate import Evidence, Kl
+from rlhf_tasks.promotion.verdict import Kl, Measurements
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -115,11 +115,11 @@ def over_champion(gold: float = 0.55, second: float = 0.53) -> EvaluationResults
 
 def cost(
     kl: float | None = KL, error: float = KL_ERROR, retention: Mapping[str, RetentionResult] = RETENTION
-) -> Evidence:
+) -> Measurements:
     """What PPO cost a policy."""
     measured = None if kl is None else Kl(mean=kl, standard_error=error)
     found = EvaluationResults(responses=RESPONSES, retention=dict(retention))
-    return Evidence(results=found, kl=measured)
+    return Measurements(results=found, kl=measured)
 
 
 def shipped(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -133,11 +133,7 @@ def params(folder: Path, changes: Mapping[str, Any] | None = None) -> None:
 
 
 def pipeline(
-    folder: Path,
-    weights: str = "better",
-    *,
-    kl: float | None = KL,
-    results: EvaluationResults | None = None,
+    folder: Path, weights: str = "better", *, kl: float | None = KL, results: EvaluationResults | None = None
 ) -> str:
     """Write a policy of these bytes and its results to `folder`; returns the policy's md5."""
     policy = folder / "models/policy"

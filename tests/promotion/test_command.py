@@ -22,9 +22,10 @@ from rlhf_tasks import config
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project import atomic, git, hashing
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import command, gate, registry
+from rlhf_tasks.promotion import command, registry
 from rlhf_tasks.promotion.command import verdict_file
 from rlhf_tasks.promotion.registry import Registry, Unreachable
+from rlhf_tasks.promotion.verdict import Verdict
 from rlhf_tasks.stages import runner
 from rlhf_tasks.stages import verdict as stage
 from rlhf_tasks.tracking import NullTracker
@@ -401,7 +402,7 @@ def test_the_stage_applies_all_criteria_but_the_champion(project: Path) -> None:
     tree = json.loads(Path("evaluation/verdict.json").read_text(encoding="utf-8"))
     assert tree["passed"] is True
     assert not any("champion" in criterion["key"] for criterion in tree["criteria"])
-    assert gate.Verdict.of_tree(tree).passed
+    assert Verdict.of_tree(tree).passed
 
 
 @pytest.mark.parametrize(("kl", "result"), [(planted.KL, "passed"), (11.2, "refused")])

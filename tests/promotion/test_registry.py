@@ -15,7 +15,7 @@ from rlhf_tasks.promotion.registry import (
     Registry,
     Unreachable,
     Version,
-    translated_errors,
+    translate_errors,
 )
 from tests.tracking.toy import served
 
@@ -116,7 +116,7 @@ def test_a_server_accepts_what_the_embedded_store_accepts(home: Path) -> None:
         registry.record(made(registry, "b.dir"), {"verdict": "promoted"}, "text")
         assert aliases(registry) == {CHAMPION: "2"}
         assert registry.rollback("now")[1].number == "1"
-        with pytest.raises(UserError, match="MLflow refused"), translated_errors():
+        with pytest.raises(UserError, match="MLflow refused"), translate_errors():
             registry.client.set_registered_model_alias(NAME, "not an alias!", "1")
 
 

@@ -17,20 +17,20 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.comparisons import (
     RULES,
-    CombinedJudge,
     Comparer,
     Comparisons,
     Judge,
+    JudgePanel,
     PairwiseJudge,
     Question,
     Reply,
-    required_judges,
+    list_required_judges,
 )
 from rlhf_tasks.judging.judges.local import LocalComparer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
 from rlhf_tasks.scoring.build import score_gold
-from rlhf_tasks.scoring.function import TWO, ColumnsFunction, FunctionScorer
+from rlhf_tasks.scoring.function import TWO, ColumnsFunction, ImportedScorer
 from rlhf_tasks.scoring.protocol import Responses, Scorer, read_scores
 from rlhf_tasks.scoring.verifier import Verifier
 
@@ -124,20 +124,14 @@ def build_judges(
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise UserError(f"judge.judges has no judge {', '.join(unknown)}; it has {', '.join(known)}")
-    selected, required = set(names or known), required_judges(settings, names)
+    selected, required = set(names or known), list_required_judges(settings, names)
     judges: dict[str, Judge] = {}
     for one in settings.judges:
         if not isinstance(one, config.CombinedJudge) and one.name in required:
-            judges[one.name] = build_judge(
-                one,
-                device,
-                settings.max_failure_share,
-                paths,
-                columns=columns,
-            )
+            judges[one.name] = build_judge(one, device, settings.max_failure_share, paths, columns=columns)
     for one in settings.judges:
         if isinstance(one, config.CombinedJudge) and one.name in selected:
-            judges[one.name] = CombinedJudge(one.name, RULES[one.kind], [judges[name] for name in one.judges])
+            judges[one.name] = JudgePanel(one.name, RULES[one.kind], [judges[name] for name in one.judges])
     return [judges[name] for name in known if name in selected]
 
 
@@ -165,7 +159,7 @@ def build_judge(
         case config.VerifierJudge():
             return ScoringJudge(one.name, Verifier(one.checks, one.format))
         case config.FunctionJudge(pairwise=False):
-            return ScoringJudge(one.name, FunctionScorer(one.function, key, root, columns))
+            return ScoringJudge(one.name, ImportedScorer(one.function, key, root, columns))
         case config.FunctionJudge():
             comparer = FunctionComparer(one.function, key, root, columns)
         case config.LlmJudge():

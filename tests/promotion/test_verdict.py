@@ -14,11 +14,13 @@ from rlhf_tasks.config import Promotion
 from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.results import EvaluationResults, TaskChange
-from rlhf_tasks.promotion import gate
-from rlhf_tasks.promotion.gate import Evidence, Kl
+from rlhf_tasks.promotion import verdict as gate
+from rlhf_tasks.promotion.verdict import Kl, Measurements, Verdict, show
 from tests.promotion import planted
 from tests.promotion.planted import results, retention, shipped
 from tests.small import GOLD, HELDOUT
+
+JUDGES = config.Judging.model_validate(shipped()["judge"]).judges
 
 
 def settings(**changes: Any) -> Promotion:
@@ -31,7 +33,7 @@ def decide(
     *,
     champion: EvaluationResults | None = None,
     **changes: Any,
-) -> gate.Verdict:
+) -> Verdict:
     measured = results() if measured is None else measured
     if champion is not None:
         comparisons = (*measured.comparisons, *champion.comparisons)
@@ -39,13 +41,13 @@ def decide(
     known = None if kl is None else Kl(mean=kl, standard_error=planted.KL_ERROR)
     return gate.decide(
         settings(**changes),
-        Evidence(results=measured, kl=known),
-        judges_to_check=planted.JUDGES,
+        Measurements(results=measured, kl=known),
+        judges=JUDGES,
         champion=champion is not None,
     )
 
 
-def failed(verdict: gate.Verdict) -> list[str]:
+def failed(verdict: Verdict) -> list[str]:
     return [criterion.key for criterion in verdict.criteria if not criterion.passed]
 
 
@@ -129,9 +131,9 @@ def test_a_gate_without_an_independent_judge_says_so_first(capsys: pytest.Captur
     verdict = decide(results(selecting=["reward_model"]), judge="reward_model", second_judge=None)
     assert "No judge of the gate is independent" in verdict.note
     assert "models/reward_model" in verdict.note
-    gate.show(verdict)
+    show(verdict)
     assert capsys.readouterr().out.startswith("No judge of the gate is independent")
-    assert gate.Verdict.of_tree(verdict.tree()) == verdict
+    assert Verdict.of_tree(verdict.tree()) == verdict
 
 
 def test_enough_examples_tell_a_better_policy_from_an_equal_one() -> None:
@@ -252,7 +254,7 @@ def test_a_verdict_survives_json_and_its_metrics_agree_with_it() -> None:
     assert numbers["over_sft/gold/margin"] == pytest.approx(-0.1)
     assert "kl/value" not in numbers
     assert numbers["kl/passed"] == 0.0
-    assert gate.Verdict.of_tree(json.loads(json.dumps(tree))) == verdict
+    assert Verdict.of_tree(json.loads(json.dumps(tree))) == verdict
     criteria = {criterion["key"]: criterion for criterion in tree["criteria"]}
     assert criteria["kl"]["value"] is None
 
@@ -262,7 +264,7 @@ def test_a_verdict_of_an_earlier_version_is_read() -> None:
     tree = decide().tree()
     for criterion in tree["criteria"]:
         del criterion["standard_error"]
-    rows = {row["criterion"]: row for row in gate.Verdict.of_tree(tree).rows()}
+    rows = {row["criterion"]: row for row in Verdict.of_tree(tree).rows()}
     assert rows["KL"]["value"] == "1.5"
 
 
