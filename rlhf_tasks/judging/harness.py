@@ -107,7 +107,9 @@ class HarnessTasks:
         }
 
 
-def changes(before: Mapping[str, TaskResult], after: Mapping[str, TaskResult]) -> dict[str, TaskChange]:
+def compare_results(
+    before: Mapping[str, TaskResult], after: Mapping[str, TaskResult]
+) -> dict[str, TaskChange]:
     """How much worse `after` is than `before` on each task, by its first metric."""
     result = {}
     for name, first in before.items():

@@ -49,7 +49,7 @@ class Probes:
         self.has_demonstrations = bool(rows)
         self._general = None if settings.general is None else read_texts(settings.general, paths.root)[:count]
         self._questions = (
-            of_demonstrations(self._demonstrations)
+            make_questions(self._demonstrations)
             if settings.questions is None
             else read_questions(settings.questions, paths.root)[:count]
         )
@@ -70,7 +70,7 @@ class Probes:
                     done[name] = self._tasks.measure(model, tokenizer)
                 scores = {task: result.scores for task, result in done[name].items()}
                 results[name] = results[name].model_copy(update={"tasks": scores})
-        return results, harness.changes(done["sft"], done["policy"]) if done else {}
+        return results, harness.compare_results(done["sft"], done["policy"]) if done else {}
 
     def _measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RetentionResult:
         """Perplexity on `sft_text` and `general`, and the multiple-choice accuracy, of one checkpoint."""
@@ -81,16 +81,16 @@ class Probes:
             rows = encode_rows(tokenizer, prompts, completions)
             perplexities["sft_text"] = perplexity(model, *rows, tokenizer, most)
         if self._general is not None:
-            texts = _text_rows(model, tokenizer, self._general)
+            texts = _encode_texts(model, tokenizer, self._general)
             perplexities["general"] = perplexity(model, *texts, tokenizer, most)
         accuracy = None
         if self._questions:
-            right = are_right(model, tokenizer, self._questions, most)
+            right = answer_questions(model, tokenizer, self._questions, most)
             accuracy = statistics.wilson(sum(right), len(right))
         return RetentionResult(perplexity=perplexities, multiple_choice=accuracy)
 
 
-def of_demonstrations(pairs: Sequence[tuple[str, str]]) -> list[Choice]:
+def make_questions(pairs: Sequence[tuple[str, str]]) -> list[Choice]:
     """Questions which completion belongs to a prompt: its own, or one of the next prompts.
 
     Empty where there are not enough different completions.
@@ -138,7 +138,7 @@ def measure_responses(
     return {who: response_statistics(one, references, perplexities[who]) for who, one in responses.items()}
 
 
-def are_right(
+def answer_questions(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Choice], max_tokens: int
 ) -> list[bool]:
     """Whether the right ending is the likeliest, by log p divided by its number of characters.
@@ -179,7 +179,7 @@ def logprob_sums(
     return sums
 
 
-def _text_rows(
+def _encode_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> tuple[list[Ids], list[Ids]]:
     """Texts as queries and responses: the first token is the query (BOS where the tokenizer has one).

@@ -79,8 +79,8 @@ def order_by(
 def score_leads(model: Scorer, pairs: OrderedPairs) -> statistics.Floats:
     """(N,) score of the better response minus that of the worse one."""
     prompts, better, worse = (list(texts) for texts in zip(*pairs, strict=True))
-    scores = (model(Responses.of_texts(prompts, texts)).tolist() for texts in (better, worse))
-    return np.subtract(*scores)
+    high, low = (model(Responses.of_texts(prompts, texts)).tolist() for texts in (better, worse))
+    return np.subtract(high, low)
 
 
 def agreement(lead: ArrayLike) -> Interval:
@@ -134,7 +134,9 @@ def diagnose(
     return tuple(diagnostics), rows
 
 
-def by_length(scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[str, Sequence[str]]) -> Bins:
+def bin_by_length(
+    scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[str, Sequence[str]]
+) -> Bins:
     """Mean score of responses of similar length, in characters, with its 95% interval (normal).
 
     `scores` are by judge and model, NaN for a failure. Bins hold equal counts of responses.

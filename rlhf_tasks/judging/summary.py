@@ -240,7 +240,9 @@ def measure_accuracies(
     for one in (judge for judge in settings.judges if judge.kind == "verifier"):
         verifier, by = Verifier(one.checks, one.format), dict[str, Accuracy]()
         right = {who: np.array(verifier.correct(own, kept)) for who, own in texts.items()}
-        forms = {who: np.array(verifier.formatted(own)) for who, own in texts.items() if verifier.has_format}
+        forms = {
+            who: np.array(verifier.match_format(own)) for who, own in texts.items() if verifier.has_format
+        }
         for column in one.by:
             values = np.array([f"{column}.{value}" for value in kept[column]])
             for value in dict.fromkeys(values.tolist()):

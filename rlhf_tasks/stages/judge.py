@@ -121,8 +121,8 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             seed=config.seed + 1,
         )
         for who in SAMPLED:
-            texts = sampled.texts[who], second[who].texts
-            pairs[f"{who}_samples"] = reward_diagnostics.order_by(gold_scores, sampled.prompts, *texts)
+            both = sampled.texts[who], second[who].texts
+            pairs[f"{who}_samples"] = reward_diagnostics.order_by(gold_scores, sampled.prompts, *both)
     given = reward_diagnostics.read_pairs(paths) if rewards else {}
     diagnosed, bins = reward_diagnostics.diagnose(rewards, given, pairs)
     scores = dict(judged.scores)
@@ -132,7 +132,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             with console.part(f"the reward that PPO optimized, of {who}"):
                 values = rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
             scores[OPTIMIZED, who] = values
-    lengths = reward_diagnostics.by_length(scores, sampled.texts)
+    lengths = reward_diagnostics.bin_by_length(scores, sampled.texts)
     # 5. The results document and the tables.
     results = typed.EvaluationResults(
         comparisons=tuple(
