@@ -161,8 +161,8 @@ def pipeline(
             if outcome.unpushed:
                 notes.append(f"not pushed to the DVC remote, and kept here: {outcome.unpushed}")
             if outcome.verdict == results.DEFERRED:
-                which = f" {saved}" if experiment else ""
-                notes.append(f"the gate has not decided; `rlhf promote{which}` decides later")
+                apply = f"`dvc exp apply {saved}`, then " if experiment else ""
+                notes.append(f"the gate has not decided; to decide later: {apply}`rlhf promote`")
             pages = tracked.pages(results.run_keys(folder, list(how)))
             results.show(replace(outcome, notes=notes), folder, pages)
             watch.note(root, request, values, data)

@@ -15,7 +15,7 @@ from prefect.states import Completed
 
 from rlhf_tasks import config
 from rlhf_tasks.project import dvc_files
-from rlhf_tasks.promotion import gate
+from rlhf_tasks.promotion.verdict import OPPONENTS, make_table
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.record import PIPELINE, REPORT
 
@@ -98,7 +98,7 @@ def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
 def summary(outcome: Outcome, values: Mapping[str, float], pages: Mapping[str, str]) -> str:
     """The verdict, the policy's win rates and the links: what the list of artifacts shows of a run."""
     rates = [
-        f"{values[name]:.1%} over {gate.OPPONENTS.get(parts[2], parts[2])}, by {parts[1]}"
+        f"{values[name]:.1%} over {OPPONENTS.get(parts[2], parts[2])}, by {parts[1]}"
         for name in catalogue.headlines(values)
         if (parts := re.fullmatch(r"judge/([^/]+)/policy_vs_([^/]+)/win_rate", name))
     ]
@@ -152,10 +152,10 @@ def page(
         if stage != dvc_files.INPUTS
     ]
     sections = {
-        "Promotion": [outcome.promotion, gate.table(outcome.criteria)] if outcome.verdict else [],
-        "Metrics": [gate.table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
+        "Promotion": [outcome.promotion, make_table(outcome.criteria)] if outcome.verdict else [],
+        "Metrics": [make_table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
         "Changes": ["\n".join(f"- `` {change} ``" for change in outcome.changes)],
-        "Stages": [gate.table(stages)],
+        "Stages": [make_table(stages)],
     }
     for title, content in sections.items():
         if any(content):

@@ -23,7 +23,6 @@ FLOORS: Mapping[str, int] = {
     "data": 3,
     "presets": 3,
     "tracking": 3,
-    "project.lineage_chain": 7,  # reads identities of models, and runs of MLflow
     "models": 4,
     "scoring": 5,
     "judging": 6,

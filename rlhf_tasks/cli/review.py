@@ -71,8 +71,8 @@ def compare(
 def lineage(
     target: str = Argument(
         ...,
-        metavar="MODEL_OR_RUN",
-        help="a path, an experiment, a git revision, a run key, or a flow or MLflow run's id",
+        metavar="MODEL_OR_COMMIT",
+        help="an out of dvc.yaml, an experiment, or a git revision",
     ),
 ) -> int:
     """Show the data, code and runs that made a model, its verdict, and how to restore it."""

@@ -17,7 +17,7 @@ from rlhf_tasks.config.types import Section, check_source
 
 RESERVED = (
     "agreement|calibration|choice|corpus_distinct_2|distinct_1|distinct_2|ended|human|kappa|length|perplexity"
-    "|repetition|reward_gap|sft_perplexity|task|task_drop"
+    "|repetition|sft_perplexity|task|task_drop"
 )
 """Pattern of the first parts of the names of the other metrics of stage judge, which no judge may have."""
 LISTED = "judge.judges"

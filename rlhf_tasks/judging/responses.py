@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,12 @@ DECISIVE_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # besides the weight
 CODE = [str(module.__file__) for module in (sampling, stop_tokens, batches, load)]
 
 
+Source = tuple[str | Path, str | None]
+"""A checkpoint's folder or hub id, and its revision."""
+
+
 @dataclass(frozen=True)
-class Responses:
+class SampledResponses:
     """Token ids as they were sampled, and with EOS where they have ended; texts without EOS."""
 
     sampled: list[Ids]
@@ -51,8 +54,8 @@ class Responses:
     ended: list[bool]
 
 
-def shared_ends(sources: Sequence[tuple[str | Path, str | None]]) -> list[StopTokens]:
-    """For each of these checkpoints, given with their revisions, the ends of all of them in its own ids.
+def share_ends(sources: Iterable[Source]) -> list[StopTokens]:
+    """For each of these checkpoints the ends of all of them in its own ids.
 
     An end that a tokenizer does not have as one token cannot end its responses.
     """
@@ -82,7 +85,7 @@ def sample(
     device: torch.device,
     revision: str | None = None,
     ends: Iterable[int] = (),
-) -> Responses:
+) -> SampledResponses:
     """One response to each prompt. Models that are sampled with one seed can be compared fairly.
 
     A response ends with the checkpoint's own ends and with `ends`, those of all models that are compared.
@@ -92,13 +95,8 @@ def sample(
     """
     folder = fetch_tokenizer(str(source), revision)
     tokenizer = load_tokenizer(folder)
-    settings = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "ends": sorted(ends),
-    }
-    key = _key(folder, revision, prompts, settings, device)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    key = _key(folder, revision, prompts, settings | {"ends": sorted(ends)}, device)
     kept = None if key is None else paths.home / "responses" / f"{key}.json"
     samples: dict[str, Any]
     if kept is not None and kept.exists():
@@ -107,15 +105,7 @@ def sample(
         model = place(load_causal(source, revision), device).eval()
         contracts.check_fits(model, tokenizer, str(source))
         all_ends = ends_of(model, tokenizer, ends)
-        ids = sample_responses(
-            model,
-            tokenizer,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            ends=all_ends,
-        )
+        ids = sample_responses(model, tokenizer, prompts, ends=all_ends, **settings)
         samples = {
             "sampled": ids,
             "ids": close_responses(tokenizer, ids, all_ends),
@@ -124,19 +114,7 @@ def sample(
         if kept is not None:
             atomic.write_text(kept, json.dumps(samples))
     texts = response_texts(tokenizer, encode(tokenizer, prompts), samples["ids"])
-    return Responses(samples["sampled"], samples["ids"], texts, samples["ended"])
-
-
-def as_judged(config: JudgeView, paths: Paths, device: torch.device) -> Callable[..., Responses]:
-    """`sample` with the settings of stage judge, and so with one seed for all models."""
-    return partial(
-        sample,
-        paths=paths,
-        max_new_tokens=config.max_completion_tokens,
-        temperature=config.judge.temperature,
-        seed=config.seed,
-        device=device,
-    )
+    return SampledResponses(samples["sampled"], samples["ids"], texts, samples["ended"])
 
 
 def _key(
@@ -179,40 +157,65 @@ class ModelResponses:
     prompts: list[str]
     texts: dict[str, list[str]]
     """By model, the references included where the data has them."""
-    sampled: dict[str, Responses]
+    sampled: dict[str, SampledResponses]
     columns: Columns
     """The kept columns of the prompts' rows."""
     sets: list[str]
     """The name of each prompt's set in a mixture; empty otherwise."""
 
 
+def list_models(paths: Paths) -> dict[str, Source]:
+    """The language models of a run, whose responses all end alike."""
+    return {name: (paths.models / name, None) for name in (*SAMPLED, BASE)}
+
+
 def sample_models(config: JudgeView, paths: Paths, device: torch.device) -> ModelResponses:
     rows = read_table(paths, "prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
     names = (*SAMPLED, *([BASE] if config.judge.bar == BASE else []))
-    sampled: dict[str, Responses] = {}
-    with console.progress("judge", len(names), unit="models") as bar:
-        for name in names:
-            sampled[name] = sample_policy(config, paths, name, prompts, config.seed, device)
-            bar.advance()
+    sampled = sample_alike(config, paths, list_models(paths), prompts, device, names=names)
     texts = {name: responses.texts for name, responses in sampled.items()}
     if rows[0]["reference"] is not None:  # of prompts alone, no row has one
         texts = {"reference": [row["reference"] for row in rows]} | texts
     return ModelResponses(prompts, texts, sampled, columns.of_rows(rows), sets_of(rows))
 
 
-def sample_policy(
-    config: JudgeView, paths: Paths, who: str, prompts: list[str], seed: int, device: torch.device
-) -> Responses:
-    """Responses at the judge's temperature; models are sampled with the same seed."""
-    of_run = (*SAMPLED, BASE)
-    shared = shared_ends([(paths.models / name, None) for name in of_run])
-    ends = shared[of_run.index(who)]
-    return as_judged(config, paths, device)(paths.models / who, prompts, seed=seed, ends=ends)
+def sample_alike(
+    config: JudgeView,
+    paths: Paths,
+    sources: Mapping[str, Source],
+    prompts: Sequence[str],
+    device: torch.device,
+    *,
+    names: Sequence[str] = (),
+    seed: int | None = None,
+) -> dict[str, SampledResponses]:
+    """The responses of these models, or of those called `names`: sampled as stage judge does, with one seed.
+
+    A response ends where any of the models would end it.
+    """
+    sampled = dict[str, SampledResponses]()
+    ends = dict(zip(sources, share_ends(sources.values()), strict=True))
+    with console.progress("judge", len(names or sources), unit="models") as bar:
+        for name in names or sources:
+            source, revision = sources[name]
+            sampled[name] = sample(
+                source,
+                prompts,
+                paths=paths,
+                max_new_tokens=config.max_completion_tokens,
+                temperature=config.judge.temperature,
+                seed=config.seed if seed is None else seed,
+                device=device,
+                revision=revision,
+                ends=ends[name],
+            )
+            bar.advance()
+    return sampled
 
 
 def response_statistics(
-    responses: Responses, references: Sequence[str] | None, sft_perplexity: float
+    responses: SampledResponses, references: Sequence[str] | None, sft_perplexity: float
 ) -> ResponseStatistics:
     """ROUGE-L against the references (Lin 2004, F measure), lengths in tokens, and repetition."""
     scorer, rouge_l = RougeScorer(["rougeL"]), None

@@ -148,15 +148,6 @@ class RewardDiagnostic(_Part):
     """Agreement with the gold judge; only for pairs that this stage sampled."""
 
 
-class RewardGaps(_Part):
-    """How much better the policy looks to the reward that PPO optimized than to each judge."""
-
-    win_rate_by_reward: float
-    """Of the policy over SFT."""
-    by_judge: dict[str, float]
-    """`win_rate_by_reward` minus the judge's win rate; a gap that grows is over-optimization."""
-
-
 class HumanAgreement(_Part):
     """How far one judge agrees with the human labels."""
 
@@ -217,7 +208,6 @@ class EvaluationResults(_Part):
     task_changes: dict[str, TaskChange] = {}
     """By task."""
     reward_diagnostics: tuple[RewardDiagnostic, ...] = ()
-    reward_gaps: RewardGaps | None = None
     human_labels: HumanLabels | None = None
     judge_kappas: tuple[JudgeKappa, ...] = ()
 
@@ -320,6 +310,3 @@ class EvaluationResults(_Part):
         for diagnostic in self.reward_diagnostics:
             yield f"agreement/{diagnostic.model}/{diagnostic.origin}", diagnostic.agreement
             yield f"calibration/{diagnostic.model}/{diagnostic.origin}", diagnostic.calibration_error
-        if self.reward_gaps is not None:
-            yield "reward_gap/win_rate_by_reward", self.reward_gaps.win_rate_by_reward
-            yield from ((f"reward_gap/{judge}", gap) for judge, gap in self.reward_gaps.by_judge.items())

@@ -18,7 +18,6 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,20 +103,6 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
         workspace.remove()
         raise
     return workspace
-
-
-@contextmanager
-def visited(root: Path, name: str, params: str, revision: str) -> Iterator[Path]:
-    """The project's folder at a commit, with these parameters and its outs from the DVC cache.
-
-    It serves to read the results of a run. It has no data, and is removed at the end of the block.
-    """
-    workspace = _claim(root, name)
-    try:
-        _populate(workspace, params, revision)
-        yield workspace.folder
-    finally:
-        workspace.remove()
 
 
 def _claim(root: Path, name: str) -> Workspace:

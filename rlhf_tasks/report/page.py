@@ -67,7 +67,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "judge_facts": _facts("judge", judged, *JUDGE_FACTS),
         "measured": _measured(judged),
         "reward_facts": _facts("reward", metrics.get("reward", {}), "")
-        | _facts("judge", judged, "agreement/", "calibration/", "reward_gap/"),
+        | _facts("judge", judged, "agreement/", "calibration/"),
         "audit": files.json(audit) if (audit := ppo_folder / "audit.json").exists() else {},
         "reward_figures": [
             *_diagnostics(

@@ -21,7 +21,7 @@ from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.config.judge import RESERVED
 
 FOLDER = Path(__file__).parent / "metrics"
-_JUDGE = rf"(?!(?:{RESERVED})/|win_rate_by_reward$)[a-z][a-z0-9_]*"
+_JUDGE = rf"(?!(?:{RESERVED})/)[a-z][a-z0-9_]*"
 PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
     "JUDGE": (_JUDGE, "the name of a judge in `judge.judges`"),
     "OTHER": (_JUDGE, "the name of another judge in `judge.judges`"),

@@ -67,16 +67,6 @@ def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> Stored
         )
 
 
-def tags(uri: str | None, home: Path, identity: str) -> dict[str, str]:
-    """The tags of the run of this id; empty if there is no such run.
-
-    Raises:
-        UserError: if MLflow does not answer.
-    """
-    with _find_run(uri, home, identity) as (_, run):
-        return {} if run is None else dict(run.data.tags)
-
-
 def pages(
     uri: str | None, home: Path, experiment: str, server: str, named: Mapping[str, tuple[str, str]]
 ) -> dict[str, str]:

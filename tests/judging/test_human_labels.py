@@ -39,10 +39,7 @@ def test_labels_of_a_spreadsheet_are_read(tmp_path: Path) -> None:
         (TEXTS, "outcome: Field required"),
         (TEXTS | {"outcome": True}, "outcome: Input should be a valid number"),
         (TEXTS | {"outcome": 2}, "outcome: Input should be less than or equal to 1"),
-        (
-            TEXTS | {"outcome": "A"},
-            "outcome: Value error, could not convert string to float: 'A'",
-        ),
+        (TEXTS | {"outcome": "A"}, "outcome: Value error, could not convert string to float: 'A'"),
     ],
 )
 def test_a_row_that_is_not_a_label_is_named(tmp_path: Path, row: dict[str, object], problem: str) -> None:

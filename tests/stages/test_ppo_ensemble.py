@@ -12,7 +12,7 @@ import torch
 
 from rlhf_tasks.config import Judging
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.comparisons import optimized_judges
+from rlhf_tasks.judging.judges.comparisons import find_optimized_judges
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.project.paths import Paths
@@ -81,7 +81,7 @@ def test_no_model_that_ppo_optimised_counts_as_a_judge(ensemble: Path) -> None:
         for name, path in (("a", "copy"), ("b", "models/reward"), ("c", "models/reward_heldout"))
     ]
     settings = Judging.model_validate(small.params()["judge"] | {"judges": listed})
-    found = optimized_judges(settings, Paths().policy, ensemble)
+    found = find_optimized_judges(settings, Paths().policy, ensemble)
     assert found == {"a": "copy", "b": "models/reward"}
     card = (Paths().policy / "README.md").read_text(encoding="utf-8")
     assert f"| rewards/second | `{parents['reward/second']}` |" in card

@@ -77,7 +77,7 @@ class LlmComparer:
         )
         records = [self._cache.get(key) for key in keys]
         return [
-            Reply.failed(failed[key]) if record is None else reply_of(record)
+            Reply.failed(failed[key]) if record is None else read_reply(record)
             for key, record in zip(keys, records, strict=True)
         ]
 
@@ -164,7 +164,7 @@ class LlmComparer:
             # The client times each silence only; a reply that arrives byte by byte would never end.
             async with asyncio.timeout(longest):
                 response = await client.chat.completions.with_raw_response.create(**request)
-            record = record_of(response.text)
+            record = read_record(response.text)
         except REFUSED as error:
             given = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
             raise UserError(
@@ -182,7 +182,7 @@ class LlmComparer:
                 f"judge {settings.name}: the server does not report the tokens of a reply, so budget.tokens "
                 "cannot be kept; set it to null, and limit the requests"
             )
-        return reply_of(record).failure
+        return read_reply(record).failure
 
 
 _PREFERENCE = re.compile(r"\W*(?:(?i:verdict|answer|better|preferred)\W+)?([AB])\W*")
@@ -192,7 +192,7 @@ class Malformed(ValueError):
     """A body that is not a chat completion; the message shows it."""
 
 
-def record_of(body: str) -> dict[str, Any]:
+def read_record(body: str) -> dict[str, Any]:
     """What is kept of a chat completion: text, refusal, log-probs of the letter's rivals, tokens, model.
 
     Raises:
@@ -239,7 +239,7 @@ def _letter_token(tokens: Sequence[str]) -> int | None:
     return None
 
 
-def reply_of(record: Mapping[str, Any]) -> Reply:
+def read_reply(record: Mapping[str, Any]) -> Reply:
     """The preference that a kept record states.
 
     Its last line must be one letter; a word such as `Verdict:` may come before it. Where the server gave

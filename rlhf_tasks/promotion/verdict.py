@@ -1,4 +1,6 @@
-"""The gate: evidence about a policy against the criteria of `promotion`. It reads no file and no registry.
+"""The gate's verdict: what was measured of a policy against the criteria of `promotion`. No torch here.
+
+Stage verdict imports no more than this: `measurement` would make it depend on the code of all judges.
 
 A win rate passes by the lower end of its 95% interval, so that luck promotes nothing. Two judges agree here
 if that end is above the bound for both. Cohen's kappa would not do: it falls as a policy gets so much better
@@ -10,14 +12,18 @@ A value that is missing or not finite fails its criterion, which gives the reaso
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Promotion
+from rlhf_tasks.config.judge import Judge
+from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.project.paths import Paths
 
 Relation = Literal[">", ">=", "<="]
 Value = float | str
@@ -44,12 +50,31 @@ class Kl:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class Measurements:
     """What was measured of one policy."""
 
     results: EvaluationResults
     """Comparisons of `policy` with `sft` and `champion`, retention of `policy` and `sft`."""
     kl: Kl | None
+    """None if it was not measured."""
+
+    @classmethod
+    def read(cls, paths: Paths) -> Self:
+        """What the pipeline measured.
+
+        Raises:
+            UserError: for a results document that is missing or cannot be read.
+        """
+        return cls(results=EvaluationResults.read(paths.evaluation_results), kl=read_kl(paths))
+
+
+def read_kl(paths: Paths) -> Kl | None:
+    """The KL of the checkpoint that PPO kept, not of the last update; no score and no reward is read."""
+    file = paths.metrics("ppo")
+    metrics = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if metrics.get("selected_kl") is None:
+        return None
+    return Kl(mean=metrics["selected_kl"], standard_error=metrics.get("selected_kl_standard_error"))
 
 
 @dataclass(frozen=True)
@@ -113,7 +138,7 @@ class Verdict:
         failed = [criterion.complaint for criterion in self.criteria if not criterion.passed]
         return "; ".join(failed) if failed else f"all {len(self.criteria)} criteria are met"
 
-    def blocked(self, reason: str) -> Verdict:
+    def withhold(self, reason: str) -> Verdict:
         """The same verdict, refused for a reason that is not one of the policy's values."""
         return replace(self, criteria=(*self.criteria, Criterion("withheld", reason, 1.0, "<=", 0.0)))
 
@@ -152,12 +177,8 @@ class Verdict:
             for c in self.criteria
         ]
 
-    def table(self) -> str:
-        """The rows as a table in Markdown."""
-        return table(self.rows())
 
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def make_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table in Markdown; empty without rows."""
     names = list(rows[0]) if rows else []
     cells = [[str(row[name]).replace("|", "\\|").replace("\n", "<br>") for name in names] for row in rows]
@@ -166,9 +187,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def decide(
     promotion: Promotion,
-    evidence: Evidence,
+    measured: Measurements,
     *,
-    judges_to_check: Collection[str],
+    judges: Sequence[Judge],
     champion: bool,
     bar: Literal["base", "reference"] = "base",
 ) -> Verdict:
@@ -176,27 +197,27 @@ def decide(
 
     Args:
         promotion: The criteria.
-        evidence: What was measured of the policy.
-        judges_to_check: The gate's judges and those that they combine. None may be what PPO optimized.
+        measured: What was measured of the policy.
+        judges: All judges. Those of the gate, and those that they combine, may not be what PPO optimized.
         champion: Whether there is a champion that the policy must beat.
         bar: What it must beat without one.
     """
-    used = {**evidence.results.optimised_judges, **evidence.results.selecting_judges}
+    used = {**measured.results.optimised_judges, **measured.results.selecting_judges}
     notes = []
     if all(judge in used for judge in promotion.named):
         notes.append(
             "No judge of the gate is independent: PPO has optimized, or chosen its checkpoint by, "
             f"{', '.join(used[judge] for judge in promotion.named)}."
         )
-    if lacking := _without_demonstrations(promotion, evidence.results):
+    if lacking := _list_unmeasurable(promotion, measured.results):
         notes.append(
             f"The data has no demonstrations, so {' and '.join(lacking)} cannot be measured and counts for "
             "nothing here; judge.retention.general and judge.retention.questions measure other texts."
         )
-    return Verdict(tuple(_criteria(promotion, evidence, judges_to_check, champion, bar)), " ".join(notes))
+    return Verdict(tuple(_apply(promotion, measured, judges, champion, bar)), " ".join(notes))
 
 
-def _without_demonstrations(promotion: Promotion, results: EvaluationResults) -> list[str]:
+def _list_unmeasurable(promotion: Promotion, results: EvaluationResults) -> list[str]:
     """The criteria that are left out because the data has prompts alone."""
     if results.has_demonstrations:
         return []
@@ -207,17 +228,18 @@ def _without_demonstrations(promotion: Promotion, results: EvaluationResults) ->
     return [name for name, is_out in named.items() if is_out]
 
 
-def _criteria(
+def _apply(
     promotion: Promotion,
-    evidence: Evidence,
-    judges_to_check: Collection[str],
+    measured: Measurements,
+    judges: Sequence[Judge],
     champion: bool,
     bar: Literal["base", "reference"],
 ) -> Iterator[Criterion]:
-    if promotion.trial or evidence.results.is_trial:
+    results, kl = measured.results, measured.kl
+    if promotion.trial or results.is_trial:
         what = "these settings" if promotion.trial else "the settings of its training"
         yield Criterion("trial", f"{what} only try the pipeline out (promotion.trial)", 1.0, "<=", 0.0)
-    if not evidence.results.has_reward:
+    if not results.has_reward:
         yield Criterion("no_reward", "it was trained by a dummy reward", 1.0, "<=", 0.0)
     bounds: dict[Opponent, float] = {"sft": promotion.over_sft}
     if champion and promotion.over_champion is not None:
@@ -227,33 +249,34 @@ def _criteria(
     pairs = [(judge, b) for b in bounds for judge in promotion.named]
     for judge, b in pairs:
         title = f"win rate over {OPPONENTS[b]} by {judge.replace('_', ' ')} (95% low)"
-        low = _of_comparison(evidence.results, judge, b, lambda one: one.win_rate.low)
-        yield from _bounded(f"over_{b}/{judge}", title, low, ">", bounds[b])
-    kl = "it was not measured of this policy" if evidence.kl is None else _finite(evidence.kl.mean)
-    error = None if evidence.kl is None else evidence.kl.standard_error
-    yield from _bounded("kl", "KL", kl, "<=", promotion.max_kl, standard_error=error)
-    yield from _retention(promotion, evidence.results)
+        low = _of_comparison(results, judge, b, lambda one: one.win_rate.low)
+        yield from _bound(f"over_{b}/{judge}", title, low, ">", bounds[b])
+    mean = "it was not measured of this policy" if kl is None else _finite(kl.mean)
+    error = None if kl is None else kl.standard_error
+    yield from _bound("kl", "KL", mean, "<=", promotion.max_kl, standard_error=error)
+    yield from _retention(promotion, results)
     shares = (
-        _of_comparison(evidence.results, judge, b, lambda one: one.failures / (one.failures + one.examples))
+        _of_comparison(results, judge, b, lambda one: one.failures / (one.failures + one.examples))
         for judge, b in pairs
     )
-    share = _combined(lambda *values: max(values), *shares)
-    yield from _bounded(
+    share = _combine(lambda *values: max(values), *shares)
+    yield from _bound(
         "failure_share", "share of failed comparisons", share, "<=", promotion.max_failure_share
     )
-    counts = (_of_comparison(evidence.results, judge, b, lambda one: one.examples) for judge, b in pairs)
-    fewest = _combined(lambda *values: min(values), *counts)
+    counts = (_of_comparison(results, judge, b, lambda one: one.examples) for judge, b in pairs)
+    fewest = _combine(lambda *values: min(values), *counts)
     least = promotion.min_examples
     if not promotion.trial:
         least = max(least, promotion.least_examples)
-    yield from _bounded("examples", "judged examples", fewest, ">=", least)
-    optimized = [name for name in sorted(judges_to_check) if name in evidence.results.optimised_judges]
+    yield from _bound("examples", "judged examples", fewest, ">=", least)
+    used = {part for name in promotion.named for part in with_parts(judges, name)}
+    optimized = sorted(used & results.optimised_judges.keys())
     title = "judges that are the optimized reward" + (f" ({', '.join(optimized)})" if optimized else "")
     yield Criterion("optimised_judges", title, float(len(optimized)), "<=", 0.0)
 
 
 def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
-    """What the policy forgot since SFT."""
+    """What the policy forgot since SFT, and whether it writes texts that SFT would, and different ones."""
     for text, name in TEXTS.items():
         if text == "general" and not any(text in one.perplexity for one in results.retention.values()):
             continue  # judge.retention.general is null
@@ -265,24 +288,7 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
             f"the perplexity of {{}} on {name}",
         )
         title = f"perplexity on {name} over SFT's"
-        yield from _bounded(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
-    yield from _responses(promotion, results)
-    change = _of_policy_and_sft(
-        lambda p, s: p - s,
-        {
-            who: None if one.multiple_choice is None else one.multiple_choice.value
-            for who, one in results.retention.items()
-        },
-        "the multiple-choice accuracy of {}",
-    )
-    bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
-    if "promotion.max_choice_drop" not in _without_demonstrations(promotion, results):
-        yield from _bounded("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
-    yield from _tasks(promotion, results)
-
-
-def _responses(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
-    """Whether the policy writes text that SFT would write too, and not always the same."""
+        yield from _bound(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
     growth, ratio = (
         _of_policy_and_sft(
             lambda p, s: p / s,
@@ -292,24 +298,30 @@ def _responses(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
         for name in ("sft_perplexity", "corpus_distinct_2")
     )
     title = "perplexity of its responses by SFT, over SFT's own"
-    yield from _bounded("response_perplexity", title, growth, "<=", promotion.max_response_perplexity_growth)
+    yield from _bound("response_perplexity", title, growth, "<=", promotion.max_response_perplexity_growth)
     title = "different 2-grams in its responses, over SFT's"
-    yield from _bounded("distinct_ratio", title, ratio, ">=", promotion.min_distinct_ratio)
-
-
-def _tasks(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
-    """What the policy lost since SFT on each task; one criterion where no task was measured."""
+    yield from _bound("distinct_ratio", title, ratio, ">=", promotion.min_distinct_ratio)
+    change = _of_policy_and_sft(
+        lambda p, s: p - s,
+        {
+            who: None if one.multiple_choice is None else one.multiple_choice.value
+            for who, one in results.retention.items()
+        },
+        "the multiple-choice accuracy of {}",
+    )
+    bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
+    if "promotion.max_choice_drop" not in _list_unmeasurable(promotion, results):
+        yield from _bound("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
     bound = promotion.max_task_drop
     if not results.task_changes:
         lacking = "no task of judge.retention.tasks was measured of policy and sft"
-        yield from _bounded("task_drop", "drop on tasks from SFT", lacking, "<=", bound)
-    for task, change in results.task_changes.items():
-        title = f"drop on {task} ({change.metric}) from SFT"
-        error, value = change.standard_error, _finite(change.drop)
-        yield from _bounded(f"task_drop/{task}", title, value, "<=", bound, standard_error=error)
+        yield from _bound("task_drop", "drop on tasks from SFT", lacking, "<=", bound)
+    for task, one in results.task_changes.items():
+        title, drop, error = f"drop on {task} ({one.metric}) from SFT", _finite(one.drop), one.standard_error
+        yield from _bound(f"task_drop/{task}", title, drop, "<=", bound, standard_error=error)
 
 
-def _bounded(
+def _bound(
     key: str,
     title: str,
     value: Value,
@@ -341,9 +353,8 @@ def _of_policy_and_sft(
 ) -> Value:
     """The function of what was `measured` of policy and SFT; `what` names it, with {} for the model."""
     found = [(who, measured.get(who)) for who in ("policy", "sft")]
-    return _combined(
-        function,
-        *(f"{what.format(who)} was not measured" if x is None else _finite(x) for who, x in found),
+    return _combine(
+        function, *(f"{what.format(who)} was not measured" if x is None else _finite(x) for who, x in found)
     )
 
 
@@ -351,7 +362,7 @@ def _finite(value: float) -> Value:
     return value if math.isfinite(value) else f"the measured value is {value}"
 
 
-def _combined(function: Callable[..., float], *values: Value) -> Value:
+def _combine(function: Callable[..., float], *values: Value) -> Value:
     """The function of all values, or the reason why one of them is not known."""
     lacking = next((value for value in values if isinstance(value, str)), None)
     return lacking if lacking is not None else function(*values)
