@@ -20,10 +20,9 @@ from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, git
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, figures, run_facts
-from rlhf_tasks.report.figures import Curve, Figure
+from rlhf_tasks.report import document, run_facts
 from rlhf_tasks.tracking import catalogue
-from rlhf_tasks.tracking.curves import read_csv
+from rlhf_tasks.tracking.curves import Curve, Figure, Points, read_csv
 
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict, but no weight and no win rate
@@ -40,7 +39,7 @@ class Result:
     experiment: str
     metrics: Mapping[str, float]
     """`{"ppo/objective/kl": 1.2, …}`"""
-    curves: Mapping[str, figures.Points]
+    curves: Mapping[str, Points]
     """By stage."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Text by dotted key: the parameters that decide the result, without the seed."""
@@ -69,7 +68,7 @@ def find(paths: Paths, name: str) -> Result:
     from rlhf_tasks.tracking import context, runs
 
     # MLflow finds curves by the ends of their names: of a family what follows its last placeholder.
-    drawn = (m for stage in figures.STAGES for panel in catalogue.panels(stage) for m in panel.metrics)
+    drawn = (m for stage in document.CURVES for panel in catalogue.panels(stage) for m in panel.metrics)
     ends = dict.fromkeys(
         m.name.rpartition(m.placeholders[-1])[2] if m.placeholders else m.name for m in drawn
     )
@@ -97,7 +96,7 @@ def _of_commit(root: Path, revision: str, name: str) -> Result:
 def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
     """A run by the texts of its files."""
     metrics: dict[str, float] = {}
-    curves: dict[str, figures.Points] = {}
+    curves: dict[str, Points] = {}
     parameters: Mapping[str, Any] = {}
     for path, text in texts.items():
         stage = Path(path).stem
@@ -223,7 +222,7 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
     headlines = catalogue.headlines(names, sorted(STAGES, key=lambda stage: stage != "judge"))
     cells = {name: {letter: cell(own, name) for letter, own in groups.items()} for name in names}
     differing = _differing([own[0].parameters for own in groups.values()])
-    first, more = figures.split(_figures(groups))
+    first, more = document.split(_figures(groups))
     return {
         "groups": groups,
         "columns": {letter: letter for letter in groups},
@@ -240,7 +239,7 @@ def _figures(groups: Mapping[str, Sequence[Result]]) -> Iterator[Figure]:
 
     A setting without the curve keeps its place, so that a setting has the same color in all figures.
     """
-    for stage in figures.STAGES:
+    for stage in document.CURVES:
         rows = (row for own in groups.values() for one in own for row in one.curves.get(stage, ()))
         known = dict.fromkeys(name for row in rows for name in row)
         for panel in catalogue.panels(stage):

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report.figures import Points
 from rlhf_tasks.tracking import curves
+from rlhf_tasks.tracking.curves import Points
 
 Rows = list[dict[str, Any]]
 

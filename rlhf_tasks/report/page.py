@@ -7,16 +7,16 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_tasks.config import STAGES, ReportView, flatten
+from rlhf_tasks.config import STAGES, ReportView, Stage, flatten
 from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, figures, run_facts
+from rlhf_tasks.report import document, run_facts
 from rlhf_tasks.report.document import number
-from rlhf_tasks.report.figures import Curve, Figure
 from rlhf_tasks.report.files import Files, Rows
 from rlhf_tasks.tracking import catalogue
+from rlhf_tasks.tracking.curves import Curve, Figure, Points, figures
 
 RESPONDERS = ("reference", "sft", "policy")
 """The origins of judged responses, in the order of the columns."""
@@ -36,7 +36,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     results = EvaluationResults.read(paths.evaluation_results)
     judged, judge = results.metrics(), results.first_judge
     metrics: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.metrics(s)))}
-    curves: dict[str, figures.Points] = {s: files.points(paths.curves(s)) for s in figures.STAGES}
+    curves: dict[Stage, Points] = {s: files.points(paths.curves(s)) for s in document.CURVES}
     lineage: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.lineage(s)))}
     if view.data.source != "files":  # then data.path is a dep that no stage reads
         for tree in lineage.values():
@@ -44,7 +44,9 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     makers = {out: stage for stage, node in graph.items() for out in node.outs}
     guards = files.json(ppo_folder / "guards.json")
-    first, more = figures.split(figures.of_run(curves))
+    first, more = document.split(
+        figure for stage, points in curves.items() for figure in figures(stage, points)
+    )
     return {
         # 1. The story.
         "run": run_facts.facts(view, lineage, name, paths.root),
@@ -90,7 +92,7 @@ def _duration(lineage: run_facts.Lineage) -> str | None:
     return _span((times[-1] - times[0]).total_seconds())
 
 
-def _ppo_duration(points: figures.Points) -> str | None:
+def _ppo_duration(points: Points) -> str | None:
     names = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
     seconds = sum(row.get(name, 0.0) for row in points for name in names)
     return _span(seconds) if seconds else None

@@ -89,7 +89,7 @@ def test_seeds_are_one_line_with_a_band_and_a_single_run_has_its_interval() -> N
     }
     (figure,) = context["first_figures"]
     assert [(curve.name, bool(curve.low)) for curve in figure.curves] == [(a, True), (b, False)]
-    assert "A from 2 to 4" in figure.text
+    assert "A from 2 to 4" in document.describe(figure)
 
 
 def test_the_page_says_which_runs_it_compares_and_loads_nothing() -> None:
