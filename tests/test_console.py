@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,7 @@ def test_a_silent_stage_says_after_ten_seconds_what_it_does_and_in_a_log_ever_mo
             shown.show_life()
             if out.getvalue() != before:
                 written_at.append(clock.now)
-    assert written_at == [10, 30, 70, 150]
+    assert written_at == [10, 30, 70, 130, 190]
     assert out.getvalue().splitlines()[0] == "3/9 sft  loading SmolLM2-135M  10s so far"
     with shown.stage("sft", 3, 9):
         clock.now += 12
@@ -183,6 +184,25 @@ def test_a_log_shows_a_short_part_as_its_meter(clock: Clock) -> None:
             clock.now += 1.0
             shown.show_life()
     assert out.getvalue() == "5/9 reward  3% of 3 epochs  6m17s left  loss 0.5\n"
+
+
+def test_a_terminal_has_one_live_line_with_share_and_time_left(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    shown = Console(out)
+    with shown.stage("ppo", 6, 9), shown.progress("ppo", 8, unit="episodes") as bar:
+        clock.now += 3.0
+        bar.advance(2, kl=0.5)
+        with shown.part("sampling [a]", 64, "responses"):
+            clock.now += 12.0
+            shown.show_life()
+            shown._bar.refresh()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "25% of 8 episodes  45s left  kl 0.5  sampling [a]  0% of 64 responses  12s so far" in plain
 
 
 def test_a_quiet_console_writes_nothing() -> None:
