@@ -72,8 +72,6 @@ class Service:
     def _lock(self) -> FileLock:
         return FileLock(self.home / "service/lock")
 
-    # -------------------------------------------------------------------------------------- up
-
     def up(
         self, requested: Mapping[str, int | None], gpu_slots: int | None, webhook: str | None = None
     ) -> None:
@@ -192,8 +190,6 @@ class Service:
         with console.part(f"{name} is starting"):
             self.daemon(name).wait_until_ready(is_ready, self.ready_seconds)
 
-    # ---------------------------------------------------------------------------------- status
-
     def is_healthy(self, name: str) -> bool:
         """Whether our own program does its work: it is alive, and it is the one that answers on its port."""
         daemon = self.daemon(name)
@@ -245,8 +241,6 @@ class Service:
         address = f"{self.url('prefect')}/api/{path}"
         response = httpx.post(address, json=dict(body), timeout=10.0, auth=settings.login(os.environ))
         return response.raise_for_status().json()
-
-    # ------------------------------------------------------------------------------------ down
 
     def down(self) -> None:
         """Stop all programs. Runs in progress save their state, and are resumed when they are run again.

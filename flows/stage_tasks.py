@@ -45,10 +45,8 @@ class Dvc:
 
     folder: Path
     environment: Mapping[str, str]
-    grace_seconds: float
-    """Time that an interrupted stage has to save its state."""
-    deadline: float = math.inf
-    """When a stage is interrupted, by `time.monotonic`."""
+    grace_seconds: float  # time that an interrupted stage has to save its state
+    deadline: float = math.inf  # when a stage is interrupted, by `time.monotonic`
     follow: Callable[[Mapping[str, Any]], None] = lambda doing: None
     """Is called every few seconds with what a stage does, as `console` writes it."""
 

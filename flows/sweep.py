@@ -54,8 +54,7 @@ class Cell:
     seed: int
     overrides: Mapping[str, Any] = field(hash=False)
     experiment: str
-    data: str
-    """The fingerprint of its data at the start of the sweep."""
+    data: str  # the fingerprint of its data at the start of the sweep
     values: Config = field(hash=False)
 
     @property

@@ -33,21 +33,14 @@ MAX_SETTINGS = 6  # lines that a figure can tell apart
 class Result:
     """One run of a comparison."""
 
-    setting: str
-    """The parameters in which it differs from the others; see `with_settings`."""
+    setting: str  # the parameters in which it differs from the others; see `with_settings`
     seed: int
     experiment: str
-    metrics: Mapping[str, float]
-    """`{"ppo/objective/kl": 1.2, …}`"""
-    curves: Mapping[str, Points]
-    """By stage."""
+    metrics: Mapping[str, float]  # `{"ppo/objective/kl": 1.2, …}`
+    curves: Mapping[str, Points]  # by stage
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Text by dotted key: the parameters that decide the result, without the seed."""
-    code: str = ""
-    """The beginning of the commit that it ran from; empty where it is not known."""
-
-
-# --------------------------------------------------------------------------------------- reading
+    code: str = ""  # the beginning of the commit that it ran from; empty where it is not known
 
 
 def find(paths: Paths, name: str) -> Result:
@@ -123,9 +116,6 @@ def decisive(parameters: Mapping[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}
 
 
-# -------------------------------------------------------------------------------------- settings
-
-
 def with_settings(results: Sequence[Result]) -> list[Result]:
     """The results with their settings: the parameters in which they differ.
 
@@ -183,9 +173,6 @@ def cell(results: Sequence[Result], name: str) -> str:
 def _deviation(values: Sequence[float]) -> float:
     """The sample's standard deviation (n − 1); 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-# -------------------------------------------------------------------------------------- the page
 
 
 def run(paths: Paths, names: Sequence[str], out: Path) -> None:

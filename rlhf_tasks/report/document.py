@@ -55,9 +55,6 @@ def render(template: str, variables: Mapping[str, Any], script_name: str = "page
     return environment().get_template(template).render(**own, **variables)
 
 
-# --------------------------------------------------------------------------------------- numbers
-
-
 def number(value: float, error: float | None = None) -> str:
     """A number as text; with a standard error, `2.10 ± 0.07`."""
     if not math.isfinite(value):
@@ -104,9 +101,6 @@ def without_ends(metrics: Mapping[str, float]) -> list[str]:
 def _decimals(error: float) -> int:
     """Decimals of a value with this error, at most 6."""
     return min(6, max(0, -math.floor(math.log10(error / 1.2)))) if 0 < error < math.inf else 1
-
-
-# ----------------------------------------------------------------------------------------- words
 
 
 def model(name: str) -> str:

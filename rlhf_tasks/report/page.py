@@ -18,8 +18,7 @@ from rlhf_tasks.report.files import Files, Rows
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.curves import Curve, Figure, Points, figures
 
-RESPONDERS = ("reference", "sft", "policy")
-"""The origins of judged responses, in the order of the columns."""
+RESPONDERS = ("reference", "sft", "policy")  # the origins of judged responses, in the order of the columns
 NUM_SAMPLES = 5  # won most, and lost most
 NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
 JUDGE_FACTS = ("kappa/", "human/", "position_bias", "first_share", "cost/replies", "cost/tokens")

@@ -20,16 +20,13 @@ from rlhf_tasks.tracking import catalogue
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Points = Sequence[Mapping[str, float]]
-"""Rows of a plots/STAGE.csv: the x axis first, "step" or "episode"."""
+Points = Sequence[Mapping[str, float]]  # rows of a plots/STAGE.csv: the x axis first, "step" or "episode"
 
-CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "ppo", "judge")
-"""The stages with a plots/STAGE.csv."""
+CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "ppo", "judge")  # the stages with a plots/STAGE.csv
 HEADLINES = (
     *(metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve),
     "val/ratio",
-)
-"""PPO curves copied to the parent run."""
+)  # PPO curves copied to the parent run
 MAX_BUCKETS = 120  # of a line with more than twice as many points
 COLORS = {
     "ahead": "#1f6f66",
@@ -40,8 +37,7 @@ COLORS = {
     "ink": "#22262b",
     "rule": "#dfdcd3",
     "band": "#e4efe6",
-}
-"""By their names in the report's style sheet; first those of the lines, of which a figure has six at most."""
+}  # by their names in the report's style sheet; first those of the lines, of which a figure has six at most
 STYLE: Any = {
     "axes.prop_cycle": f"cycler(color={list(COLORS.values())[:6]}, linestyle={['-', '--', ':'] * 2})",
     "font.sans-serif": "DejaVu Sans",  # which matplotlib brings

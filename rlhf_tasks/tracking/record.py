@@ -32,8 +32,7 @@ from typing import Any
 
 from rlhf_tasks.project import atomic, disk
 
-Event = Mapping[str, Any]
-"""A line of a record."""
+Event = Mapping[str, Any]  # a line of a record
 PIPELINE = "pipeline"  # the `stage` of a pipeline's own run
 REPORT, SAMPLES = "report/index.html", "samples.txt"  # artifacts of a pipeline's run
 WIDTH = 100  # characters of a line, of which MLflow's viewer cuts longer ones
@@ -47,8 +46,7 @@ class DamagedRecordError(ValueError):
 class Record:
     """One run in the outbox."""
 
-    home: Path
-    """The .rlhf folder."""
+    home: Path  # the .rlhf folder
     key: str
 
     @property

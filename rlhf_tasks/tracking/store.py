@@ -93,12 +93,9 @@ class Connection:
 
     client: MlflowClient
     experiment: str
-    parent: str
-    """The id of the pipeline's run."""
-    run: str
-    """The id of the record's own run; that of `parent` if it is the pipeline's."""
-    is_new: bool
-    """Whether the own run was created just now, so that it has no points."""
+    parent: str  # the id of the pipeline's run
+    run: str  # the id of the record's own run; that of `parent` if it is the pipeline's
+    is_new: bool  # whether the own run was created just now, so that it has no points
     held: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     """The steps that MLflow had at first, by run and metric."""
     newest: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -152,8 +149,6 @@ class Delivery:
             self.record.write_state(closed=True)
             shutil.rmtree(self.record.files, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------ runs
-
     def _connect(self, *, is_live: bool) -> Connection:
         """Find or create the run, with its parameters and inputs; RUNNING, as its pipeline if it is live."""
         header, home = self._header, Path(self._header["home"])
@@ -202,8 +197,6 @@ class Delivery:
         _end(to.client, to.parent, end, "" if is_finished else f"{self._header['stage']}: {end['reason']}")
         if not is_finished and not by_flow:
             _remove_tag(to.client, to.parent, EXPERIMENT)  # `dvc exp run` saves none if a stage fails
-
-    # ---------------------------------------------------------------------------- events
 
     def _send(self, to: Connection, events: Sequence[Event]) -> None:
         """Send these events."""
