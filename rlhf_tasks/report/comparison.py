@@ -142,10 +142,8 @@ def _differing(parameters: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result.setting, []).append(result)
-    return groups
+    settings = dict.fromkeys(result.setting for result in results)
+    return {setting: [result for result in results if result.setting == setting] for setting in settings}
 
 
 def table(results: Sequence[Result], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -167,20 +165,12 @@ def cell(results: Sequence[Result], name: str) -> str:
     if len(results) == 1:
         return document.metric(results[0].metrics, name)
     some = f" ({len(values)} of {len(results)})" if len(values) < len(results) else ""
-    return document.number(statistics.fmean(values), _deviation(values)) + some
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """The sample's standard deviation (n − 1); 0 for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0  # n − 1
+    return document.number(statistics.fmean(values), deviation) + some
 
 
 def run(paths: Paths, names: Sequence[str], out: Path) -> None:
-    """Write the comparison of these runs to `out`, and print its headline metrics.
-
-    Raises:
-        UserError: for a run that does not exist, or more settings than a figure can show.
-    """
+    """Write the comparison of these runs to `out`, and print its headline metrics."""
     results = with_settings([find(paths, name) for name in names])
     if len(results) < len(names):
         console.say(f"{len(names) - len(results)} of these runs count once with another: the same training")
@@ -193,11 +183,7 @@ def run(paths: Paths, names: Sequence[str], out: Path) -> None:
 
 
 def context(results: Sequence[Result]) -> dict[str, Any]:
-    """The template's variables.
-
-    Raises:
-        UserError: for more settings than a figure can show.
-    """
+    """The template's variables. Raises UserError for more settings than a figure can show."""
     settings = _by_setting(results)
     if len(settings) > MAX_SETTINGS:
         raise UserError(
@@ -222,10 +208,7 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _figures(groups: Mapping[str, Sequence[Result]]) -> Iterator[Figure]:
-    """A figure per curve, with a line and a band per setting.
-
-    A setting without the curve keeps its place, so that a setting has the same color in all figures.
-    """
+    """A figure per curve, with a line and a band per setting, which has the same color in all figures."""
     for stage in document.CURVES:
         rows = (row for own in groups.values() for one in own for row in one.curves.get(stage, ()))
         known = dict.fromkeys(name for row in rows for name in row)
@@ -250,6 +233,6 @@ def mean_curve(letter: str, results: Sequence[Result], stage: Stage, name: str) 
     means = [statistics.fmean(v) for v in values]
     if len(results) == 1:
         return Curve(letter, common, means)
-    low = [mean - _deviation(v) for mean, v in zip(means, values, strict=True)]
-    high = [mean + _deviation(v) for mean, v in zip(means, values, strict=True)]
+    deviations = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values]
+    low, high = ([m + sign * d for m, d in zip(means, deviations, strict=True)] for sign in (-1, 1))
     return Curve(letter, common, means, low, high)

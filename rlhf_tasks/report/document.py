@@ -145,8 +145,6 @@ def describe(figure: Figure) -> str:
 
 def split(figures: Iterable[Figure]) -> tuple[list[Figure], list[Figure]]:
     """The figures that a page shows at once, and the rest."""
-    titles = [panel.title for panel in catalogue.panels("ppo")[:NUM_FIRST]]
-    first, more = list[Figure](), list[Figure]()
-    for figure in figures:
-        (first if figure.title in titles else more).append(figure)
-    return first, more
+    all_figures, titles = list(figures), [panel.title for panel in catalogue.panels("ppo")[:NUM_FIRST]]
+    first = [figure for figure in all_figures if figure.title in titles]
+    return first, [figure for figure in all_figures if figure.title not in titles]

@@ -46,11 +46,8 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     if rates:
         yield "Win rate", f"{'; '.join(rates)}; by {catalogue.placeholder_in_words(judge)}"
     if judge in results.accuracies:
-        right = results.accuracies[judge].right
-        yield (
-            "Right",
-            f"{document.share(right['policy'])} of the responses; SFT {document.share(right['sft'])}",
-        )
+        policy, sft = (document.share(results.accuracies[judge].right[name]) for name in ("policy", "sft"))
+        yield "Right", f"{policy} of the responses; SFT {sft}"
     gate = _json(paths.verdict)
     if gate:
         first, *more = gate["summary"].split("; ")
@@ -62,11 +59,8 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     report = paths.reports / "index.html"
     if report.exists():
         yield "Report", report.resolve().as_uri()
-    curves = context.uri(settings.tracking) or "rlhf mlflow"
-    yield (
-        "Next",
-        f"rlhf generate models/policy   (try it){f'; {curves}   (curves)' * settings.tracking.enabled}",
-    )
+    curves = f"; {context.uri(settings.tracking) or 'rlhf mlflow'}   (curves)" * settings.tracking.enabled
+    yield "Next", f"rlhf generate models/policy   (try it){curves}"
     if gate:
         what = "make it the champion" if gate["passed"] else "shows each criterion; it cannot become champion"
         yield "", f"rlhf promote   ({what})"
