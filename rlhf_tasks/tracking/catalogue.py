@@ -178,8 +178,7 @@ def order(stage: Stage, names: Iterable[str]) -> list[str]:
     chosen = select_headlines(stage, known)
     places = {name: own.index(metric) for name in known if (metric := find(stage, name))}
     others = sorted(
-        {*known} - {*chosen},
-        key=lambda name: (places.get(name, len(own)), not name.endswith("/train"), name),
+        {*known} - {*chosen}, key=lambda name: (places.get(name, len(own)), not name.endswith("/train"), name)
     )
     return [*chosen, *others]
 

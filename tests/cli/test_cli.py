@@ -261,9 +261,6 @@ def test_help_lists_every_command_in_a_group_and_loads_no_heavy_module() -> None
     assert all(command.rich_help_panel and command.help for command in commands.values())
 
 
-# -------------------------------------------------------------------------------------- generate
-
-
 Calls = list[tuple[str, dict[str, object]]]
 
 
@@ -310,12 +307,7 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "promote models/other --rollback",
-        "judge --out x.jsonl",
-        "up --work --gpu-slots 2",
-        "plan --gpus 8,",
-    ],
+    ["promote models/other --rollback", "judge --out x.jsonl", "up --work --gpu-slots 2", "plan --gpus 8,"],
 )
 def test_options_that_would_be_ignored_are_refused(project: Path, command: str, rlhf: Command) -> None:
     assert rlhf(command, status=2).err.startswith("rlhf: --")
@@ -330,9 +322,6 @@ def test_a_number_out_of_range_is_one_message(option: str, rlhf: Command) -> Non
 
 def test_generate_names_the_missing_checkpoint(rlhf: Command) -> None:
     assert "models/none is not a folder" in rlhf("generate models/none --prompt x", status=2).err
-
-
-# --------------------------------------------------------------------------------------- presets
 
 
 @pytest.fixture

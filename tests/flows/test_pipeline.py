@@ -258,10 +258,7 @@ def test_a_run_of_a_commit_shows_which_changes_it_did_not_see(root: Path) -> Non
 
 def test_the_checkout_has_one_run_at_a_time(root: Path) -> None:
     (root / ".rlhf").mkdir()
-    with (
-        FileLock(root / ".rlhf/checkout.lock"),
-        pytest.raises(UserError, match="another flow run"),
-    ):
+    with FileLock(root / ".rlhf/checkout.lock"), pytest.raises(UserError, match="another flow run"):
         flows_pipeline.pipeline(where="checkout")
 
 
