@@ -51,8 +51,7 @@ class Service:
     def here(cls) -> Service:
         """The service of the project in the working folder.
 
-        Raises:
-            UserError: if there is no project here, or this is a git worktree, not the main checkout.
+        Raises UserError if there is no project here, or this is a git worktree, not the main checkout.
         """
         root = Path.cwd()
         dvc_files.graph(root)
@@ -82,8 +81,7 @@ class Service:
             gpu_slots: The size of the limit `gpu`; None: unchanged.
             webhook: The address that is notified of the ends of runs; None: unchanged; empty: none.
 
-        Raises:
-            UserError: for a requested port that a server cannot have, and if a program does not start.
+        Raises UserError for a requested port that a server cannot have, and if a program does not start.
         """
         with self._lock():
             for name, port in self.choose_ports(requested).items():
@@ -143,8 +141,7 @@ class Service:
 
         If the last one is taken, it is the next free one. What an earlier start left is stopped.
 
-        Raises:
-            UserError: for a requested port that the server cannot have.
+        Raises UserError for a requested port that the server cannot have.
         """
         ports: dict[str, int | None] = {name: self.daemon(name).record().get("port") for name in PORTS}
         running = [name for name in PORTS if self.daemon(name).is_running()]

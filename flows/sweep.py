@@ -181,8 +181,7 @@ def cells(
 ) -> list[Cell]:
     """All runs of the sweep, checked before any starts.
 
-    Raises:
-        UserError: with the problems of every invalid setting.
+    Raises UserError with the problems of every invalid setting.
     """
     valid, problems, data = list[Cell](), list[str](), dict[str, str]()
     for overrides, seed in itertools.product(listed, seeds):

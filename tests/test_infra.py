@@ -179,9 +179,8 @@ def test_the_manifests_fit_together() -> None:
             texts = [entry["name"] for entry in pod["containers"][0]["env"] if SECRET.search(entry["name"])]
             held = [text for text in texts if not text.endswith(("_SECRET_NAME", "_SECRET_KEY"))]
             assert held == [], f"{name} has secrets in the manifest"
-            mounted = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]
-                       if "persistentVolumeClaim" in volume]  # fmt: skip
-            assert set(mounted) <= claims, name
+            volumes = [volume.get("persistentVolumeClaim") for volume in pod["volumes"]]
+            assert {volume["claimName"] for volume in volumes if volume} <= claims, name
         if kind == "Service" and name != "rlhf-nodes":  # whose pods are those of jobs
             deployment = found["Deployment", name]["spec"]["template"]
             assert tree["spec"]["selector"].items() <= deployment["metadata"]["labels"].items()

@@ -46,11 +46,8 @@ class Result:
 def find(paths: Paths, name: str) -> Result:
     """Read a run by name: a folder that a pipeline worked in, an experiment, or a run of MLflow.
 
-    An MLflow run whose experiment exists here is read from git, which has its cached stages too. The result
-    has no setting yet: `with_settings` gives it one.
-
-    Raises:
-        UserError: if no run has this name, or MLflow does not answer.
+    An MLflow run whose experiment exists here is read from git, which has its cached stages too. Raises
+    UserError if no run has this name, or MLflow does not answer. The setting is left to `with_settings`.
     """
     folder = paths.root / name
     if (folder / "metrics").is_dir():
@@ -76,7 +73,7 @@ def find(paths: Paths, name: str) -> Result:
         return _of_commit(paths.root, revision, name)
     metrics = {f"{stage}/{key}": value for stage, own in record.metrics.items() for key, value in own.items()}
     seed = int(record.parameters.get("seed", 0))
-    return Result("", seed, name, metrics, record.curves, decisive(record.parameters))
+    return Result("", seed, name, metrics, record.curves, select_decisive(record.parameters))
 
 
 def _of_commit(root: Path, revision: str, name: str) -> Result:
@@ -107,10 +104,10 @@ def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
             ) from None
     if not metrics:
         raise UserError(f"{name} has no metrics: no stage has run there; leave this run out")
-    return Result("", int(parameters.get("seed", 0)), name, metrics, curves, decisive(parameters))
+    return Result("", int(parameters.get("seed", 0)), name, metrics, curves, select_decisive(parameters))
 
 
-def decisive(parameters: Mapping[str, Any]) -> dict[str, str]:
+def select_decisive(parameters: Mapping[str, Any]) -> dict[str, str]:
     """The parameters that decide a result, without the seed, as text: the one that MLflow has."""
     kept = {k: v for k, v in parameters.items() if k != "seed" and k.split(".")[0] not in UNCOMPARED}
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}
@@ -119,9 +116,8 @@ def decisive(parameters: Mapping[str, Any]) -> dict[str, str]:
 def with_settings(results: Sequence[Result]) -> list[Result]:
     """The results with their settings: the parameters in which they differ.
 
-    MLflow has only the parameters of the stages that ran, so a run without one of those parameters is a
-    setting of its own. Runs that differ only in their verdict, under another gate, count once: they were
-    trained once.
+    MLflow has only the parameters of the stages that ran, so a run without one is a setting of its own. Runs
+    that differ only in their verdict, under another gate, count once: they were trained once.
     """
 
     def training(result: Result) -> tuple[Any, ...]:
@@ -129,12 +125,12 @@ def with_settings(results: Sequence[Result]) -> list[Result]:
         return result.seed, *sorted(result.parameters.items()), *sorted(measured)
 
     results = list({training(result): result for result in results}.values())
-    rows = _differing([result.parameters for result in results])
+    rows = _find_differences([result.parameters for result in results])
     settings = [", ".join(f"{key}={row[i]}" for key, row in rows.items()) for i in range(len(results))]
     return [replace(one, setting=setting or "all") for one, setting in zip(results, settings, strict=True)]
 
 
-def _differing(parameters: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+def _find_differences(parameters: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """The parameters with several values, in the order of their keys; "?" where a run lacks one."""
     keys = sorted({key for known in parameters for key in known})
     rows = {key: [known.get(key, "?") for known in parameters] for key in keys}
@@ -194,12 +190,12 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
     names = sorted({name for result in results for name in result.metrics})
     headlines = catalogue.headlines(names, sorted(STAGES, key=lambda stage: stage != "judge"))
     cells = {name: {letter: cell(own, name) for letter, own in groups.items()} for name in names}
-    differing = _differing([own[0].parameters for own in groups.values()])
+    differences = _find_differences([own[0].parameters for own in groups.values()])
     first, more = document.split(_figures(groups))
     return {
         "groups": groups,
         "columns": {letter: letter for letter in groups},
-        "parameters": {key: dict(zip(groups, row, strict=True)) for key, row in differing.items()},
+        "parameters": {key: dict(zip(groups, row, strict=True)) for key, row in differences.items()},
         "headlines": {name: cells[name] for name in headlines},
         "others": {name: cells[name] for name in names if name not in headlines},
         "first_figures": first,

@@ -27,8 +27,7 @@ JUDGE_FACTS = ("kappa/", "human/", "position_bias", "first_share", "cost/replies
 def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     """What page.html shows of the project at `paths`, whose parameters are `view`. Equal files, equal values.
 
-    Raises:
-        UserError: if the results of stage judge are missing, or a file exists and cannot be read.
+    Raises UserError if the results of stage judge are missing, or a file exists and cannot be read.
     """
     files, stages = Files(paths), [stage for stage in STAGES if stage != "report"]
     judge_folder, ppo_folder = paths.judge_results, paths.ppo_samples
@@ -73,7 +72,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "trips": None if guards is None else guards["trips"],
         # 4. The evidence.
         "judge_facts": _facts("judge", judged, *JUDGE_FACTS),
-        "measured": _measured(judged),
+        "measured": _tabulate_measures(judged),
         "reward_facts": _facts("reward", metrics.get("reward", {}), "")
         | _facts("judge", judged, "agreement/", "calibration/", "reward_gap/"),
         "audit": files.json(audit) if (audit := ppo_folder / "audit.json").exists() else {},
@@ -146,7 +145,7 @@ def _facts(stage: str, metrics: Mapping[str, float], *parts: str) -> dict[str, s
     return {document.in_words(f"{stage}/{name}"): document.metric(metrics, name) for name in names}
 
 
-def _measured(judged: Mapping[str, float]) -> dict[str, dict[str, str]]:
+def _tabulate_measures(judged: Mapping[str, float]) -> dict[str, dict[str, str]]:
     """What was measured of each model and of its responses: measure → model → value."""
     table: dict[str, dict[str, str]] = {}
     for name in document.without_ends(judged):
@@ -170,8 +169,8 @@ def _diagnostics(rows: Rows, columns: tuple[str, str, str, str]) -> Iterator[Fig
             points = ([row[key] for row in own] for key in (x, y, "low", "high"))
             curves.append(Curve(catalogue.placeholder_in_words(name), *points))
         scorer = "the reward that PPO optimized" if one == OPTIMIZED else catalogue.placeholder_in_words(one)
-        title, guide = ("Calibration", "y = x") if y == "right" else ("Score by length", None)
-        yield Figure(f"{title}: {scorer}", "", x, curves, guide=guide)
+        title = "Calibration" if y == "right" else "Score by length"
+        yield Figure(f"{title}: {scorer}", "", x, curves, guide="y = x" if y == "right" else None)
 
 
 def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> list[tuple[str, str, str | None]]:

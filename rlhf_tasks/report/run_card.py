@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,9 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     if _json(paths.metrics("prepare")).get("rows/as_turns"):
         data += ", as turns of the chat template"
     yield "Trained", f"{run_facts.base_model(settings.model)}{episodes}; data: {data}"
-    try:
+    results = EvaluationResults()
+    with suppress(UserError):
         results = EvaluationResults.read(paths.evaluation_results)
-    except UserError:
-        results = EvaluationResults()
     judge = results.first_judge
     rates = [
         f"{document.share(one.win_rate)} over {text}"
@@ -67,5 +67,4 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}

@@ -78,11 +78,7 @@ def csv_text(rows: Sequence[Mapping[str, float]], axis: str) -> str:
 
 
 def read_csv(text: str) -> list[dict[str, float]]:
-    """The rows that `csv_text` wrote.
-
-    Raises:
-        ValueError: if a cell is no number.
-    """
+    """The rows that `csv_text` wrote. Raises ValueError if a cell is no number."""
     rows = csv.DictReader(io.StringIO(text), restval="no cell")
     return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
 

@@ -72,8 +72,7 @@ class Record:
     def append(self, kind: str, **fields: Any) -> None:
         """Add a line.
 
-        Raises:
-            DiskFullError: if the disk does not take the line; the record then ends with the line before.
+        Raises DiskFullError if the disk does not take the line; the record then ends with the line before.
         """
         line = json.dumps({"kind": kind, "time": now(), **fields}).encode() + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -102,8 +101,7 @@ class Record:
     def read(self, start: int = 0) -> tuple[list[Event], int]:
         """The whole lines from byte `start`, and the offset after them.
 
-        Raises:
-            DamagedRecordError: if a line is not a JSON object.
+        Raises DamagedRecordError if a line is not a JSON object.
         """
         with self.file.open("rb") as file:
             file.seek(start)
@@ -122,8 +120,7 @@ class Record:
     def header(self) -> Event:
         """The last `run` line; empty while the first one is incomplete.
 
-        Raises:
-            DamagedRecordError: if the record does not begin with one.
+        Raises DamagedRecordError if the record does not begin with one.
         """
         events, _ = self.read()
         if events and events[0]["kind"] != "run":

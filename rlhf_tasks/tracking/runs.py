@@ -39,8 +39,7 @@ def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> Stored
 
     `drawn` are the endings of the names of metrics whose whole history is read.
 
-    Raises:
-        UserError: if MLflow does not answer.
+    Raises UserError if MLflow does not answer.
     """
     with _find_run(uri, home, name) as (client, run):
         if client is None or run is None:
@@ -67,8 +66,7 @@ def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> Stored
 def tags(uri: str | None, home: Path, identity: str) -> dict[str, str]:
     """The tags of the run of this id; empty if there is no such run.
 
-    Raises:
-        UserError: if MLflow does not answer.
+    Raises UserError if MLflow does not answer.
     """
     with _find_run(uri, home, identity) as (_, run):
         return {} if run is None else dict(run.data.tags)

@@ -31,7 +31,7 @@ from tests.tracking.toy import (
     status,
     table,
     view,
-)  # fmt: skip
+)
 
 
 def last_error(home: Path, key: str) -> str | None:
