@@ -46,13 +46,13 @@ class Meter:
         self.description, self.total = description, total
         self.unit = re.sub("(?<=ch)es$|s$", "", unit) if total == 1 else unit
         self.done = self.skipped = self.printed = 0.0
-        self.start = self.timed_from = time.monotonic()
+        self.start = self.timed_from = self.advanced_at = time.monotonic()
         self.metrics: Mapping[str, float] = {}
         self.inside = ""  # what a bar says of the work within this one
         self.follow: Callable[[], None] | None = None  # called after each advance
 
     def advance(self, n: float = 1, **metrics: float) -> None:
-        self.done += n
+        self.done, self.advanced_at = self.done + n, time.monotonic()
         self.metrics = metrics or self.metrics
         if self.follow is not None:
             self.follow()
@@ -68,8 +68,9 @@ class Meter:
 
     @property
     def speed(self) -> float:
-        """Units a second; 0 before anything has advanced."""
-        seconds = time.monotonic() - self.timed_from
+        """Units a second, up to the last advance; 0 before there is one."""
+        seconds = self.advanced_at - self.timed_from
+        seconds = seconds if seconds > 0 else time.monotonic() - self.timed_from
         return (self.done - self.skipped) / seconds if seconds > 0 else 0.0
 
     @property

@@ -201,7 +201,7 @@ def test_a_terminal_has_one_live_line_with_share_and_time_left(
             shown.show_life()
             shown._bar.refresh()
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert "25% of 8 episodes  45s left  kl 0.5  sampling [a]  0% of 64 responses  12s so far" in plain
+    assert "25% of 8 episodes  9s left  kl 0.5  sampling [a]  0% of 64 responses  12s so far" in plain
 
 
 def test_a_quiet_console_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
