@@ -261,8 +261,7 @@ def run_in_checkout() -> int:
 
     Where PREFECT_API_URL names no server, Prefect starts one that ends with this process.
 
-    Raises:
-        UserError: if params.yaml is invalid, before Prefect starts anything; and if the server is gone.
+    Raises UserError if params.yaml is invalid, before Prefect starts anything; and if the server is gone.
     """
     form.resolve(Path.cwd(), Request(), None)
     for variable, value in settings.QUIET.items():

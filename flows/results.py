@@ -28,23 +28,17 @@ METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-p
 class Outcome:
     """Of a run in which no stage failed."""
 
-    name: str
-    """Of the experiment, or of the run if it has none."""
-    how: Mapping[str, str]
-    """Per stage: `ran` or `cached`."""
+    name: str  # of the experiment, or of the run if it has none
+    how: Mapping[str, str]  # per stage: `ran` or `cached`
     revision: str
-    experiment: str | None = None
-    """Its commit."""
-    changes: Sequence[str] = ()
-    """Of the parameters, as the user requested them."""
+    experiment: str | None = None  # its commit
+    changes: Sequence[str] = ()  # of the parameters, as the user requested them
     notes: Sequence[str] = ()
     verdict: str | None = None
     """The state of the promotion (one of VERDICTS), if there was something to promote."""
-    reason: str = ""
-    """Of the verdict."""
+    reason: str = ""  # of the verdict
     criteria: Sequence[Mapping[str, Any]] = ()
-    unpushed: str | None = None
-    """Why the DVC remote lacks outs of the run, although they were to be pushed."""
+    unpushed: str | None = None  # why the DVC remote lacks outs of the run, although they were to be pushed
 
     @property
     def promotion(self) -> str:

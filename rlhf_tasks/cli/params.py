@@ -118,11 +118,14 @@ def check_model(
         )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports DeepSpeed, which would look for a GPU
-    from rlhf_tasks.data import positions
-    from rlhf_tasks.models import checks
-    from rlhf_tasks.models.load import load_config
+    from rlhf_tasks.training import signals
 
-    results = checks.check_source(source, revision or None)
+    with signals.listening("check-model"), console.part(f"checking {source}"):  # and says what it does
+        from rlhf_tasks.data import positions
+        from rlhf_tasks.models import checks
+        from rlhf_tasks.models.load import load_config
+
+        results = checks.check_source(source, revision or None)
     rows = [(r.name, r.deviation, r.tolerance, "passed" if r.passed else "FAILED") for r in results]
     console.table(source, ["check", "largest difference", "rounding allows", "result"], rows)
     failed = [result for result in results if not result.passed]

@@ -16,11 +16,7 @@ from rlhf_tasks.project.paths import Paths
 
 
 def project() -> Paths:
-    """The project in the working folder.
-
-    Raises:
-        UserError: in a folder without one.
-    """
+    """The project in the working folder. Raises UserError in a folder without one."""
     paths = Paths()
     dvc_files.graph(paths.root)
     return paths
@@ -29,8 +25,7 @@ def project() -> Paths:
 def check_output_file(out: Path) -> None:
     """Check that a file can be written, before anything is sampled or paid for. Makes its folder.
 
-    Raises:
-        UserError: if the file cannot be written.
+    Raises UserError if the file cannot be written.
     """
     if out.is_dir():
         raise UserError(f"--out {out}: this is a folder; give the name of a file")

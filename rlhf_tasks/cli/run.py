@@ -39,16 +39,18 @@ def run(
     settings = config.load(paths.params)
     with signals.listening(dvc_files.INPUTS):
         inputs.write(paths, auto.resolve(settings, paths.root))  # for `dvc status`
-    reasons, seconds = changed(paths), durations.read(paths.home)
+    reasons, seconds = explain_changes(paths), durations.read(paths.home)
     total = len({*dvc_files.graph(paths.root)} - {dvc_files.INPUTS})
     if dry:
-        rows = [[name, why, took(seconds, [name])] for name, why in reasons.items()]
+        rows = [[name, why, format_time(seconds, [name])] for name, why in reasons.items()]
         console.table(f"{len(rows)} of {total} stages would run", ["stage", "why", "last time"], rows)
         return 0
     name = run_name(paths, settings)
     if reasons:
         console.say(f"{name}: {len(reasons)} of {total} stages run: {', '.join(reasons)}")
-        console.say(f"They took, when they last ran: {took(seconds, [*reasons])}. Ctrl-C keeps their state.")
+        console.say(
+            f"They took, when they last ran: {format_time(seconds, [*reasons])}. Ctrl-C keeps their state."
+        )
         console.say(f"Tables and samples: {paths.home / 'logs'}/STAGE-….log")
     else:
         console.say(f"Nothing has changed: the results of all {total} stages are here")
@@ -81,14 +83,14 @@ def run_name(paths: Paths, settings: Config) -> str:
     return presets.Request("+".join(chosen) or None, overrides=changes).name(secrets.token_hex(2))
 
 
-def took(seconds: Mapping[str, float], stages: list[str]) -> str:
+def format_time(seconds: Mapping[str, float], stages: list[str]) -> str:
     """How long these stages took when they last ran here."""
     if any(stage not in seconds for stage in stages):
         return "not known yet"
     return console.duration(sum(seconds[stage] for stage in stages))
 
 
-def changed(paths: Paths) -> dict[str, str]:
+def explain_changes(paths: Paths) -> dict[str, str]:
     """The stages that `dvc repro` would run or restore, in their order, and why."""
     status: dict[str, list[Any]] = json.loads(dvc_cli.run(paths.root, "status", "--json"))
     graph, reasons = dvc_files.graph(paths.root), dict[str, str]()

@@ -34,8 +34,7 @@ def up(
         help="address to notify of failures and promotions; '' removes it",
     ),
     pool: str | None = Option(
-        None,
-        help="start no server: register the deployments at that of PREFECT_API_URL, for this work pool",
+        None, help="start no server: register the deployments at that of PREFECT_API_URL, for this work pool"
     ),
     work: bool = Option(
         False,

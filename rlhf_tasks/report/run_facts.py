@@ -15,8 +15,7 @@ from rlhf_tasks.project import git
 
 SHOWN_HASH = 10  # characters
 _TIME = re.compile(r"-(\d{8}T\d{6})-")  # in a run key; UTC
-Lineage = Mapping[str, Mapping[str, Any]]
-"""models/lineage/STAGE.json by stage."""
+Lineage = Mapping[str, Mapping[str, Any]]  # models/lineage/STAGE.json by stage
 
 
 def facts(view: ReportView, lineage: Lineage, name: str, root: Path) -> dict[str, str]:

@@ -55,7 +55,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_says_what_will_run_and_why(project: Path, rlhf: Command) -> None:
-    assert run.changed(Paths()) == {"sft": "it has not run yet", "report": "it has not run yet"}
+    assert run.explain_changes(Paths()) == {"sft": "it has not run yet", "report": "it has not run yet"}
     head = rlhf("run").out.splitlines()[:3]
     assert re.fullmatch(r"default-[0-9a-f]{4}: 2 of 2 stages run: sft, report", head[0])
     assert "not known yet" in head[1]

@@ -121,7 +121,7 @@ def test_every_figure_shows_metrics_of_one_unit() -> None:
         ("ppo", "selected_kl", "KL of the kept checkpoint"),
         ("ppo", "objective/luck", "objective/luck"),
     ],
-)  # fmt: skip
+)
 def test_a_name_is_shown_in_words(stage: Stage, name: str, words: str) -> None:
     assert catalogue.in_words(stage, name) == words
 

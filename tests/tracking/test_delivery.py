@@ -31,15 +31,12 @@ from tests.tracking.toy import (
     status,
     table,
     view,
-)  # fmt: skip
+)
 
 
 def last_error(home: Path, key: str) -> str | None:
     error: str | None = record(home, key).state()["last_error"]
     return error
-
-
-# ----------------------------------------------------------------------------------- the record
 
 
 def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
@@ -183,9 +180,6 @@ def test_damaged_records_are_reported_by_sync_and_hold_nothing_up(
     assert capsys.readouterr().err == ""
 
 
-# ----------------------------------------------------------------------------------- the flow
-
-
 def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tracking_pipeline.open_run(Paths(), "1", config.load().tracking, {}) as pipeline:
         log("alone")
@@ -195,9 +189,6 @@ def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch
         assert pipeline.last_error() == "ppo-1 is not delivered"
         sync(home)
         assert str(pipeline.last_error()).startswith("MlflowException")
-
-
-# ----------------------------------------------------------------------------------- the store
 
 
 CREATE = (
