@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, packaged
+from rlhf_tasks.project import packaged
 
 GPUS = {"l4": 24.0, "l40s": 48.0, "a100": 80.0, "h100": 80.0, "h200": 141.0}
 """GB of memory, as published."""
@@ -64,15 +64,11 @@ def _committed() -> Mapping[str, Any]:
         return {}
 
 
-def params(
-    upgrade: bool = Option(False, "--upgrade", help="move keys of an older params.yaml to their places"),
-) -> int:
+def params() -> int:
     """Print all values in force, and whether each is from params.yaml or a default.
 
     What `auto` stands for is that of this machine.
     """
-    if upgrade:
-        return _upgrade()
     from rlhf_tasks.project import inputs
 
     given = config.parse(config.read_text(FILE), str(FILE))
@@ -83,20 +79,6 @@ def params(
         source = str(FILE) if config.is_given(given, key) else "default"
         rows.append([key, config.in_yaml(value), f"{source}: auto" if key in auto else source])
     console.table("values in force", ["key", "value", "from"], rows)
-    return 0
-
-
-def _upgrade() -> int:
-    from rlhf_tasks.config import migrate
-
-    text = config.read_text(FILE)
-    config.parse(text, str(FILE))
-    tree = config.round_trip().load(text)
-    if moved := migrate.upgrade(tree):
-        upgraded = config.written(tree)
-        config.validate(config.parse(upgraded, f"{FILE}, upgraded,"), f"{FILE}, upgraded,")
-        atomic.write_text(FILE, upgraded)
-    console.say("\n".join(moved) if moved else f"{FILE} has the present shape: nothing to move")
     return 0
 
 

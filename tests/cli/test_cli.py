@@ -379,3 +379,15 @@ def test_the_message_for_an_unknown_preset_lists_the_known_ones(
 
 def test_presets_are_listed_with_their_first_line(preset_folder: Path, rlhf: Command) -> None:
     assert "small | less of everything" in rlhf("preset").out
+
+
+def test_all_values_in_force_are_printed_with_their_source(project: Path, rlhf: Command) -> None:
+    Path("params.yaml").write_text("ppo: {advantages: {lam: 0.9}, guards: null}\n", encoding="utf-8")
+    rows = [[word for word in line.split() if word != "|"] for line in rlhf("params").out.splitlines()]
+    for row in (
+        ["ppo.advantages.lam", "0.9", "params.yaml"],
+        ["ppo.advantages.gamma", "1.0", "default"],
+        ["ppo.guards", "null", "params.yaml"],
+        ["ppo.micro_batch_tokens", "4096", "default:", "auto"],
+    ):
+        assert row in rows
