@@ -218,8 +218,8 @@ class Scratch(Section):
     """Number of attention heads; it divides hidden_size."""
     vocab_size: t.PositiveInt = 1024
     """Largest vocabulary of the trained tokenizer, in tokens."""
-    tokenizer: Literal["words", "bpe", "bpe_uncased"] = "words"
-    """Kind of the trained tokenizer: whole words, or byte-pair encoding, also of lower-cased text."""
+    tokenizer: Literal["words", "bpe"] = "words"
+    """Kind of the trained tokenizer: whole words, or byte-pair encoding."""
 
     def problems(self) -> Iterator[str]:
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
