@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ def preset(
 ) -> int:
     """Change params.yaml by presets or single values, and keep its comments. Alone, list all presets."""
     from rlhf_tasks import presets
+    from rlhf_tasks.project import git
 
     given = [name for name in names or () if "=" not in name]
     changes = [*(values or ()), *(name for name in names or () if "=" in name)]
@@ -44,24 +45,15 @@ def preset(
         return 0
     changed = presets.apply(given, FILE, changes)
     console.say("\n  ".join([f"{FILE}: {len(changed)} values changed", *changed]))
-    if given and (committed := _committed()):
-        remaining = presets.remaining(committed, config.in_force(config.load(FILE)), given, changes)
-        again = "`git checkout params.yaml` first, if you do not want that"
-        if remaining:
-            console.say("\n  ".join([f"Earlier changes since the last commit remain ({again}):", *remaining]))
+    if given:
+        with suppress(UserError):  # there is no commit, or its file is not valid
+            _, alone, _ = presets.combine(git.show(Path(), "HEAD", str(FILE)), given, changes)
+            remaining = config.differences(config.in_force(alone), config.in_force(config.load(FILE)))
+            again = "`git checkout params.yaml` first, if you do not want that"
+            if remaining:
+                title = f"Earlier changes since the last commit remain ({again}):"
+                console.say("\n  ".join([title, *remaining]))
     return 0
-
-
-def _committed() -> Mapping[str, Any]:
-    """All values of the last commit's params.yaml; none where there is no such file, or an older one."""
-    from rlhf_tasks.project import git
-
-    try:
-        return config.in_force(
-            config.validate(config.parse(git.show(Path(), "HEAD", str(FILE)), str(FILE)), str(FILE))
-        )
-    except UserError:
-        return {}
 
 
 def params() -> int:

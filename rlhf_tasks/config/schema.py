@@ -600,6 +600,9 @@ class Service(TaskPolicy):
 class Config(Section):
     """All of `params.yaml`."""
 
+    preset: str | None = None
+    """The presets that were applied last, which `rlhf preset` writes here: they name the run and change
+    nothing; null: none."""
     seed: Annotated[int, Field(ge=0, le=t.LAST_SEED)] = 1
     """Seed of every random number of the pipeline."""
     data: Data = Data()

@@ -223,6 +223,7 @@ def test_a_stage_view_has_the_declared_sections_and_no_other() -> None:
     assert view.judge.num_examples == small.params()["judge"]["num_examples"]
     assert view.data_source == small.params()["data"]["source"], "one value of a section"
     assert not any(hasattr(view, section) for section in ("ppo", "reward", "sft", "data"))
+    assert [stage for stage in config.STAGES if "preset" in config.VIEWS[stage].reads()] == ["report"]
 
 
 @pytest.mark.parametrize("stage", config.STAGES)
