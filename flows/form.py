@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from rlhf_tasks import config, presets
 from rlhf_tasks.config import Config
-from rlhf_tasks.config.types import LAST_SEED, descriptions, section_of
+from rlhf_tasks.config.types import LAST_SEED, description, section_of
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, git
@@ -56,7 +56,7 @@ def _field(key: str) -> Any:
     assert owner is not None
     field = owner.model_fields[name]
     kind: Any = Annotated[field.annotation, *field.metadata]
-    return kind | None, Field(None, title=key, description=descriptions(owner)[name])
+    return kind | None, Field(None, title=key, description=description(owner, name))
 
 
 Common: Any = create_model(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,25 +63,16 @@ def run(
 
 
 def run_name(paths: Paths, settings: Config) -> str:
-    """The name of a run: its presets, and what else differs from the last commit's params.yaml.
-
-    A preset of which a few values were changed again is named too, with these.
-    """
-    values = config.in_force(settings)
-    chosen = presets.matching(values)
-    by_preset = {k: v for name in chosen for k, v in config.flatten(presets.read(name)).items()}
-    for name in presets.matching(values, presets.MOSTLY):
-        own = config.flatten(presets.read(name))
-        if not own.keys() & by_preset.keys():
-            chosen, by_preset = [*chosen, name], by_preset | own
-    now = config.flatten(config.parse(config.read_text(paths.params), str(paths.params)))
-    try:
-        before = config.flatten(config.parse(git.show(paths.root, "HEAD", "params.yaml"), "params.yaml"))
-    except UserError:  # there is no commit
-        before = now
-    known = before | by_preset  # what no preset sets counts from the last commit
-    changes = {k: v for k, v in now.items() if k not in known or v != known[k]}
-    return presets.Request("+".join(chosen) or None, overrides=changes).name(secrets.token_hex(2))
+    """The name of a run: its presets, and what else differs from the last commit's params.yaml."""
+    chosen = settings.preset.split(presets.BETWEEN) if settings.preset else []
+    values = expected = config.in_force(settings)
+    for name in chosen:
+        presets.read(name)
+    with suppress(UserError):  # there is no commit, or its file is not valid
+        committed = git.show(paths.root, "HEAD", "params.yaml")
+        expected = config.in_force(presets.combine(committed, chosen)[1])
+    changes = {k: v for k, v in values.items() if k not in expected or v != expected[k]}
+    return presets.Request(settings.preset, overrides=changes).name(secrets.token_hex(2))
 
 
 def format_time(seconds: Mapping[str, float], stages: list[str]) -> str:

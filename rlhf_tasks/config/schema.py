@@ -218,8 +218,8 @@ class Scratch(Section):
     """Number of attention heads; it divides hidden_size."""
     vocab_size: t.PositiveInt = 1024
     """Largest vocabulary of the trained tokenizer, in tokens."""
-    tokenizer: Literal["words", "bpe", "bpe_uncased"] = "words"
-    """Kind of the trained tokenizer: whole words, or byte-pair encoding, also of lower-cased text."""
+    tokenizer: Literal["words", "bpe"] = "words"
+    """Kind of the trained tokenizer: whole words, or byte-pair encoding."""
 
     def problems(self) -> Iterator[str]:
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
@@ -342,9 +342,7 @@ class Preferences(Section):
     """
 
     num_prompts: t.Count = 2000
-    """Number of train prompts to which the SFT model samples responses; 0: only the pairs of the data."""
-    pairs_per_prompt: t.PositiveInt = 1
-    """Number of pairs made for each of those prompts."""
+    """Number of train prompts for each of which a pair is made; 0: only the pairs of the data."""
     samples_per_pair: Annotated[int, Field(ge=2, le=64, multiple_of=2)] = 2
     """Even number of samples of which the ones with the highest and the lowest score are the pair. With more
     than two the order of a pair is less often chance, and there is more to sample."""
@@ -600,6 +598,9 @@ class Service(TaskPolicy):
 class Config(Section):
     """All of `params.yaml`."""
 
+    preset: str | None = None
+    """The presets that were applied last, which `rlhf preset` writes here: they name the run and change
+    nothing; null: none."""
     seed: Annotated[int, Field(ge=0, le=t.LAST_SEED)] = 1
     """Seed of every random number of the pipeline."""
     data: Data = Data()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
@@ -67,7 +63,7 @@ class Section(BaseModel):
     The docstring below a field is its description in the reference.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -120,17 +116,11 @@ def section_of(owner: type[Section] | None, key: str, given: Mapping[str, Any]) 
     return next((one for one in found if kind is None or kind in kinds(one)), None)
 
 
-@cache
-def descriptions(section: type[Section]) -> Mapping[str, str]:
-    """The docstrings below the fields of a section, by field; Python does not keep them at run time."""
-    found: dict[str, str] = {}
-    for owner in reversed(section.__mro__):
-        if issubclass(owner, Section):
-            body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
-            for field, below in pairwise(body):
-                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    found[ast.unparse(field.target)] = ast.literal_eval(below.value)
-    return found
+def description(section: type[Section], name: str) -> str:
+    """The docstring below a field, or below the inherited one of which it only changes the default."""
+    owners = (owner for owner in section.__mro__ if issubclass(owner, Section))
+    fields = (owner.model_fields[name] for owner in owners if name in owner.model_fields)
+    return next(field.description for field in fields if field.description)
 
 
 def pinned_revision(value: str) -> str:

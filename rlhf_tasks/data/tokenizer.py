@@ -58,7 +58,6 @@ ODD_SPACE = r"^\s|\s$|\s\s|[^\S ]|^$"
 MOST_WORDS = 2**20  # whose counts are kept
 CHECKED = 500  # rows that are counted both ways
 NUM_BYTES = 256
-INSIDE = "##"  # prefix of a token that continues a word
 
 
 def scratch_rendering() -> Rendering:
@@ -71,28 +70,26 @@ def train(shape: Scratch, texts: Iterable[str], max_length: int) -> PreTrainedTo
     """A tokenizer of at most `shape.vocab_size` tokens; the same bytes for the same texts.
 
     words: a token per word between white space, decoded with one space between words; rare words
-    become <unk>. bpe: byte-level, so that every text round-trips exactly. bpe_uncased: BPE
-    within lower-cased words, white space and punctuation apart as BERT has them, so that a name in code
-    and the same word in a sentence are the same tokens; case and layout are lost.
+    become <unk>. bpe: byte-level, so that every text round-trips exactly.
 
     Raises:
         UserError: if `vocab_size` is smaller than the number of tokens that this kind always has.
     """
     from transformers import PreTrainedTokenizerFast
 
-    loses = shape.tokenizer != "bpe"
-    specials = [PAD, EOS, UNK] if loses else [PAD, EOS]
-    least = len(specials) + (1 if loses else NUM_BYTES)
+    is_bpe = shape.tokenizer == "bpe"
+    specials = [PAD, EOS] if is_bpe else [PAD, EOS, UNK]
+    least = len(specials) + (NUM_BYTES if is_bpe else 1)
     if shape.vocab_size < least:
         raise UserError(
             f"model.scratch.vocab_size={shape.vocab_size}: {shape.tokenizer} needs {least} or more"
         )
-    build = {"words": _words, "bpe": _bpe, "bpe_uncased": _uncased}[shape.tokenizer]
+    train_kind = _bpe if is_bpe else _words
     return PreTrainedTokenizerFast(
-        tokenizer_object=build(texts, shape.vocab_size, specials),
+        tokenizer_object=train_kind(texts, shape.vocab_size, specials),
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=UNK if loses else None,
+        unk_token=None if is_bpe else UNK,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
@@ -130,24 +127,6 @@ def _bpe(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Tokenize
         vocab_size=vocab_size,
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _uncased(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE(unk_token=UNK, continuing_subword_prefix=INSIDE))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix=INSIDE)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=specials,
-        limit_alphabet=NUM_BYTES,
-        continuing_subword_prefix=INSIDE,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)

@@ -24,7 +24,7 @@ from rlhf_tasks.project import dvc_files, hashing, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.verdict import Kl, Measurements, Opponent, read_kl
 
-DISPLAY_ONLY = ("judge.labels", "judge.num_samples_shown")  # they change no comparison
+DISPLAY_ONLY = ("judge.labels",)  # it changes no comparison
 BOUNDS_OF_COST = (
     *("max_kl", "max_perplexity_growth", "max_response_perplexity_growth", "min_distinct_ratio"),
     *("max_choice_drop", "max_task_drop"),

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import config, presets
+from rlhf_tasks import config
 from rlhf_tasks.config import Model, ReportView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
@@ -30,7 +30,7 @@ def facts(view: ReportView, lineage: Lineage, name: str, root: Path) -> dict[str
     known = {
         "Date": f"{times[last].day} {times[last]:%B %Y, %H:%M} UTC" if last else "",
         "Run": name or tree.get("rlhf.run", ""),
-        "Preset": _preset(view),
+        "Preset": view.preset or "none",
         "Seed": str(view.seed),
         "Data": view.data.in_words,
         "Base model": base_model(view.model),
@@ -38,12 +38,6 @@ def facts(view: ReportView, lineage: Lineage, name: str, root: Path) -> dict[str
         "Changes of params.yaml": _changes(view, root, commit) if commit else "",
     }
     return {title: text for title, text in known.items() if text}
-
-
-def _preset(view: ReportView) -> str:
-    """The presets whose values the run has, or else the one of which it has most."""
-    whole, most = (presets.matching(view.declared, share) for share in (1.0, presets.MOSTLY))
-    return ", ".join(whole) or (f"{most[0]}, with other values" if most else "none")
 
 
 def starts(lineage: Lineage) -> dict[str, datetime]:

@@ -341,8 +341,8 @@ def test_a_preset_changes_values_and_keeps_comments(
     changed = config.load()
     assert (changed.seed, changed.ppo.kl_coef, changed.model.scratch) == (7, 0.5, None)
     differing = [line for line in after if line not in before]
-    keys = ["seed", "base", "revision", "scratch", "kl_coef"]
-    assert [line.split(":")[0].strip() for line in differing] == keys
+    keys = {"preset", "seed", "base", "revision", "scratch", "kl_coef"}
+    assert {line.split(":")[0].strip() for line in differing} == keys
     assert any("# scratch | a folder | a hub id" in line for line in differing)
 
 
@@ -354,3 +354,15 @@ def test_presets_are_listed_and_those_that_are_unknown_or_invalid_change_nothing
     assert "params.yaml with small, wrong has 1 problem" in rlhf("preset small wrong", status=2).err
     assert "give one of small, wrong" in rlhf("preset smal", status=2).err
     assert Path("params.yaml").read_bytes() == before
+
+
+def test_all_values_in_force_are_printed_with_their_source(project: Path, rlhf: Command) -> None:
+    Path("params.yaml").write_text("ppo: {advantages: {lam: 0.9}, guards: null}\n", encoding="utf-8")
+    rows = [[word for word in line.split() if word != "|"] for line in rlhf("params").out.splitlines()]
+    for row in (
+        ["ppo.advantages.lam", "0.9", "params.yaml"],
+        ["ppo.advantages.gamma", "1.0", "default"],
+        ["ppo.guards", "null", "params.yaml"],
+        ["ppo.micro_batch_tokens", "4096", "default:", "auto"],
+    ):
+        assert row in rows

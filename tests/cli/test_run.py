@@ -79,10 +79,13 @@ def test_a_runs_name_is_its_preset_and_what_differs(project: Path, rlhf: Command
         "n_plus ppo.kl_coef=0.07": "n_plus-kl_coef=0.07",
         "ziegler ppo.kl_coef=0.05": "ziegler-kl_coef=0.05",
         "smoke ppo.total_episodes=8192": "smoke-total_episodes=8192",
+        "smoke grpo": "smoke_grpo",
     }.items():
         toy.git(project, "checkout", "-q", "params.yaml")
         rlhf(f"preset {changes}")
         assert run.run_name(Paths(), config.load(Paths().params))[:-5] == name
+    rlhf("preset --set preset=smok")
+    assert "there is no preset 'smok'; give one of" in rlhf("run", status=2).err
 
 
 def test_a_run_without_changes_shows_the_card(project: Path, rlhf: Command) -> None:

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from rlhf_tasks import config, errors
+from rlhf_tasks.config.load import RENAMED
 from rlhf_tasks.config.ppo import Gae, SeparateCritic
 from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.tracking import context
@@ -53,6 +54,26 @@ def test_the_message_for_an_unknown_key_names_the_nearest_known_key(key: str, ne
 
 def test_the_message_for_an_unknown_key_lists_all_keys_if_none_is_near() -> None:
     assert "zzz: unknown key; known here: enabled, uri, experiment" in problems({"tracking.zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new"),
+    [
+        ("launch.layout", "ddp", "launch.parallelism"),
+        ("ppo.lora.value", True, "ppo.advantages.critic.lora"),
+        ("ppo.advantages", "rloo", "ppo.advantages.kind"),
+        ("ppo.engine", {}, "ppo.sampler"),
+    ],
+)
+def test_the_message_for_a_key_that_has_moved_names_its_place(old: str, value: Any, new: str) -> None:
+    assert f"  {old}: has moved to {new}" in problems({"ppo.lora": {}, old: value})
+
+
+def test_every_key_that_has_moved_has_a_present_one() -> None:
+    present = config.in_force(config.Config()).keys()
+    sections = {"ppo.advantages.critic.warmup", "ppo.advantages.critic.lora", "ppo.sampler"}
+    assert {*RENAMED.values()} - sections <= present
+    assert not RENAMED.keys() & present
 
 
 @pytest.mark.parametrize(
@@ -202,6 +223,7 @@ def test_a_stage_view_has_the_declared_sections_and_no_other() -> None:
     assert view.judge.num_examples == small.params()["judge"]["num_examples"]
     assert view.data_source == small.params()["data"]["source"], "one value of a section"
     assert not any(hasattr(view, section) for section in ("ppo", "reward", "sft", "data"))
+    assert [stage for stage in config.STAGES if "preset" in config.VIEWS[stage].reads()] == ["report"]
 
 
 @pytest.mark.parametrize("stage", config.STAGES)

@@ -25,7 +25,7 @@ SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
 
 
 def with_preset(name: str) -> config.Config:
-    tree: Any = YAML(typ="safe", pure=True).load(SHIPPED)
+    tree: Any = YAML(typ="safe", pure=True).load(SHIPPED) | {"preset": name}
     config.merge(tree, presets.read(name))
     config.merge(tree, UNPINNED.get(name, {}))
     return config.validate(tree, name)
@@ -235,24 +235,6 @@ def test_single_values_of_a_request_override_its_preset() -> None:
     assert {"seed: 1 → 9", "reward.train: true → false", "ppo.advantages.critic.init: reward → sft"} <= {
         *changes
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "found"),
-    [
-        (None, {}, []),
-        ("over_optimised", {}, ["over_optimised"]),
-        ("over_optimised", {"seed": 7}, ["over_optimised"]),
-        ("over_optimised", {"ppo.kl_coef": 0.5}, []),
-        ("docstrings", {"promotion": None}, ["docstrings"]),
-    ],
-)
-def test_the_preset_of_a_run_is_found_by_its_values(
-    name: str | None, changes: dict[str, Any], found: list[str]
-) -> None:
-    _, settings, _ = Request(name, None, changes).resolve(SHIPPED)
-    view = config.ReportView.of(settings)
-    assert presets.matching(view.declared) == found
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ TEXTS = [
 ]
 
 
-def shape(kind: Literal["words", "bpe", "bpe_uncased"], vocab_size: int) -> Scratch:
+def shape(kind: Literal["words", "bpe"], vocab_size: int) -> Scratch:
     return Scratch(
         family="llama", hidden_size=8, num_layers=1, num_heads=2, vocab_size=vocab_size, tokenizer=kind
     )

@@ -17,11 +17,11 @@ LINEAGE = {
 
 
 def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out(tmp_path: Path) -> None:
-    view = small.view("report", {"seed": 7})
+    view = small.view("report", {"seed": 7, "preset": "smoke+grpo"})
     assert run_facts.facts(view, LINEAGE, "mine", tmp_path) == {
         "Date": "2 January 2026, 03:04 UTC",
         "Run": "mine",
-        "Preset": "none",
+        "Preset": "smoke+grpo",
         "Seed": "7",
         "Data": "the built-in task",
         "Base model": "gpt_neox from random weights, 4 layers of width 96",
