@@ -95,13 +95,13 @@ def test_the_last_stage_shows_the_card_unless_a_flow_does(
     assert ("Trained" in rlhf("report").out) == is_shown
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_stage_without_curves_writes_no_plot_and_one_without_finite_metrics_fails(
-    stage: Install, rlhf: Command
+    stage: Install, rlhf: Command, value: float
 ) -> None:
-    for value in (float("nan"), float("inf")):
-        stage(lambda view, paths, tracker, value=value: {"loss": value})
-        with pytest.raises(ValueError, match="loss="):
-            main.main(["sft"])
+    stage(lambda view, paths, tracker: {"loss": value})
+    with pytest.raises(ValueError, match="loss="):
+        main.main(["sft"])
     assert not Path("metrics").exists()
     stage(lambda view, paths, tracker: {"rows": 3})
     rlhf("prepare")

@@ -46,8 +46,7 @@ def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
 
 
 def test_a_run_that_was_resumed_before_its_delivery_is_not_over(home: Path) -> None:
-    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-        tracker.metrics({"train/loss": 1.0}, step=1)
+    log("k", [(1, 1.0)])
     killed(home, "k")
     delivery = Delivery(record(home, "k"))
     with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
@@ -90,9 +89,7 @@ def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part:
 
 def test_a_resumed_run_sends_points_that_mlflow_lacks_below_its_newest_one(home: Path) -> None:
     for steps in ((2, 4), (3, 4, 6)):
-        with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-            for step in steps:
-                tracker.metrics({"train/loss": float(step)}, step=step)
+        log("k", [(step, float(step)) for step in steps])
         killed(home, "k")
         assert sync(home) == (1, {})
     assert sorted(points(home)) == [(2, 2.0), (3, 3.0), (4, 4.0), (6, 6.0)]
