@@ -61,8 +61,6 @@ def compare_models(
     the results name it as given. `out` is a .jsonl file for every comparison with its texts.
     Relative paths and functions of judges are below `paths.root`.
 
-    The results hold comparisons, judge kappas and optimized judges.
-
     Raises:
         UserError: if a model, a judge or the data does not exist, `out` has another suffix, or a judge
             fails too often.
@@ -84,7 +82,7 @@ def compare_models(
             console.say(f"WARNING: judge {name} is the reward model that PPO optimized for {source}")
         optimized |= of_source
     prompts = [row["prompt"] for row in rows]
-    sampled = sample_alike(config, paths, checkpoints, prompts, device)
+    sampled = sample_alike(config, paths, prompts, device, sources=checkpoints)
     texts = {name: responses.texts for name, responses in sampled.items()}
     for name, one in models.items():
         if isinstance(one, Mapping):

@@ -60,34 +60,27 @@ class Probes:
     ) -> tuple[dict[str, RetentionResult], dict[str, TaskChange]]:
         """The results of checkpoints by name, and what changed on each task from `sft` to `policy`."""
         results, done = dict[str, RetentionResult](), dict[str, dict[str, TaskResult]]()
+        most = self._settings.micro_batch_tokens
         for name, folder in folders.items():
-            tokenizer = load_tokenizer(folder)
+            tokenizer, texts, accuracy = load_tokenizer(folder), {}, None
             model = place(load_causal(folder), device).eval()
             with console.part(f"what {name} retains"):
-                results[name] = self._measure(model, tokenizer)
+                if self._demonstrations:
+                    texts["sft_text"] = encode_rows(tokenizer, *zip(*self._demonstrations, strict=True))
+                if self._general is not None:
+                    texts["general"] = _encode_texts(model, tokenizer, self._general)
+                perplexities = {
+                    text: perplexity(model, *rows, tokenizer, most) for text, rows in texts.items()
+                }
+                if self._questions:
+                    right = answer_questions(model, tokenizer, self._questions, most)
+                    accuracy = statistics.wilson(sum(right), len(right))
             if self._tasks is not None:
                 with torch.random.fork_rng(), console.part(f"tasks of {name}"):
                     done[name] = self._tasks.measure(model, tokenizer)
-                scores = {task: result.scores for task, result in done[name].items()}
-                results[name] = results[name].model_copy(update={"tasks": scores})
+            scores = {task: result.scores for task, result in done.get(name, {}).items()}
+            results[name] = RetentionResult(perplexity=perplexities, multiple_choice=accuracy, tasks=scores)
         return results, harness.compare_results(done["sft"], done["policy"]) if done else {}
-
-    def _measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RetentionResult:
-        """Perplexity on `sft_text` and `general`, and the multiple-choice accuracy, of one checkpoint."""
-        most = self._settings.micro_batch_tokens
-        perplexities: dict[str, float] = {}
-        if self._demonstrations:
-            prompts, completions = zip(*self._demonstrations, strict=True)
-            rows = encode_rows(tokenizer, prompts, completions)
-            perplexities["sft_text"] = perplexity(model, *rows, tokenizer, most)
-        if self._general is not None:
-            texts = _encode_texts(model, tokenizer, self._general)
-            perplexities["general"] = perplexity(model, *texts, tokenizer, most)
-        accuracy = None
-        if self._questions:
-            right = answer_questions(model, tokenizer, self._questions, most)
-            accuracy = statistics.wilson(sum(right), len(right))
-        return RetentionResult(perplexity=perplexities, multiple_choice=accuracy)
 
 
 def make_questions(pairs: Sequence[tuple[str, str]]) -> list[Choice]:

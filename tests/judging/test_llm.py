@@ -145,7 +145,7 @@ REFUSE = {"error": {"message": "context length exceeded"}}
         (
             lambda one: one.send(400, REFUSE),
             {},
-            "status 400: Error code: 400 - {'error': {'message': 'context",
+            "status 400: Error code: 400 - context length",
         ),
         (lambda one: one.send(429, REFUSE, Retry_After="0.02"), {"max_retries": 1}, "status 429: Error code"),
     ],

@@ -31,7 +31,10 @@ def test_bins_rise_by_confidence_and_the_error_is_their_mean_gap() -> None:
 def test_pairs_of_equal_scores_are_left_out_of_calibration_and_count_half_in_agreement() -> None:
     assert reward_diagnostics.calibration([0.0, 0.0]) == (0.0, [])
     assert reward_diagnostics.calibration([0.0, 2.0, 0.0])[1][0]["pairs"] == 1
-    assert reward_diagnostics.agreement([0.0, 2.0, -1.0, 3.0]).value == 2.5 / 4
+    samples = {"sft_samples": [("p", "aa", "bb"), ("p", "aaa", "b"), ("p", "a", "bb"), ("p", "aaaa", "b")]}
+    ((result,), _) = reward_diagnostics.diagnose({"reward": score_length}, {}, samples)
+    assert result.agreement is not None
+    assert result.agreement.value == 2.5 / 4
 
 
 def score_length(rows: Responses) -> torch.Tensor:

@@ -255,7 +255,8 @@ def test_extreme_lengths_give_a_rate_inside_its_interval(d: list[float]) -> None
         assert 0 <= result.low <= result.value <= result.high <= 1
     separated = [3.0, 2.0, 1.0, -1.0, -2.0, -3.0]  # by the wins
     result = length_controlled([1, 1, 1, 0, 0, 0], separated, np.zeros(6))
-    assert 0 < result.low < result.value == pytest.approx(0.5) < result.high < 1
+    assert 0 < result.low < result.value < result.high < 1
+    assert result.value == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("seed", range(8))
