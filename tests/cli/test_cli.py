@@ -22,7 +22,6 @@ from rlhf_tasks import config
 from rlhf_tasks.cli import main
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.presets import overlays
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker, context
@@ -308,52 +307,16 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
         ("generate . --temperature nan", "Invalid value for '--temperature': "),
         ("generate . --num-samples 0", "Invalid value for '--num-samples': "),
         ("generate models/none --prompt x", "models/none is not a folder"),
+        ("check-model nowhere", "nowhere: there is no such folder or file, and it is not a hub model"),
+        ("check-model models/at/all", "models/at/all: there is no such folder or file, and it is not a hub"),
     ],
 )
-def test_what_would_be_ignored_or_is_out_of_range_is_one_message(
+def test_what_is_out_of_range_absent_or_without_effect_is_one_message(
     project: Path, command: str, message: str, rlhf: Command
 ) -> None:
     told = rlhf(command, status=2).err
     assert told.startswith(f"rlhf: {message}")
     assert len(told.splitlines()) == 1
-
-
-@pytest.fixture
-def preset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "presets"
-    folder.mkdir()
-    (folder / "small.yaml").write_text(
-        "# less of everything\nseed: 7\nmodel: {base: a/b, revision: " + "a" * 40 + ", scratch: null}\n"
-        "ppo: {kl_coef: 0.5}\n",
-        encoding="utf-8",
-    )
-    (folder / "wrong.yaml").write_text("seed: 8\nppo: {kl_coef: -1.0}\n", encoding="utf-8")
-    monkeypatch.setattr(overlays, "FOLDER", folder)
-    return folder
-
-
-def test_a_preset_changes_values_and_keeps_comments(
-    project: Path, preset_folder: Path, rlhf: Command
-) -> None:
-    before = Path("params.yaml").read_text(encoding="utf-8").splitlines()
-    rlhf("preset small")
-    after = Path("params.yaml").read_text(encoding="utf-8").splitlines()
-    changed = config.load()
-    assert (changed.seed, changed.ppo.kl_coef, changed.model.scratch) == (7, 0.5, None)
-    differing = [line for line in after if line not in before]
-    keys = {"preset", "seed", "base", "revision", "scratch", "kl_coef"}
-    assert {line.split(":")[0].strip() for line in differing} == keys
-    assert any("# scratch | a folder | a hub id" in line for line in differing)
-
-
-def test_presets_are_listed_and_those_that_are_unknown_or_invalid_change_nothing(
-    project: Path, preset_folder: Path, rlhf: Command
-) -> None:
-    before = Path("params.yaml").read_bytes()
-    assert "small | less of everything" in rlhf("preset").out
-    assert "params.yaml with small, wrong has 1 problem" in rlhf("preset small wrong", status=2).err
-    assert "give one of small, wrong" in rlhf("preset smal", status=2).err
-    assert Path("params.yaml").read_bytes() == before
 
 
 def test_all_values_in_force_are_printed_with_their_source(project: Path, rlhf: Command) -> None:
