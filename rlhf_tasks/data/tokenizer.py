@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 Ids = list[int]
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 ANCHORS = ("\n", "(", "0", "a", "。")
 """Texts that stand before a response whose first letters would merge with the prompt's last token."""
 ODD_IN_ASCII = r"[\t\n\x0b\f\r]"
@@ -155,11 +156,10 @@ def _uncased(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Toke
 
 
 @console.part("loading the tokenizer")
-def ready(model: Model, data: Data | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a base model that exists; a missing pad token is EOS (masks come from lengths).
+def load_base(model: Model, data: Data | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base model that exists. What `data` says of chat templates is kept in its config.
 
-    EOS is the end of a turn, where the chat template writes one. What `data` says of chat templates is kept
-    in its config: the date that they print, and whether plain prompts are turns.
+    That is the date that they print, and whether plain prompts are turns.
 
     Raises:
         UserError: if it cannot be loaded, is not one of the `tokenizers` library, or has no EOS.
@@ -184,13 +184,7 @@ def ready(model: Model, data: Data | None = None) -> PreTrainedTokenizerBase:
         raise UserError(
             f"model.base={model.base!r} has only a slow tokenizer; use a model with a tokenizer.json"
         )
-    if tokenizer.eos_token is None:
-        raise UserError(
-            f"the tokenizer of model.base={model.base!r} has no eos_token: answers could not end; set one"
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    end_with_turns(tokenizer)
+    _set_ends(tokenizer, f"of model.base={model.base!r}")
     if tokenizer.chat_template and data is not None:
         tokenizer.init_kwargs |= {DATE: data.chat_date, PLAIN: data.chat}
     elif data is not None and data.chat == "always":
@@ -199,6 +193,41 @@ def ready(model: Model, data: Data | None = None) -> PreTrainedTokenizerBase:
             "none; set it to auto, or use a model that has one"
         )
     return tokenizer
+
+
+@console.part("loading the tokenizer")
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint's folder, or of data/tokenizer.
+
+    A template that prints today's date prints that of `data.chat_date` which the folder keeps, or else its
+    default.
+
+    Raises:
+        UserError: if the folder holds no tokenizer, or one without an EOS token.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).exists() for name in VOCABULARIES):  # transformers would create one
+        raise UserError(f"{folder} holds no tokenizer; a checkpoint folder must hold its tokenizer too")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
+    if tokenizer.chat_template:
+        tokenizer.init_kwargs.setdefault(DATE, Data().chat_date)
+    _set_ends(tokenizer, f"in {folder}")
+    return tokenizer
+
+
+def _set_ends(tokenizer: PreTrainedTokenizerBase, whose: str) -> None:
+    """A missing pad token becomes EOS (masks come from lengths), and EOS the end of a turn, in place."""
+    if tokenizer.eos_token is None:
+        raise UserError(
+            f"the tokenizer {whose} has no EOS token: answers could not end; give it an eos_token"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    end_with_turns(tokenizer)
 
 
 def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:

@@ -249,8 +249,8 @@ def measure_kl(settings: Config, paths: Paths, policy: Path, device: Any) -> Kl:
 
     Responses are sampled as PPO does, at `ppo.temperature`, which both log-probs use.
     """
-    from rlhf_tasks.data.batches import load_tokenizer, read_table
-    from rlhf_tasks.data.tokenizer import encode
+    from rlhf_tasks.data.batches import read_table
+    from rlhf_tasks.data.tokenizer import encode, load_tokenizer
     from rlhf_tasks.judging.responses import sample
     from rlhf_tasks.judging.retention import logprob_sums
     from rlhf_tasks.models.load import load_causal, place

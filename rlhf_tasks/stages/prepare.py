@@ -56,7 +56,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     data, scratch, problems = config.data, config.model.scratch, Problems()
     # 1. Rows of any source, as the base model's chat template renders them.
     if scratch is None:
-        words = tokenizer.ready(config.model, data)
+        words = tokenizer.load_base(config.model, data)
         rendering = replace(tokenizer.ready_rendering(words, config.model.base), train_on=config.train_on)
     else:
         rendering = tokenizer.scratch_rendering()
