@@ -164,7 +164,7 @@ def _read(
         case _:
             corpus = assemble(_parts(paths, data, problems), rendering, problems, plain)
             return splits.fill_splits(corpus, seed=seed, sizes=sizes)
-    return rows.stored(made if rendering.chat is None else _turns(made, rendering, plain))
+    return rows.store(made if rendering.chat is None else _turns(made, rendering, plain))
 
 
 def _turns(made: Mapping[Role, Any], rendering: Rendering, plain: Counter[str]) -> dict[Role, Any]:

@@ -7,7 +7,7 @@ from rlhf_tasks.data.rows import (
     check_lengths,
     check_texts,
     measure,
-    stored,
+    store,
     without,
 )
 
@@ -22,7 +22,7 @@ def pair(prompt: str, chosen: str = " good", rejected: str = " bad", line: int =
 
 def test_a_row_with_two_faults_is_one_bad_row_with_both_in_the_report() -> None:
     problems = Problems()
-    check_texts(stored({"sft": {"train": [row(" ", "")]}}), "<eos>", problems)
+    check_texts(store({"sft": {"train": [row(" ", "")]}}), "<eos>", problems)
     assert len(problems) == 1
     assert problems.counts()["empty"] == 2
     assert "sft.jsonl:1: empty: prompt is empty" in problems.report()
@@ -44,7 +44,7 @@ def test_the_report_has_twenty_examples_by_reason_in_the_order_of_the_source_and
 def test_chosen_equal_to_rejected_but_for_outer_white_space_is_bad() -> None:
     problems = Problems()
     check_texts(
-        stored({"preferences": {"train": [pair("q", " same", "same\n"), pair("q2")]}}), "<eos>", problems
+        store({"preferences": {"train": [pair("q", " same", "same\n"), pair("q2")]}}), "<eos>", problems
     )
     assert {name: n for name, n in problems.counts().items() if n} == {"chosen_is_rejected": 1}
 
@@ -52,13 +52,13 @@ def test_chosen_equal_to_rejected_but_for_outer_white_space_is_bad() -> None:
 def test_end_of_sequence_text_inside_an_answer_is_bad() -> None:
     problems = Problems()
     check_texts(
-        stored({"sft": {"train": [row("q", " one<eos> two"), row("q<eos>", " fine")]}}), "<eos>", problems
+        store({"sft": {"train": [row("q", " one<eos> two"), row("q<eos>", " fine")]}}), "<eos>", problems
     )
     assert {name: n for name, n in problems.counts().items() if n} == {"malformed": 1}
 
 
 def test_the_first_of_equal_rows_is_kept_and_named() -> None:
-    corpus = stored(
+    corpus = store(
         {"sft": {"train": [row("a", source="f:1"), row("b", source="f:2"), row("a", source="f:3")]}}
     )
     problems = Problems()
@@ -69,12 +69,12 @@ def test_the_first_of_equal_rows_is_kept_and_named() -> None:
 
 def test_a_prompt_with_another_completion_is_no_duplicate() -> None:
     problems = Problems()
-    check_duplicates(stored({"sft": {"train": [row("a", " x"), row("a", " y")]}}), problems)
+    check_duplicates(store({"sft": {"train": [row("a", " x"), row("a", " y")]}}), problems)
     assert not problems
 
 
 def test_a_held_out_prompt_that_any_role_trains_on_is_a_leak_whatever_its_white_space() -> None:
-    corpus = stored({
+    corpus = store({
         "sft": {
             "train": [row("a")],
             "validation": [row("b", source="sft.jsonl:8")],
@@ -91,14 +91,12 @@ def test_a_held_out_prompt_that_any_role_trains_on_is_a_leak_whatever_its_white_
 
 def test_a_test_prompt_that_is_in_validation_is_a_leak() -> None:
     problems = Problems()
-    check_leaks(
-        stored({"sft": {"train": [row("a")], "validation": [row("b")], "test": [row("b")]}}), problems
-    )
+    check_leaks(store({"sft": {"train": [row("a")], "validation": [row("b")], "test": [row("b")]}}), problems)
     assert problems.counts()["leak"] == 1
 
 
 def test_a_held_out_comparison_may_be_of_a_prompt_that_sft_trained_on_but_not_of_its_own_train() -> None:
-    corpus = stored(
+    corpus = store(
         {
             "sft": {"train": [row("a"), row("b")], "validation": [], "test": []},
             "preferences": {
@@ -115,7 +113,7 @@ def test_a_held_out_comparison_may_be_of_a_prompt_that_sft_trained_on_but_not_of
 
 
 def test_eos_counts_in_an_answers_length_and_not_in_a_prompts() -> None:
-    corpus = stored({"sft": {"train": [row("1 2 3", " 1 2", "f:1"), row("1 2 3 4", " 1", "f:2")]}})
+    corpus = store({"sft": {"train": [row("1 2 3", " 1 2", "f:1"), row("1 2 3 4", " 1", "f:2")]}})
 
     def count(prompts: list[str], texts: list[str]) -> tuple[list[int], list[int], list[bool]]:
         queries, responses = (list(map(len, map(str.split, some))) for some in (prompts, texts))
