@@ -254,10 +254,10 @@ def micro_batches(rows: Sequence[int], max_tokens: int, count: int | None = None
     for stop, last in enumerate(order, start=1):
         fewest = max(0, stop - max(1, max_tokens // max(1, rows[last])))
         padded = [(stop - start) * rows[last] for start in range(fewest, stop)]
-        found = [cost + x + EVENNESS * x**2 for cost, x in zip(costs[fewest:], padded, strict=True)]
-        cheapest = min(found)
+        cuts = [cost + x + EVENNESS * x**2 for cost, x in zip(costs[fewest:], padded, strict=True)]
+        cheapest = min(cuts)
         costs.append(cheapest + PASS_TOKENS)
-        starts.append(fewest + found.index(cheapest))
+        starts.append(fewest + cuts.index(cheapest))
     groups: list[list[int]] = []
     stop = len(rows)
     while stop:
@@ -354,11 +354,8 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
     """
     order: list[int] = torch.randperm(len(rows), generator=generator).tolist()
     pool = 8 * batch_size
-    order = [
-        row
-        for start in range(0, len(rows), pool)
-        for row in sorted(order[start : start + pool], key=rows.__getitem__)
-    ]
+    pools = [sorted(order[i : i + pool], key=rows.__getitem__) for i in range(0, len(rows), pool)]
+    order = [row for rows_of_pool in pools for row in rows_of_pool]
     batches = [order[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     for i in torch.randperm(len(batches), generator=generator).tolist():
         yield batches[i]
@@ -367,9 +364,9 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
 # ----------------------------------------------------------------------------------------- files
 
 
-def sets_of(*given: Rows) -> list[str]:
+def sets_of(*tables: Rows) -> list[str]:
     """The name of each row's set; empty unless there are several."""
-    sets = [name for rows in given if SET in rows.table.column_names for name in rows.texts(SET)]
+    sets = [name for rows in tables if SET in rows.table.column_names for name in rows.texts(SET)]
     return sets if len({*sets}) > 1 else []
 
 

@@ -42,11 +42,11 @@ def tables_of(path: Path, problems: Problems) -> list[tuple[Role | None, Split, 
     Raises:
         UserError: if the data does not exist, or a file is unreadable.
     """
-    found, unused = discover(path)
+    data_files, unused = discover(path)
     if unused:
         console.say(f"Not read, because it is no data file: {', '.join(unused)}")
     tables: list[tuple[Role | None, Split, Table]] = []
-    for role, split, name, file in found:
+    for role, split, name, file in data_files:
         if (size := file.stat().st_size) > LARGE_BYTES:
             console.say(f"reading {name}, {size / 1e6:,.0f} MB")
         tables.append((role, split, read_file(file, name, problems)))
@@ -168,8 +168,7 @@ def _read_json(file: Path, name: str, problems: Problems) -> Iterator[Line]:
         if some and (len(some) == 1 or not _is_json(some[0][1])):  # maybe one JSON value
             rest = list(rest)
             content = "\n" * (rest[0][0] - 1) + "".join(text for _, text in rest)
-            whole = _array(content, name)
-            if whole is not None:
+            if (whole := _array(content, name)) is not None:
                 for number, values in enumerate(whole, start=1):
                     yield from _record(f"{name}:{number}", values, problems)
                 return
@@ -233,15 +232,16 @@ def _unwrapped(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
     """
     wrapper = next((key for key in WRAPPERS if isinstance(whole.get(key), list)), None)
     parts: dict[str, dict[str, Any]] = {}
-    if wrapper is not None:
-        parts = {wrapper: {key: value for key, value in whole.items() if key != wrapper}}
     if whole.keys() <= SPLIT_NAMES.keys():
         parts = {split: {"split": split} for split in whole}
+    elif wrapper is not None:
+        parts = {wrapper: {key: value for key, value in whole.items() if key != wrapper}}
     if not parts or not all(_are_objects(whole[key]) for key in parts):
         return None
-    if any(others.keys() & row.keys() for key, others in parts.items() for row in whole[key]):
+    pairs = [(others, row) for key, others in parts.items() for row in whole[key]]
+    if any(others.keys() & row.keys() for others, row in pairs):
         return None
-    return [{**others, **row} for key, others in parts.items() for row in whole[key]]
+    return [others | row for others, row in pairs]
 
 
 def _are_objects(value: Any) -> bool:
@@ -251,11 +251,11 @@ def _are_objects(value: Any) -> bool:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; a key that stands there twice would lose its first value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"an object has the key {twice!r} twice")
-    return found
+    return values
 
 
 JSON = json.JSONDecoder(object_pairs_hook=_once)
@@ -295,9 +295,8 @@ def _check_rows_are_lines(content: str, name: str) -> None:
             ) from None
         return  # the lines are reported one by one
     if "\n" in text[:end]:
-        what = (
-            "this is one JSON document" if not text[end:].strip() else "a JSON value goes over several lines"
-        )
+        is_whole = not text[end:].strip()
+        what = "this is one JSON document" if is_whole else "a JSON value goes over several lines"
         raise UserError(
             f"{name}:{number}: {what}; write one row, a JSON object, per line, or move a file that holds no "
             "rows out of the folder"
@@ -324,9 +323,8 @@ def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -
         at, columns, _ = next(records, (at, [], False))
         if not columns:
             raise UserError(f"{at}: no CSV header: the file is empty; name the columns in the first line")
-        if twice := [column for column, count in Counter(columns).items() if column and count > 1]:
-            named = ", ".join(map(repr, twice))
-            raise UserError(f"{at}: the header names {named} twice; rename one of them")
+        if twice := [repr(column) for column, count in Counter(columns).items() if column and count > 1]:
+            raise UserError(f"{at}: the header names {', '.join(twice)} twice; rename one of them")
         for where, fields, has_quotes in records:
             if len(fields) != len(columns):
                 detail = f"{len(fields)} fields, the header has {len(columns)}"
@@ -413,7 +411,7 @@ def _of_arrow(batches: Iterable[pa.RecordBatch], name: str, problems: Problems) 
         for cells in zip(*columns, strict=True):
             values, where = dict(zip(batch.schema.names, cells, strict=True)), f"{name}:{next(numbers)}"
             faults = (_bad_byte(value) for value in cells if isinstance(value, str))
-            if (fault := next((f for f in faults if f is not None), None)) is not None:
+            if fault := next(filter(None, faults), None):
                 problems.add(where, values, "not_utf8", fault)
             else:
                 yield Line(where, values)
@@ -497,11 +495,10 @@ BAD_BYTE = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of it
 
 def _bad_byte(text: str) -> str | None:
     """The first bad byte of a text decoded by surrogateescape, as a message, or None."""
-    found = None if text.isascii() else BAD_BYTE.search(text)
-    if found is None:
+    if text.isascii() or (bad := BAD_BYTE.search(text)) is None:
         return None
-    byte = ord(found[0]) - 0xDC00
-    return f"byte 0x{byte:02x} after {found.start()} characters is not UTF-8; save it as UTF-8"
+    byte = ord(bad[0]) - 0xDC00
+    return f"byte 0x{byte:02x} after {bad.start()} characters is not UTF-8; save it as UTF-8"
 
 
 _READERS: Mapping[str, Reader] = {

@@ -204,15 +204,13 @@ def tar(content: bytes) -> bytes:
     return out.getvalue()
 
 
-def parquet(content: bytes) -> bytes:
-    out = io.BytesIO()
-    pq.write_table(pa.table({"prompt": [content]}), out)
-    return out.getvalue()
+def recode(text: bytes, encoding: str) -> bytes:
+    return text.decode().encode(encoding)
 
 
-def far_times(_: bytes) -> bytes:
+def parquet(content: Any) -> bytes:
     out = io.BytesIO()
-    pq.write_table(pa.table({"at": pa.array([1], pa.timestamp("us", "Mars/Phobos"))}), out)
+    pq.write_table(pa.table({"prompt": pa.array([content])}), out)
     return out.getvalue()
 
 
@@ -228,7 +226,7 @@ FOREIGN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "tar": ("csv", tar, "a tar archive; unpack it: tar -xf sft.csv"),
     "packed tar": ("jsonl.gz", lambda text: gzip.compress(tar(text)), "a tar archive; unpack it"),
     "Parquet": ("jsonl", parquet, r"Parquet; let its name end with \.parquet"),
-    **{name: ("csv", lambda text, e=name: text.decode().encode(e), "UTF-16; save it") for name in ENCODINGS},
+    **{name: ("csv", partial(recode, encoding=name), "UTF-16; save it") for name in ENCODINGS},
 }
 
 
@@ -247,7 +245,11 @@ def test_a_file_is_named_as_what_its_bytes_are(
         ("a.csv", b"sep=;\nprompt;completion\na;b\n", "a.csv:1: sep=; is a hint for Excel, not the header"),
         ("a.csv", b"prompt|completion\na|b\n", "a.csv:1: `[|]` separates the columns; convert it to CSV: "),
         ("a.json", b'{"prompt": {"0": "p", "7": "q"}}', "a.json holds columns by row number, as pandas"),
-        ("a.parquet", far_times(b""), "a.parquet has times in an unknown time zone, 'Mars/Phobos'; write"),
+        (
+            "a.parquet",
+            parquet(pa.scalar(1, pa.timestamp("us", "Mars/Phobos"))),
+            "a.parquet has times in an unknown time zone, 'Mars/Phobos'; write",
+        ),
     ],
 )
 def test_what_is_no_longer_read_is_refused_with_what_to_do(
