@@ -252,7 +252,7 @@ def message(name: str, number: int, item: Any) -> Message:
     where = f"{name}[{number}]"
     if not isinstance(item, Mapping):
         raise Unusable("malformed", f"{where} is of type {type(item).__name__}, not {{role, content}}")
-    found = {key: value for key, value in _without_nulls(item).items() if value not in ([], {})}
+    found = {key: value for key, value in _drop_nulls(item).items() if value not in ([], {})}
     for ours, *others in (WHAT, WHO):
         known = item if ours == "content" and "role" in found else found  # beside a call content may be null
         key = next((name for name in others if name in item), "")
@@ -302,11 +302,11 @@ def _call(where: str, call: Any) -> Any:
     return {**call, "function": function} if "function" in call else function
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """The value without keys that hold null: `datasets` and pandas give every row the keys of all rows."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(part) for key, part in value.items() if part is not None}
+    return [_drop_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def tools_of(value: Any) -> list[Any] | None:
@@ -326,7 +326,7 @@ def tools_of(value: Any) -> list[Any] | None:
         isinstance(tool, Mapping) and isinstance(tool.get("function", tool), Mapping) for tool in value
     ):
         raise Unusable("malformed", "tools is not a list of objects")
-    return [_without_nulls(tool) for tool in value]
+    return [_drop_nulls(tool) for tool in value]
 
 
 def common_start(first: list[Message], second: list[Message]) -> list[Message]:
@@ -354,7 +354,7 @@ def plain_row(
         # the blank with which plain answers follow their prompt is no part of a turn
         turns = {name: re.sub(r"\A (?=\S)", "", text) for name, text in answers.items()}
         given = {name: [{"role": "assistant", "content": text}] for name, text in turns.items()}
-        return rendered([{"role": "user", "content": prompt}], given, None, rendering, table)
+        return render_turns([{"role": "user", "content": prompt}], given, None, rendering, table)
     if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
         prompt = rendering.bos + prompt
     return {"prompt": prompt} | {name: _remove_eos(text, rendering.eos) for name, text in answers.items()}
@@ -365,7 +365,7 @@ def _remove_eos(text: str, eos: str) -> str:
     return bare.removesuffix(eos) if bare.endswith(eos) else text
 
 
-def rendered(
+def render_turns(
     prompt: list[Message],
     answers: Mapping[str, list[Message]],
     tools: list[Any] | None,
@@ -387,7 +387,7 @@ def rendered(
         raise Unusable("empty", "prompt is empty")
     try:
         head = rendering.chat(prompt, True, tools)
-        marked_prompt, marked_tools = _marked(prompt), _marked_tools(tools)
+        marked_prompt, marked_tools = _mark_turns(prompt), _mark_tools(tools)
         marked = rendering.chat(marked_prompt, True, marked_tools)
         _check_all_is_written(marked, marked_prompt, marked_tools, rendering, table)
         row = {"prompt": head}
@@ -429,8 +429,8 @@ def _render_answer(
         raise Unusable("malformed", f"{whose} renders the prompt differently when the {name} follows it")
 
     # 1. All of it is written, and ends at the first end after its last text.
-    marked_turns = _marked([*prompt, *turns])
-    marked = rendering.chat(marked_turns, False, _marked_tools(tools))
+    marked_turns = _mark_turns([*prompt, *turns])
+    marked = rendering.chat(marked_turns, False, _mark_tools(tools))
     _check_all_is_written(marked, marked_turns, None, rendering, table)
     marks = (mark for mark in MARK.finditer(marked) if mark[2] != "tool" and int(mark[1]) >= len(prompt))
     last = max((mark.end() for mark in marks), default=0)
@@ -477,7 +477,7 @@ def _find_end(tail: str, rendering: Rendering) -> int:
     return min(ends, default=len(tail))
 
 
-def _marked(turns: Sequence[Message]) -> list[Message]:
+def _mark_turns(turns: Sequence[Message]) -> list[Message]:
     """The messages with MARKs in place of their texts; TAGS stay, since templates act on them."""
     marked = []
     for number, turn in enumerate(turns):
@@ -496,7 +496,7 @@ def _marked(turns: Sequence[Message]) -> list[Message]:
     return marked
 
 
-def _marked_tools(tools: Sequence[Any] | None) -> list[Any] | None:
+def _mark_tools(tools: Sequence[Any] | None) -> list[Any] | None:
     """The tools with MARKs in place of their names."""
     count = itertools.count()
     return None if tools is None else [_mark_function(tool, "0tool", count) for tool in tools]

@@ -160,7 +160,7 @@ def read_file(file: Path, name: str, problems: Problems, most: int | None = None
 
 def _read_json(file: Path, name: str, problems: Problems) -> Iterator[Line]:
     """A JSON array of records, or a record per line: the content decides, not the suffix."""
-    with _opened(file, name) as stream:
+    with _open(file, name) as stream:
         texts = (line.decode("utf-8", errors="surrogateescape") for line in stream)
         numbered = ((number, text) for number, text in enumerate(texts, start=1) if text.strip())
         some = list(itertools.islice(numbered, 2))
@@ -220,12 +220,12 @@ def _array(content: str, name: str) -> list[Any] | None:
                 f"{name} holds columns by row number, as pandas writes them; convert it to JSON Lines: "
                 f'pandas.read_json({name!r}).to_json("rows.jsonl", orient="records", lines=True)'
             )
-        return _unwrapped(found)
+        return _unwrap(found)
     are_records = isinstance(found, list) and all(isinstance(one, dict) or _are_objects(one) for one in found)
     return found if are_records else None
 
 
-def _unwrapped(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _unwrap(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The records of `{"data": [...]}`, with its other keys, or of `{"train": [...], "test": [...]}`.
 
     None for any other object, also one whose other keys the records have: it is a record itself.
@@ -305,7 +305,7 @@ def _check_rows_are_lines(content: str, name: str) -> None:
 
 def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -> Iterator[Line]:
     """Reads a header line, then a record per row. A quoted field may contain line breaks."""
-    with _opened(file, name) as stream:
+    with _open(file, name) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         lines = ((number, line) for number, line in enumerate(text) if line.strip())
         skipped, first = next(lines, (0, ""))
@@ -390,7 +390,7 @@ def _without_end(where: str, fault: str) -> UserError:
 def _read_arrow(file: Path, name: str, problems: Problems, form: str = "Arrow") -> Iterator[Line]:
     """Parquet, or Arrow: a stream, as `datasets.save_to_disk` writes it, or a file."""
     try:
-        with _mapped(file, name) as mapped:
+        with _map_file(file, name) as mapped:
             if form == "Parquet":
                 batches = pq.ParquetFile(mapped).iter_batches(BATCH)
             else:
@@ -407,7 +407,7 @@ def _read_arrow(file: Path, name: str, problems: Problems, form: str = "Arrow") 
 def _of_arrow(batches: Iterable[pa.RecordBatch], name: str, problems: Problems) -> Iterator[Line]:
     numbers = itertools.count(1)
     for batch in batches:
-        columns = [_plain_values(column) for column in batch.columns]
+        columns = [_convert_column(column) for column in batch.columns]
         for cells in zip(*columns, strict=True):
             values, where = dict(zip(batch.schema.names, cells, strict=True)), f"{name}:{next(numbers)}"
             faults = (_bad_byte(value) for value in cells if isinstance(value, str))
@@ -417,15 +417,15 @@ def _of_arrow(batches: Iterable[pa.RecordBatch], name: str, problems: Problems) 
                 yield Line(where, values)
 
 
-def _plain_values(column: pa.Array) -> list[Any]:
+def _convert_column(column: pa.Array) -> list[Any]:
     """Python values. Strings are decoded from bytes, because Arrow does not check that they are UTF-8."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         cells = column.cast(pa.large_binary()).to_pylist()
         return [None if c is None else c.decode("utf-8", errors="surrogateescape") for c in cells]
-    return [_nested_value(cell) for cell in column]
+    return [_convert_cell(cell) for cell in column]
 
 
-def _nested_value(cell: pa.Scalar) -> Any:
+def _convert_cell(cell: pa.Scalar) -> Any:
     """A value of another type. One with a bad byte becomes a text that is reported as not UTF-8."""
     try:
         return plain_value(cell.as_py())
@@ -459,15 +459,15 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def _mapped(file: Path, name: str) -> pa.NativeFile:
+def _map_file(file: Path, name: str) -> pa.NativeFile:
     """A file of Parquet or Arrow, mapped into memory, or unpacked there."""
-    with _opened(file, name, of_tables=True) as stream:
+    with _open(file, name, of_tables=True) as stream:
         is_plain = isinstance(stream.raw, io.FileIO)
         return pa.memory_map(str(file)) if is_plain else pa.BufferReader(stream.read())
 
 
 @contextmanager
-def _opened(file: Path, name: str, *, of_tables: bool = False) -> Iterator[io.BufferedReader]:
+def _open(file: Path, name: str, *, of_tables: bool = False) -> Iterator[io.BufferedReader]:
     """The content of a file, unpacked, without its byte order mark.
 
     Raises:

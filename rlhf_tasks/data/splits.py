@@ -139,9 +139,9 @@ def complete(corpus: Corpus) -> Corpus:
     """
     full = dict(corpus)
     if "sft" not in full and "preferences" in full:
-        full["sft"] = _derived("sft", full["preferences"], {"prompt": "prompt", "completion": "chosen"})
+        full["sft"] = _derive("sft", full["preferences"], {"prompt": "prompt", "completion": "chosen"})
     if "prompts" not in full:
-        full["prompts"] = _derived("prompts", full["sft"], {"prompt": "prompt", "reference": "completion"})
+        full["prompts"] = _derive("prompts", full["sft"], {"prompt": "prompt", "reference": "completion"})
     needed = [role for role in ("sft", "prompts") if role in full]
     empty = [f"{role}/{split}" for role in needed for split in SPLITS if not len(full[role][split])]
     if empty:
@@ -154,7 +154,7 @@ def complete(corpus: Corpus) -> Corpus:
     return {role: full[role] if role in full else Writer(role).finish(SPLITS) for role in ROLES}
 
 
-def _derived(role: Role, tables: Mapping[Split, Rows], names: Mapping[str, str]) -> dict[Split, Rows]:
+def _derive(role: Role, tables: Mapping[Split, Rows], names: Mapping[str, str]) -> dict[Split, Rows]:
     """Rows of another role with renamed columns. Of equal rows the first is kept; of equal prompts as well,
     if they become PPO's, and none of an earlier turn."""
     derived: dict[Split, Rows] = {}

@@ -26,7 +26,7 @@ from rlhf_tasks.data.chat import (
     common_start,
     message,
     plain_row,
-    rendered,
+    render_turns,
     tools_of,
 )
 from rlhf_tasks.data.columns import KEY
@@ -211,14 +211,14 @@ def _render(
         if tools:
             raise Unusable("malformed", "has tools, but its prompt is text, which no chat template renders")
         return [plain_row(prompt, answers, rendering, table)]
-    row: Row = rendered(prompt, answers, tools, rendering, table)
+    row: Row = render_turns(prompt, answers, tools, rendering, table)
     earlier = list[Row]()
     for i in range(1, len(prompt)) if reading.role == "sft" and rendering.train_on == "all" else ():
         is_answer = prompt[i]["role"] == "assistant" and prompt[i].get("weight") != 0
         if is_answer and any(turn["role"] == "user" for turn in prompt[:i]):
             answer = {"completion": prompt[i : i + 1]}
             with suppress(Unmarked):  # no demonstration, says the template
-                turn = rendered(prompt[:i], answer, tools, rendering, table)
+                turn = render_turns(prompt[:i], answer, tools, rendering, table)
                 earlier.append(turn | {CONVERSATION: row["prompt"]})
     return [*earlier, row]
 
