@@ -32,7 +32,7 @@ def data(
         own = load_function(settings.data.format, "data.format", Path())
     rendering, split = tokenizer.scratch_rendering(), preview.words
     if settings.model.base != "scratch":
-        model = tokenizer.ready(settings.model, settings.data)
+        model = tokenizer.load_base(settings.model, settings.data)
         rendering = tokenizer.ready_rendering(model, settings.model.base)
         rendering = replace(rendering, train_on=settings.sft.train_on)
 

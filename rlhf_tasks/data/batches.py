@@ -18,24 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Data, Split
-from rlhf_tasks.data import rows as tables
-from rlhf_tasks.data.chat import DATE, end_with_turns
+from rlhf_tasks.config import Split
 from rlhf_tasks.data.ragged import Ragged
-from rlhf_tasks.data.rows import SET, Rows
+from rlhf_tasks.data.rows import SET, Role, Rows
+from rlhf_tasks.data.rows import read as read_rows
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
 from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
-
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -258,10 +254,10 @@ def micro_batches(rows: Sequence[int], max_tokens: int, count: int | None = None
     for stop, last in enumerate(order, start=1):
         fewest = max(0, stop - max(1, max_tokens // max(1, rows[last])))
         padded = [(stop - start) * rows[last] for start in range(fewest, stop)]
-        found = [cost + x + EVENNESS * x**2 for cost, x in zip(costs[fewest:], padded, strict=True)]
-        cheapest = min(found)
+        cuts = [cost + x + EVENNESS * x**2 for cost, x in zip(costs[fewest:], padded, strict=True)]
+        cheapest = min(cuts)
         costs.append(cheapest + PASS_TOKENS)
-        starts.append(fewest + found.index(cheapest))
+        starts.append(fewest + cuts.index(cheapest))
     groups: list[list[int]] = []
     stop = len(rows)
     while stop:
@@ -358,11 +354,8 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
     """
     order: list[int] = torch.randperm(len(rows), generator=generator).tolist()
     pool = 8 * batch_size
-    order = [
-        row
-        for start in range(0, len(rows), pool)
-        for row in sorted(order[start : start + pool], key=rows.__getitem__)
-    ]
+    pools = [sorted(order[i : i + pool], key=rows.__getitem__) for i in range(0, len(rows), pool)]
+    order = [row for rows_of_pool in pools for row in rows_of_pool]
     batches = [order[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     for i in torch.randperm(len(batches), generator=generator).tolist():
         yield batches[i]
@@ -371,44 +364,16 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
 # ----------------------------------------------------------------------------------------- files
 
 
-@console.part("loading the tokenizer")
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; a missing pad token is read as EOS (masks don't come from values).
-
-    EOS is the end of a turn, where the chat template writes one, as in the tokenizer of the data. A template
-    that prints today's date prints that of `data.chat_date` which the folder keeps, or else its default.
-
-    Raises:
-        UserError: if the folder holds no tokenizer, or one without an EOS token, so that answers cannot end.
-    """
-    if not any((folder / name).exists() for name in VOCABULARIES):  # transformers would create one
-        raise UserError(f"{folder} holds no tokenizer; a checkpoint folder must hold its tokenizer too")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer in {folder} has no EOS token: answers could not end; give it an eos_token"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.chat_template:
-        tokenizer.init_kwargs.setdefault(DATE, Data().chat_date)
-    end_with_turns(tokenizer)
-    return tokenizer
-
-
-def sets_of(*given: Rows) -> list[str]:
+def sets_of(*tables: Rows) -> list[str]:
     """The name of each row's set; empty unless there are several."""
-    sets = [name for rows in given if SET in rows.table.column_names for name in rows.texts(SET)]
+    sets = [name for rows in tables if SET in rows.table.column_names for name in rows.texts(SET)]
     return sets if len({*sets}) > 1 else []
 
 
 def read_table(paths: Paths, role: str, split: Split) -> Rows:
     """The rows of data/ROLE/SPLIT.parquet; `columns` holds the kept columns, where there are any."""
-    known = "preferences" if role == "comparisons" else cast(tables.Role, role)
-    return tables.read(paths.table(role, split), known, split)
+    known = "preferences" if role == "comparisons" else cast(Role, role)
+    return read_rows(paths.table(role, split), known, split)
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, rows: Rows, *answers: str) -> list[Ragged]:

@@ -13,7 +13,6 @@ import csv
 import io
 import itertools
 import json
-import lzma
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from contextlib import contextmanager, suppress
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,11 +42,11 @@ def tables_of(path: Path, problems: Problems) -> list[tuple[Role | None, Split, 
     Raises:
         UserError: if the data does not exist, or a file is unreadable.
     """
-    found, unused = discover(path)
+    data_files, unused = discover(path)
     if unused:
         console.say(f"Not read, because it is no data file: {', '.join(unused)}")
     tables: list[tuple[Role | None, Split, Table]] = []
-    for role, split, name, file in found:
+    for role, split, name, file in data_files:
         if (size := file.stat().st_size) > LARGE_BYTES:
             console.say(f"reading {name}, {size / 1e6:,.0f} MB")
         tables.append((role, split, read_file(file, name, problems)))
@@ -86,12 +85,12 @@ def discover(path: Path) -> tuple[list[tuple[Role | None, Split, str, Path]], li
 
 def _suffix(file: Path) -> str:
     """The suffix of the data, below that of a compression."""
-    return (Path(file.stem).suffix if file.suffix in _PACKED else file.suffix).lower()
+    return (Path(file.stem).suffix if file.suffix in _PACKED + _REFUSED else file.suffix).lower()
 
 
 def _meaning(relative: Path) -> tuple[Role | None, Split]:
     """Role and split that a path names, as a folder or as a word of the file's name; else None and train."""
-    stem = relative.name.split(".")[0 : -1 - (relative.suffix in _PACKED)]
+    stem = relative.name.split(".")[0 : -1 - (relative.suffix in _PACKED + _REFUSED)]
     if len(stem) == 2 and stem[0] in ROLES and stem[1] not in SPLIT_NAMES:
         raise UserError(f"{relative}: {stem[1]!r} is no split; use {', '.join(SPLIT_NAMES)}")
     words = [*relative.parent.parts, *stem]
@@ -100,17 +99,34 @@ def _meaning(relative: Path) -> tuple[Role | None, Split]:
     return role, next((SPLIT_NAMES[word] for word in named if word in SPLIT_NAMES), "train")
 
 
-_PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz", ".lz4": "lz4"}
-"""Compressions by suffix."""
-_BEGIN = {"gzip": b"\x1f\x8b", "bz2": b"BZh", "zstd": b"\x28\xb5/\xfd", "xz": b"\xfd7zXZ"}
-_BEGIN |= {
-    "lz4": b"\4\x22M\x18",
-    "ZIP": b"PK\3\4",
-    "7z": b"7z\xbc\xaf",
-    "RAR": b"Rar!",
-    "compress": b"\x1f\x9d",
-}
+_PACKED = (".gz", ".zst", ".lz4")
+"""The suffixes of compressions that are read."""
+_REFUSED = (".bz2", ".xz", ".lzma", ".zip", ".7z", ".rar", ".Z", ".sz")
+"""Those of others, whose files are refused, and not passed over as files without data."""
+_CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5/\xfd": "zstd", b"\4\x22M\x18": "lz4"}
 """Compressions by the first bytes of a file, whatever its name."""
+_FOREIGN = (
+    (0, b"BZh", "is packed by bzip2; unpack it: bunzip2 -k {name}"),
+    (0, b"\xfd7zXZ", "is packed by xz; unpack it: xz -dk {name}"),
+    (0, b"]\0\0", "is packed by LZMA; unpack it: xz -dc --format=lzma {name} > rows.jsonl"),
+    (0, b"\xff\6\0\0sNaPpY", "is packed by snappy; unpack it: python -m snappy -d {name} rows.jsonl"),
+    (0, b"PK\3\4", "is packed by ZIP, or an Excel workbook; unpack it, or save the sheet as CSV"),
+    (0, b"7z\xbc\xaf", "is packed by 7z; unpack it: 7z x {name}"),
+    (0, b"Rar!", "is packed by RAR; unpack it: unrar x {name}"),
+    (0, b"\x1f\x9d", "is packed by compress; unpack it: uncompress -k {name}"),
+    (257, b"ustar", "is a tar archive; unpack it: tar -xf {name}"),
+)
+"""What is refused by its bytes at a position, and what to do."""
+_UTF_16 = "is UTF-16; save it as UTF-8"
+_NO_TEXT = (
+    (0, codecs.BOM_UTF16_LE, _UTF_16),
+    (0, codecs.BOM_UTF16_BE, _UTF_16),
+    (0, b"\0", _UTF_16),
+    (1, b"\0", _UTF_16),
+    (0, b"PAR1", "is Parquet; let its name end with .parquet"),
+    (0, b"ARROW1", "is Arrow; let its name end with .arrow"),
+)
+"""What is refused where text is read."""
 _ABOUT = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files in which `datasets` describes the others."""
 
@@ -144,7 +160,7 @@ def read_file(file: Path, name: str, problems: Problems, most: int | None = None
 
 def _read_json(file: Path, name: str, problems: Problems) -> Iterator[Line]:
     """A JSON array of records, or a record per line: the content decides, not the suffix."""
-    with _opened(file, name) as stream:
+    with _open(file, name) as stream:
         texts = (line.decode("utf-8", errors="surrogateescape") for line in stream)
         numbered = ((number, text) for number, text in enumerate(texts, start=1) if text.strip())
         some = list(itertools.islice(numbered, 2))
@@ -152,8 +168,7 @@ def _read_json(file: Path, name: str, problems: Problems) -> Iterator[Line]:
         if some and (len(some) == 1 or not _is_json(some[0][1])):  # maybe one JSON value
             rest = list(rest)
             content = "\n" * (rest[0][0] - 1) + "".join(text for _, text in rest)
-            whole = _array(content)
-            if whole is not None:
+            if (whole := _array(content, name)) is not None:
                 for number, values in enumerate(whole, start=1):
                     yield from _record(f"{name}:{number}", values, problems)
                 return
@@ -186,8 +201,12 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _array(content: str) -> list[Any] | None:
-    """The records of a JSON array, or of an object that holds one; None for any other content."""
+def _array(content: str, name: str) -> list[Any] | None:
+    """The records of a JSON array, or of an object that holds one; None for any other content.
+
+    Raises:
+        UserError: for columns by row number, as pandas writes them: `{"prompt": {"0": …}, …}`.
+    """
     if not content.lstrip().startswith(("[", "{")):
         return None
     try:
@@ -195,32 +214,34 @@ def _array(content: str) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     if isinstance(found, dict):
-        return _unwrapped(found)
+        numbers = [key for column in found.values() if isinstance(column, dict) for key in column]
+        if numbers and all(isinstance(v, dict) for v in found.values()) and all(map(str.isdecimal, numbers)):
+            raise UserError(
+                f"{name} holds columns by row number, as pandas writes them; convert it to JSON Lines: "
+                f'pandas.read_json({name!r}).to_json("rows.jsonl", orient="records", lines=True)'
+            )
+        return _unwrap(found)
     are_records = isinstance(found, list) and all(isinstance(one, dict) or _are_objects(one) for one in found)
     return found if are_records else None
 
 
-def _unwrapped(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _unwrap(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The records of `{"data": [...]}`, with its other keys, or of `{"train": [...], "test": [...]}`.
 
-    Or of columns by row number, as pandas writes them: `{"prompt": {"0": …}, "completion": {"0": …}}`.
     None for any other object, also one whose other keys the records have: it is a record itself.
     """
-    columns = [value for value in whole.values() if isinstance(value, dict)]
-    numbers = dict.fromkeys(key for column in columns for key in column)
-    if numbers and len(columns) == len(whole) and all(map(str.isdecimal, numbers)):
-        return [{name: column.get(key) for name, column in whole.items()} for key in numbers]
     wrapper = next((key for key in WRAPPERS if isinstance(whole.get(key), list)), None)
     parts: dict[str, dict[str, Any]] = {}
-    if wrapper is not None:
-        parts = {wrapper: {key: value for key, value in whole.items() if key != wrapper}}
     if whole.keys() <= SPLIT_NAMES.keys():
         parts = {split: {"split": split} for split in whole}
+    elif wrapper is not None:
+        parts = {wrapper: {key: value for key, value in whole.items() if key != wrapper}}
     if not parts or not all(_are_objects(whole[key]) for key in parts):
         return None
-    if any(others.keys() & row.keys() for key, others in parts.items() for row in whole[key]):
+    pairs = [(others, row) for key, others in parts.items() for row in whole[key]]
+    if any(others.keys() & row.keys() for others, row in pairs):
         return None
-    return [{**others, **row} for key, others in parts.items() for row in whole[key]]
+    return [others | row for others, row in pairs]
 
 
 def _are_objects(value: Any) -> bool:
@@ -230,11 +251,11 @@ def _are_objects(value: Any) -> bool:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; a key that stands there twice would lose its first value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"an object has the key {twice!r} twice")
-    return found
+    return values
 
 
 JSON = json.JSONDecoder(object_pairs_hook=_once)
@@ -274,9 +295,8 @@ def _check_rows_are_lines(content: str, name: str) -> None:
             ) from None
         return  # the lines are reported one by one
     if "\n" in text[:end]:
-        what = (
-            "this is one JSON document" if not text[end:].strip() else "a JSON value goes over several lines"
-        )
+        is_whole = not text[end:].strip()
+        what = "this is one JSON document" if is_whole else "a JSON value goes over several lines"
         raise UserError(
             f"{name}:{number}: {what}; write one row, a JSON object, per line, or move a file that holds no "
             "rows out of the folder"
@@ -285,22 +305,26 @@ def _check_rows_are_lines(content: str, name: str) -> None:
 
 def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -> Iterator[Line]:
     """Reads a header line, then a record per row. A quoted field may contain line breaks."""
-    with _opened(file, name) as stream:
+    with _open(file, name) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         lines = ((number, line) for number, line in enumerate(text) if line.strip())
         skipped, first = next(lines, (0, ""))
-        separators = (separator, ";", "\t", "|") if separator == "," else (separator,)  # as Excel writes it
-        if hint := EXCEL_HINT.fullmatch(first.rstrip("\r\n")):
-            separators = (hint[1], *separators)
-            skipped, first = next(lines, (0, ""))
-        separator = next((one for one in separators if _num_columns(first, one) > 1), separator)
-        records = _csv_records(itertools.chain([first], text), separator, name, skipped)
-        at, columns, _ = next(records, (f"{name}:{skipped + 1}", [], False))
+        at = f"{name}:{skipped + 1}"
+        if re.match(r'"?sep=', first, re.IGNORECASE):
+            raise UserError(f"{at}: {first.strip()} is a hint for Excel, not the header; delete the line")
+        separators = (separator, ";", "\t") if separator == "," else (separator,)  # as Excel writes it
+        used = next((one for one in (*separators, "|") if _num_columns(first, one) > 1), separator)
+        if used == "|":
+            raise UserError(
+                f"{at}: `|` separates the columns; convert it to CSV: "
+                f'pandas.read_csv({name!r}, sep="|").to_csv("rows.csv", index=False)'
+            )
+        records = _csv_records(itertools.chain([first], text), used, name, skipped)
+        at, columns, _ = next(records, (at, [], False))
         if not columns:
             raise UserError(f"{at}: no CSV header: the file is empty; name the columns in the first line")
-        if twice := [column for column, count in Counter(columns).items() if column and count > 1]:
-            named = ", ".join(map(repr, twice))
-            raise UserError(f"{at}: the header names {named} twice; rename one of them")
+        if twice := [repr(column) for column, count in Counter(columns).items() if column and count > 1]:
+            raise UserError(f"{at}: the header names {', '.join(twice)} twice; rename one of them")
         for where, fields, has_quotes in records:
             if len(fields) != len(columns):
                 detail = f"{len(fields)} fields, the header has {len(columns)}"
@@ -322,8 +346,6 @@ def _num_columns(header: str, separator: str) -> int:
 
 
 csv.field_size_limit(2**31 - 1)
-EXCEL_HINT = re.compile(r'"?sep=(.)"?[,;\t|]*', re.IGNORECASE)
-"""A first line that tells Excel the separator."""
 
 
 def _csv_records(
@@ -368,7 +390,7 @@ def _without_end(where: str, fault: str) -> UserError:
 def _read_arrow(file: Path, name: str, problems: Problems, form: str = "Arrow") -> Iterator[Line]:
     """Parquet, or Arrow: a stream, as `datasets.save_to_disk` writes it, or a file."""
     try:
-        with _mapped(file, name) as mapped:
+        with _map_file(file, name) as mapped:
             if form == "Parquet":
                 batches = pq.ParquetFile(mapped).iter_batches(BATCH)
             else:
@@ -378,30 +400,32 @@ def _read_arrow(file: Path, name: str, problems: Problems, form: str = "Arrow") 
             yield from _of_arrow(batches, name, problems)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{name} is not readable as {form}: {error}; write the file again") from None
+    except KeyError as error:  # as pytz and zoneinfo have it
+        raise UserError(f"{name} has times in an unknown time zone, {error}; write them in UTC") from None
 
 
 def _of_arrow(batches: Iterable[pa.RecordBatch], name: str, problems: Problems) -> Iterator[Line]:
     numbers = itertools.count(1)
     for batch in batches:
-        columns = [_plain_values(column) for column in batch.columns]
+        columns = [_convert_column(column) for column in batch.columns]
         for cells in zip(*columns, strict=True):
             values, where = dict(zip(batch.schema.names, cells, strict=True)), f"{name}:{next(numbers)}"
             faults = (_bad_byte(value) for value in cells if isinstance(value, str))
-            if (fault := next((f for f in faults if f is not None), None)) is not None:
+            if fault := next(filter(None, faults), None):
                 problems.add(where, values, "not_utf8", fault)
             else:
                 yield Line(where, values)
 
 
-def _plain_values(column: pa.Array) -> list[Any]:
+def _convert_column(column: pa.Array) -> list[Any]:
     """Python values. Strings are decoded from bytes, because Arrow does not check that they are UTF-8."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         cells = column.cast(pa.large_binary()).to_pylist()
         return [None if c is None else c.decode("utf-8", errors="surrogateescape") for c in cells]
-    return [_nested_value(cell) for cell in column]
+    return [_convert_cell(cell) for cell in column]
 
 
-def _nested_value(cell: pa.Scalar) -> Any:
+def _convert_cell(cell: pa.Scalar) -> Any:
     """A value of another type. One with a bad byte becomes a text that is reported as not UTF-8."""
     try:
         return plain_value(cell.as_py())
@@ -435,45 +459,34 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def _mapped(file: Path, name: str) -> pa.NativeFile:
+def _map_file(file: Path, name: str) -> pa.NativeFile:
     """A file of Parquet or Arrow, mapped into memory, or unpacked there."""
-    if _packing(file) is None:
-        return pa.memory_map(str(file))
-    with _opened(file, name) as stream:
-        return pa.BufferReader(stream.read())
-
-
-def _packing(file: Path) -> str | None:
-    with file.open("rb") as stream:
-        head = stream.read(6)
-    return next((name for name, begin in _BEGIN.items() if head.startswith(begin)), None)
+    with _open(file, name, of_tables=True) as stream:
+        is_plain = isinstance(stream.raw, io.FileIO)
+        return pa.memory_map(str(file)) if is_plain else pa.BufferReader(stream.read())
 
 
 @contextmanager
-def _opened(file: Path, name: str) -> Iterator[BinaryIO]:
+def _open(file: Path, name: str, *, of_tables: bool = False) -> Iterator[io.BufferedReader]:
     """The content of a file, unpacked, without its byte order mark.
 
     Raises:
-        UserError: if it cannot be unpacked, or for UTF-16, of which every line would be a bad row.
+        UserError: if it cannot be unpacked, or is something else, as Parquet is but for readers `of_tables`.
     """
-    packing = _packing(file)
-    if packing not in (None, *_PACKED.values()):
-        raise UserError(f"{name} is packed by {packing}; unpack it, or use {', '.join(_PACKED.values())}")
     try:
-        with file.open("rb") as plain:
-            raw: Any = plain
-            if packing == "xz":
-                raw = lzma.LZMAFile(plain)  # noqa: SIM115 (`plain` is closed)
-            elif packing is not None:
-                raw = pa.CompressedInputStream(pa.PythonFile(plain), packing)
-            stream = io.BufferedReader(raw)
-            head = stream.peek(3)[:3]
-            if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:2]:
-                raise UserError(f"{name} is UTF-16; save it as UTF-8")
-            if head == codecs.BOM_UTF8:
+        with file.open("rb") as stream:
+            packing = next((codec for begin, codec in _CODECS.items() if stream.peek().startswith(begin)), "")
+            if packing:
+                raw: Any = pa.CompressedInputStream(pa.PythonFile(stream), packing)
+                stream = io.BufferedReader(raw)
+            head = stream.peek()
+            for start, begin, advice in _FOREIGN if of_tables else (*_FOREIGN, *_NO_TEXT):
+                if head.startswith(begin, start):
+                    raise UserError(f"{name} {advice.format(name=name)}")
+            if head.startswith(codecs.BOM_UTF8):
                 stream.read(3)
-            yield cast(BinaryIO, stream)
-    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
+            yield stream
+    except (pa.ArrowException, OSError) as error:
         raise UserError(f"{name} cannot be unpacked: {error}; write the file again") from None
 
 
@@ -482,11 +495,10 @@ BAD_BYTE = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of it
 
 def _bad_byte(text: str) -> str | None:
     """The first bad byte of a text decoded by surrogateescape, as a message, or None."""
-    found = None if text.isascii() else BAD_BYTE.search(text)
-    if found is None:
+    if text.isascii() or (bad := BAD_BYTE.search(text)) is None:
         return None
-    byte = ord(found[0]) - 0xDC00
-    return f"byte 0x{byte:02x} after {found.start()} characters is not UTF-8; save it as UTF-8"
+    byte = ord(bad[0]) - 0xDC00
+    return f"byte 0x{byte:02x} after {bad.start()} characters is not UTF-8; save it as UTF-8"
 
 
 _READERS: Mapping[str, Reader] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_tasks import console
 from rlhf_tasks.config import HubSet, HubSources, Split
@@ -12,6 +13,9 @@ from rlhf_tasks.data.rows import ROLES, Role
 from rlhf_tasks.data.shapes import Line, Lines, Table
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
 
 
 def tables_of(sources: HubSources) -> list[tuple[Role | None, Split, Table]]:
@@ -53,7 +57,7 @@ def sample(name: str, most: int) -> Sequence[tuple[Role | None, Split, Table]]:
     return tables
 
 
-WORDS: Mapping[Role, tuple[str, ...]] = {"sft": ("sft",), "preferences": ("prefs", "pref", "preferences")}
+WORDS: Mapping[Role, set[str]] = {"sft": {"sft"}, "preferences": {"prefs", "pref", "preferences"}}
 """Words in the names of splits that say for what they are, as in `train_prefs` beside `train_sft`."""
 
 
@@ -73,29 +77,23 @@ def tables_of_set(source: HubSet, role: Role | None) -> list[tuple[Split, Table]
         ) from error
     words = {name: str(name).split("_") for name in loaded}
     known = {name: SPLIT_NAMES[first] for name, (first, *_) in words.items() if first in SPLIT_NAMES}
-    own = WORDS.get(role, ()) if role else ()
-    named = {name: split for name, split in known.items() if {*words[name]} & {*own}}
+    named = {name: split for name, split in known.items() if role and {*words[name]} & WORDS.get(role, set())}
     plain = {name: split for name, split in known.items() if len(words[name]) == 1}
     known = named or plain or known
     if left := [str(name) for name in loaded if name not in known]:
         console.say(f"{source.id}: the splits {', '.join(left)} are not used{f' for {role}' if role else ''}")
     if "train" not in known.values():
-        raise UserError(
-            f"the set {source.id!r} has no train split, only {', '.join(map(repr, loaded)) or 'none'}"
-        )
+        splits = ", ".join(map(repr, loaded)) or "none"
+        raise UserError(f"the set {source.id!r} has no train split, only {splits}")
     if len(set(known.values())) < len(known):
         raise UserError(f"the set {source.id!r} has two names for one split: {', '.join(map(repr, known))}")
-    return [(split, _table(source, name, loaded[name])) for name, split in known.items()]
-
-
-def _table(source: HubSet, split: str, rows: object) -> Table:
-    """Rows are named `SET@REVISION/SPLIT:ROW`, from 1; those of a local folder `FOLDER/SPLIT:ROW`."""
-    import datasets
-
-    assert isinstance(rows, datasets.Dataset)
     local = Path(source.id)
     title = local.name if local.exists() else f"{source.id}@{source.revision[:8]}"
-    title = f"{title}/{split}"
+    return [(split, _table(f"{title}/{name}", loaded[name])) for name, split in known.items()]
+
+
+def _table(title: str, rows: datasets.Dataset) -> Table:
+    """Rows are named `TITLE:ROW`, from 1."""
 
     def lines() -> Iterator[Line]:
         for number, values in enumerate(rows, start=1):

@@ -26,7 +26,7 @@ from rlhf_tasks.data.chat import (
     common_start,
     message,
     plain_row,
-    rendered,
+    render_turns,
     tools_of,
 )
 from rlhf_tasks.data.columns import KEY
@@ -123,22 +123,19 @@ def assemble(
                 elif isinstance(row, Unusable):
                     problems.add(line.where, line.values, row.reason, row.detail)
                 else:
-                    place = split_of(line.values) or split
+                    place = split_of(line.values)
                     try:
-                        if "split" in reading.used and line.values.get("split") and not split_of(line.values):
-                            named = line.values["split"]
+                        if place is None and "split" in reading.used and (named := line.values.get("split")):
                             raise Unusable("malformed", f"split is {named!r}; give train, validation or test")
-                        kept = {KEY: _kept(row, keep)} if keep else {}
-                        turns = _texts(
-                            row, sources, rendering, reading.table.name, every_turn=reading.role == "sft"
-                        )
+                        further = own | ({KEY: _select(row, keep)} if keep else {})
+                        turns = _render(row, sources, rendering, reading)
                     except Unusable as fault:
                         problems.add(line.where, row, fault.reason, fault.detail)
                         continue
                     if all(isinstance(row.get(name), str) for name in sources.values()):
                         plain[rendering.plain_kind(row["prompt"])] += 1
                     for turn in turns:
-                        writer.add(place, {**turn, "source": line.where, **kept, **own})
+                        writer.add(place or split, {**turn, "source": line.where, **further})
             meter.advance(number % BATCH)
     for why, places in left_out.items():
         more = ", …" if len(places) > MOST_NAMED else ""
@@ -161,16 +158,14 @@ def say_plain(plain: Mapping[str, int], rendering: Rendering) -> None:
 
 def _peek(reading: Reading) -> tuple[tuple[str, ...], Iterator[tuple[Line, Any]]]:
     """The columns of the first rows, and all that the reading makes."""
-    made, head, names = iter(reading.made()), list[tuple[Line, Any]](), dict[str, None]()
-    count = 0
-    for line, row in made:
+    pairs, head, rows = iter(reading.made()), list[tuple[Line, Any]](), list[Row]()
+    for line, row in pairs:
         head.append((line, row))
         if isinstance(row, dict):
-            names.update(dict.fromkeys(row))
-            count += 1
-        if count == shapes.SAMPLE:
+            rows.append(row)
+        if len(rows) == shapes.SAMPLE:
             break
-    return tuple(names), itertools.chain(head, made)
+    return tuple(dict.fromkeys(name for row in rows for name in row)), itertools.chain(head, pairs)
 
 
 def _say_use(readings: Sequence[Reading]) -> None:
@@ -194,7 +189,7 @@ def _missing_kept(reading: Reading, names: Sequence[str], columns: Columns) -> s
     return f"{reading.table.name}: no column {lost}, which data.columns.keep names; it has {has}"
 
 
-def _kept(values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
+def _select(values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
     for name in keep:
         if name not in values:
             raise Unusable("malformed", f"has no {name!r}, which data.columns.keep names; give null for none")
@@ -203,35 +198,29 @@ def _kept(values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
     return {name: values[name] for name in keep}
 
 
-def _texts(
-    values: Mapping[str, Any],
-    names: Mapping[str, str],
-    rendering: Rendering,
-    table: str,
-    *,
-    every_turn: bool,
+def _render(
+    values: Mapping[str, Any], names: Mapping[str, str], rendering: Rendering, reading: Reading
 ) -> list[Row]:
     """The texts of a line: one row, or one for each turn of the assistant, of which the last is the line's.
 
     The prompt of a turn is what the model sees when it answers.
     """
     prompt, answers = split_row(values, names)
-    if isinstance(prompt, list):
-        tools = tools_of(values.get("tools"))
-        row: Row = rendered(prompt, answers, tools, rendering, table)
-        turns = range(1, len(prompt)) if every_turn and rendering.train_on == "all" else ()
-        earlier = []
-        for i in turns:
-            is_answer = prompt[i]["role"] == "assistant" and prompt[i].get("weight") != 0
-            if is_answer and any(turn["role"] == "user" for turn in prompt[:i]):
-                with suppress(Unmarked):  # no demonstration, says the template
-                    earlier.append(
-                        rendered(prompt[:i], {"completion": prompt[i : i + 1]}, tools, rendering, table)
-                    )
-        return [*(turn | {CONVERSATION: row["prompt"]} for turn in earlier), row]
-    if tools_of(values.get("tools")):
-        raise Unusable("malformed", "has tools, but its prompt is text, which no chat template renders")
-    return [plain_row(prompt, answers, rendering, table)]
+    tools, table = tools_of(values.get("tools")), reading.table.name
+    if isinstance(prompt, str):
+        if tools:
+            raise Unusable("malformed", "has tools, but its prompt is text, which no chat template renders")
+        return [plain_row(prompt, answers, rendering, table)]
+    row: Row = render_turns(prompt, answers, tools, rendering, table)
+    earlier = list[Row]()
+    for i in range(1, len(prompt)) if reading.role == "sft" and rendering.train_on == "all" else ():
+        is_answer = prompt[i]["role"] == "assistant" and prompt[i].get("weight") != 0
+        if is_answer and any(turn["role"] == "user" for turn in prompt[:i]):
+            answer = {"completion": prompt[i : i + 1]}
+            with suppress(Unmarked):  # no demonstration, says the template
+                turn = render_turns(prompt[:i], answer, tools, rendering, table)
+                earlier.append(turn | {CONVERSATION: row["prompt"]})
+    return [*earlier, row]
 
 
 def split_row(
@@ -244,22 +233,22 @@ def split_row(
     Raises:
         Unusable: naming what is missing, or where the conversations part.
     """
-    given: dict[str, Any] = {ours: values.get(theirs) for ours, theirs in names.items()}
-    if all(isinstance(value, str) and value.isascii() for value in given.values()):  # most of all rows
-        return given.pop("prompt"), given
-    prompt, answers = _given(values, names)
+    texts: dict[str, Any] = {ours: values.get(theirs) for ours, theirs in names.items()}
+    if all(isinstance(value, str) and value.isascii() for value in texts.values()):  # most of all rows
+        return texts.pop("prompt"), texts
+    prompt, answers = _check_values(values, names)
     talks = [answer for answer in answers.values() if isinstance(answer, list)]
     if "chosen" in answers and len(talks) == 2 and not isinstance(prompt, list):
         shared = common_start(*talks)
         if not shared and not prompt:
             raise Unusable("malformed", "the sides have no common start, which would be the prompt")
-        asked = [number for talk in talks for number in _asked_after(talk, len(shared))]
-        if asked:
+        turns = ((i, turn) for talk in talks for i, turn in enumerate(talk[len(shared) :], len(shared) + 1))
+        if asked := [number for number, turn in turns if turn["role"] == "user"]:
             lengths = " and ".join(str(len(talk)) for talk in talks)
-            part = f"the sides, of {lengths} messages, part at message {len(shared) + 1}"
             raise Unusable(
                 "malformed",
-                f"{part}, and message {min(asked)} is the user's: they do not answer the same prompt",
+                f"the sides, of {lengths} messages, part at message {len(shared) + 1}, and message "
+                f"{min(asked)} is the user's: they do not answer the same prompt",
             )
         prompt = shared or prompt
     if prompt is None:
@@ -270,22 +259,15 @@ def split_row(
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
         return prompt, answers
-    return prompt, {name: _messages_after(prompt, answer) for name, answer in answers.items()}
+    for name, answer in answers.items():
+        if isinstance(answer, str):
+            answers[name] = [{"role": "assistant", "content": answer}]
+        elif answer[: len(prompt)] == prompt:
+            answers[name] = answer[len(prompt) :]
+    return prompt, answers
 
 
-def _messages_after(prompt: list[Message], answer: Any) -> Any:
-    """An answer as messages: a text, or messages, which may begin with those of the prompt."""
-    if isinstance(answer, str):
-        return [{"role": "assistant", "content": answer}]
-    return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
-
-
-def _asked_after(talk: Sequence[Message], start: int) -> list[int]:
-    """The numbers, from 1, of the user's messages from a position on."""
-    return [number for number, turn in enumerate(talk[start:], start + 1) if turn["role"] == "user"]
-
-
-def _given(
+def _check_values(
     values: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[str | list[Message] | None, dict[str, str | list[Message]]]:
     """Prompt (None where the row has none) and answers, each a text or messages."""
@@ -297,8 +279,7 @@ def _given(
         if not turns or turns[-1]["role"] != "assistant":
             raise Unusable("malformed", "the last message must be the assistant's: it is the completion")
         return turns[:-1], dict.fromkeys(answers, turns[-1:])
-    absent = [theirs for theirs in answers.values() if theirs not in values]
-    if absent:
+    if absent := [theirs for theirs in answers.values() if theirs not in values]:
         raise Unusable("malformed", f"has no {', '.join(map(repr, absent))}")
     prompt = _value("prompt", values[names["prompt"]]) if names["prompt"] in values else None
     return prompt, {ours: _value(ours, values[theirs]) for ours, theirs in answers.items()}
@@ -313,7 +294,6 @@ def _value(name: str, value: Any) -> str | list[Message]:
             raise Unusable("not_utf8", f"{name} is not UTF-8")
         return value
     if not isinstance(value, list):
-        raise Unusable(
-            "malformed", f"{name} is of type {type(value).__name__}; give text or a list of messages"
-        )
+        kind = type(value).__name__
+        raise Unusable("malformed", f"{name} is of type {kind}; give text or a list of messages")
     return [message(name, number, item) for number, item in enumerate(value)]

@@ -16,9 +16,9 @@ from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView, is_hub_id
 from rlhf_tasks.config.types import check_source, pinned_revision
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
-from rlhf_tasks.data.tokenizer import read_plain
+from rlhf_tasks.data.tokenizer import load_tokenizer, read_plain
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import summary
 from rlhf_tasks.judging.judges.build import build_judges

@@ -24,9 +24,9 @@ from transformers import GenerationConfig
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.data import batches, columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table, sets_of
+from rlhf_tasks.data.batches import read_table, sets_of
 from rlhf_tasks.data.columns import Columns
-from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
+from rlhf_tasks.data.tokenizer import Ids, encode, load_tokenizer, response_texts
 from rlhf_tasks.judging.results import ResponseStatistics
 from rlhf_tasks.models import contracts, load, sampling, stop_tokens
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_config, place

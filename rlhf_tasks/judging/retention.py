@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import ENGLISH
-from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
-from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
+from rlhf_tasks.data.batches import collate, micro_batches, read_table, sizes
+from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness, statistics
 from rlhf_tasks.judging.harness import HarnessTasks, TaskResult

@@ -23,8 +23,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_tasks import console
 from rlhf_tasks.console import Meter
-from rlhf_tasks.data.batches import Batch, collate, load_tokenizer
-from rlhf_tasks.data.tokenizer import Ids, encode, read_plain, response_texts
+from rlhf_tasks.data.batches import Batch, collate
+from rlhf_tasks.data.tokenizer import Ids, encode, load_tokenizer, read_plain, response_texts
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, ends_of

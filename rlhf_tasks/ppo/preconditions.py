@@ -11,8 +11,8 @@ from rlhf_tasks.config import Ppo, PpoView, Split
 from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.scorers import OPTIMIZED, reward_folders
 from rlhf_tasks.data import columns, positions
-from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import checks, contracts
 from rlhf_tasks.models.load import TokenScores

@@ -42,7 +42,7 @@ def export(paths: Paths, name: str, to: Path) -> Source:
     Raises:
         UserError: if the folder is not empty, there is no such policy, or it cannot be loaded.
     """
-    from rlhf_tasks.data.batches import load_tokenizer
+    from rlhf_tasks.data.tokenizer import load_tokenizer
     from rlhf_tasks.models import contracts
     from rlhf_tasks.models.load import copy_checkpoint, load_causal
 

@@ -214,8 +214,7 @@ def measure_kl(settings: Config, paths: Paths, policy: Path, prompts: Sequence[s
 
     Responses are sampled as PPO does, at `ppo.temperature`, which both log-probs use.
     """
-    from rlhf_tasks.data.batches import load_tokenizer
-    from rlhf_tasks.data.tokenizer import encode
+    from rlhf_tasks.data.tokenizer import encode, load_tokenizer
     from rlhf_tasks.judging.responses import sample
     from rlhf_tasks.judging.retention import logprob_sums
     from rlhf_tasks.models.load import load_causal, place

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data import positions
-from rlhf_tasks.data.batches import TokenBudget, collate_groups, group_rows, group_sizes, load_tokenizer
+from rlhf_tasks.data.batches import TokenBudget, collate_groups, group_rows, group_sizes
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.models import checks, contracts
 from rlhf_tasks.models.load import TokenScores, load_reward, supports_shared_prefix
 from rlhf_tasks.scoring.protocol import Responses

@@ -17,9 +17,9 @@ from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.data.tokenizer import read_plain
+from rlhf_tasks.data.tokenizer import load_tokenizer, read_plain
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import results as typed
 from rlhf_tasks.judging import reward_diagnostics, summary

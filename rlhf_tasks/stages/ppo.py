@@ -20,9 +20,9 @@ from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table, token_ids
+from rlhf_tasks.data.batches import read_table, token_ids
 from rlhf_tasks.data.ragged import Ragged
-from rlhf_tasks.data.tokenizer import encode
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import (

@@ -28,9 +28,9 @@ import pyarrow.compute as pc
 from rlhf_tasks import console
 from rlhf_tasks.config import PreferencesView, Split
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import SET, SPLITS, Rows, write
-from rlhf_tasks.data.tokenizer import encode, response_texts
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer, response_texts
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.sampling import sample_responses

@@ -56,7 +56,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     data, scratch, problems = config.data, config.model.scratch, Problems()
     # 1. Rows of any source, as the base model's chat template renders them.
     if scratch is None:
-        words = tokenizer.ready(config.model, data)
+        words = tokenizer.load_base(config.model, data)
         rendering = replace(tokenizer.ready_rendering(words, config.model.base), train_on=config.train_on)
     else:
         rendering = tokenizer.scratch_rendering()
@@ -164,7 +164,7 @@ def _read(
         case _:
             corpus = assemble(_parts(paths, data, problems), rendering, problems, plain)
             return splits.fill_splits(corpus, seed=seed, sizes=sizes)
-    return rows.stored(made if rendering.chat is None else _turns(made, rendering, plain))
+    return rows.store(made if rendering.chat is None else _turns(made, rendering, plain))
 
 
 def _turns(made: Mapping[Role, Any], rendering: Rendering, plain: Counter[str]) -> dict[Role, Any]:

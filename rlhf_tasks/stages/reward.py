@@ -26,9 +26,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Reward, RewardView
 from rlhf_tasks.data import batches
-from rlhf_tasks.data.batches import Batch, load_tokenizer, read_table, sets_of, sizes, token_ids
+from rlhf_tasks.data.batches import Batch, read_table, sets_of, sizes, token_ids
 from rlhf_tasks.data.rows import Rows
-from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.models import contracts

@@ -70,4 +70,4 @@ def are_disjoint(sets: Iterable[set[Any]]) -> bool:
 @pytest.fixture
 def chat(chat_model: Path) -> Rendering:
     model = config.Model(base=str(chat_model), revision=None, scratch=None)
-    return tokenizer.ready_rendering(tokenizer.ready(model), "chat-model")
+    return tokenizer.ready_rendering(tokenizer.load_base(model), "chat-model")

@@ -18,11 +18,10 @@ from rlhf_tasks.data.batches import (
     epoch_batches,
     group_rows,
     group_sizes,
-    load_tokenizer,
     micro_batches,
 )
 from rlhf_tasks.data.ragged import Ragged
-from rlhf_tasks.data.tokenizer import encode, encode_rows
+from rlhf_tasks.data.tokenizer import encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
 from tests import small
 

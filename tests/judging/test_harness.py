@@ -19,9 +19,8 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import Retention
-from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.synthetic import gold
-from rlhf_tasks.data.tokenizer import encode
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness
 from rlhf_tasks.judging.harness import HarnessTasks, TaskResult

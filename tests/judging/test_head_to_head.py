@@ -12,8 +12,9 @@ import pytest
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, Model
 from rlhf_tasks.data import columns, tokenizer
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.head_to_head import compare_models
 from rlhf_tasks.judging.judges.comparisons import find_optimized_judges
@@ -243,7 +244,9 @@ def test_the_command_without_a_model_runs_the_stage(project: Path, models_here: 
 def test_responses_made_elsewhere_may_have_plain_prompts(models_here: Path, chat_model: Path) -> None:
     """The test prompts are users' turns; the file has the texts of the turns."""
     shutil.rmtree("data/tokenizer")
-    tokenizer.save(tokenizer.ready(Model(base=str(chat_model), scratch=None), Data()), Path("data/tokenizer"))
+    tokenizer.save(
+        tokenizer.load_base(Model(base=str(chat_model), scratch=None), Data()), Path("data/tokenizer")
+    )
     turn = "<user>hi<eos>\n<assistant>"
     small.write_rows(Path(), "prompts", "test", [{"prompt": turn, "reference": "c", "source": "s"}])
     Path("knows.py").write_text(

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config.judge import Retention
-from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.tokenizer import encode, encode_rows
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import retention
 from rlhf_tasks.judging.responses import SampledResponses, response_statistics

@@ -59,7 +59,7 @@ def test_the_end_of_a_turn_ends_demonstrations_and_the_models_own_end_is_kept(
     words.chat_template = template("<end>")
     words.save_pretrained(folder)
     own, end = words.eos_token_id, words.convert_tokens_to_ids("<end>")
-    ready = tokenizer.ready(Model(base=str(folder), scratch=None))
+    ready = tokenizer.load_base(Model(base=str(folder), scratch=None))
     assert ready.eos_token_id == end
     assert tokenizer.ready_rendering(ready, "it").eos == "<end>"
     assert ends_of(GenerationConfig(eos_token_id=own), ready) == (end, own)

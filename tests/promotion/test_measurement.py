@@ -9,8 +9,8 @@ import torch
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import Config
-from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.tokenizer import encode
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.responses import sample
 from rlhf_tasks.judging.results import EvaluationResults

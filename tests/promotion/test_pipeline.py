@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import schema
-from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import save_checkpoint
 from rlhf_tasks.project import atomic, hashing

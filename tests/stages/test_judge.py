@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks import console
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, save_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.load import TokenScores, load_causal, load_reward, save_checkpoint
 from rlhf_tasks.project.paths import Paths

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.tokenizer import Ids, encode_rows
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import Ids, encode_rows, load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import (
     TokenScores,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from rlhf_tasks.config import Launch
-from rlhf_tasks.data.batches import collate, load_tokenizer
-from rlhf_tasks.data.tokenizer import encode, read_plain
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer, read_plain
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, ReferenceCopy

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LocalJudge
-from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches
+from rlhf_tasks.data.batches import collate, micro_batches
 from rlhf_tasks.data.chat import template
 from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import LETTERS, Question, Reply, fill_prompt, load_prompt
 from rlhf_tasks.models import contracts
