@@ -14,6 +14,7 @@ from rlhf_tasks.config.types import Section, field_of, section_of
 MISSING = object()
 CRITIC = "ppo.advantages.critic"
 MOVED: Mapping[str, str] = {
+    "prepare.docstrings_max_pairs": "data.options.max_pairs",
     "reward.centring_coef": "reward.centering_coef",
     "launch.layout": "launch.parallelism",
     "ppo.kl_in": "ppo.kl.kind",
