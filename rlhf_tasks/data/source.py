@@ -19,7 +19,7 @@ from rlhf_tasks.data.shapes import Line, Reading, Table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.imports import call
 
-GIVEN = "num_validation", "num_test", "max_prompt_tokens", "max_completion_tokens"
+KEYS_OF_DATA = "num_validation", "num_test", "max_prompt_tokens", "max_completion_tokens"
 """The keys of `data` that a function gets by its parameters' names, beside `seed` and `data.options`."""
 
 
@@ -30,7 +30,7 @@ def rows_of(function: Callable[..., Any], data: Data, seed: int) -> Any:
         UserError: if its parameters do not fit `data.options`, or it raises an exception.
     """
     name, parameters = f"data.source: {data.source}", inspect.signature(function).parameters
-    values = {"seed": seed, **{key: getattr(data, key) for key in GIVEN}}
+    values = {"seed": seed, **{key: getattr(data, key) for key in KEYS_OF_DATA}}
     named = {key: value for key, value in values.items() if key in parameters}
     try:
         inspect.signature(function).bind(**named, **data.options)
@@ -54,7 +54,7 @@ def readings(data: Data, returned: Any) -> list[tuple[Split, Reading]]:
             f"{key} must return rows by role ({', '.join(ROLES)}), such as {{'sft': [{{'prompt': …, "
             f"'completion': …}}, …]}}, but returned {returned!r:.80}"
         )
-    found = []
+    result = []
     for role, rows in returned.items():
         lines: dict[Split, list[Line]] = {}
         for number, row in enumerate(call(key, list, rows), start=1):
@@ -70,5 +70,7 @@ def readings(data: Data, returned: Any) -> list[tuple[Split, Reading]]:
         for split, some in lines.items():
             table = Table(name, tuple(dict.fromkeys(column for line in some for column in line.values)), some)
             rows_made = [(line, line.values) for line in some]
-            found.append((split, Reading(role, f"rows of {role}", table, used, rows_made.copy)))
-    return found
+            result.append((split, Reading(role, f"rows of {role}", table, used, rows_made.copy)))
+    if not result:
+        raise UserError(f"{key} returned no rows")
+    return result

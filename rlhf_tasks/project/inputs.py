@@ -358,8 +358,8 @@ def _read_by(root: Path, module: str) -> dict[str, str]:
     if file is None or not re.search(r"^def reads\(", file.read_text("utf-8"), re.MULTILINE):
         return {}
     reads = imports.load_function(f"{module}:reads", "data.source", root)
-    found = imports.call(f"data.source: {module}:reads", lambda: dict(reads()))
-    return {str(what): str(version) for what, version in found.items()}
+    versions = imports.call(f"data.source: {module}:reads", lambda: dict(reads()))
+    return {str(name): str(version) for name, version in versions.items()}
 
 
 def _defines(tree: ast.Module, name: str) -> bool:

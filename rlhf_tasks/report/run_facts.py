@@ -55,12 +55,12 @@ def starts(lineage: Lineage) -> dict[str, datetime]:
 
 def task(data: Data) -> str:
     """What the data is; that of a preset's function in the words of the preset."""
-    presets_of_it = (
+    described = (
         f"{data.source}, of preset {name}: {presets.summary(name)}"
         for name in presets.names()
         if presets.read(name).get("data", {}).get("source") == data.source
     )
-    return next(presets_of_it, data.in_words) if ":" in data.source else data.in_words
+    return next(described, data.in_words) if ":" in data.source else data.in_words
 
 
 def base_model(model: Model) -> str:

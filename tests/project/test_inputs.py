@@ -317,7 +317,7 @@ def test_only_stage_prepare_depends_on_the_code_of_a_source_and_on_what_it_reads
         for name in ("mine", "known")
     }
     assert [*of["prepare", "mine"].files] == ["mine.py"]
-    assert of["prepare", "known"].packages == of["prepare", "mine"].packages | {"tickets.csv": "7"}
+    assert of["prepare", "known"].packages == {**of["prepare", "mine"].packages, "tickets.csv": "7"}
     assert "scipy" in of["prepare", "mine"].packages
     assert not of["judge", "known"].files
     write(tmp_path, {"wrong.py": "def rows(): ...\ndef reads(): return 7"})
