@@ -27,6 +27,7 @@ PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # tex
 MAX_SHOWN_VALUE = 200  # characters of a wrong value in a message
 CRITIC = "ppo.advantages.critic"
 RENAMED: Mapping[str, str] = {
+    "prepare.docstrings_max_pairs": "data.options.max_pairs",
     "reward.centring_coef": "reward.centering_coef",
     "launch.layout": "launch.parallelism",
     "ppo.kl_in": "ppo.kl.kind",
@@ -173,8 +174,11 @@ def merge(
 ) -> None:
     """Merge sections key by key; values and lists replace, and so does a section of another kind.
 
-    A key inside a section that the tree does not have changes the default of that section.
+    A key inside a section that the tree does not have changes the default of that section. Another source of
+    data drops the options of the former one.
     """
+    if "source" in tree and overlay.get("source", tree["source"]) != tree["source"]:
+        tree.pop("options", None)
     for key, value in overlay.items():
         present, field = tree.get(key), field_of(owner, key)
         if isinstance(value, Mapping) and isinstance(present, MutableMapping):

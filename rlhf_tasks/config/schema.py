@@ -21,7 +21,9 @@ from rlhf_tasks.config.types import Section, check_source
 
 Schedule = Literal["constant", "linear", "cosine"]
 NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
-Source = Literal["synthetic", "arithmetic", "constraints", "opinions", "docstrings", "files", "hub", "mix"]
+Source = Annotated[
+    str, t.import_path("synthetic", "files", "hub", "mix", example="examples.arithmetic:arithmetic")
+]
 NumProcesses = Annotated[int, Field(ge=1, le=2**16)]
 
 # ------------------------------------------------------------------------------------- data and model
@@ -46,8 +48,7 @@ class Columns(Section):
     """Column of a system message that stands before the prompt; null: the column `system`, if it exists."""
     keep: t.Names = ()
     """List of further columns of the prompts' rows for scorers and judges. The built-in task has `who`,
-    `thing`, `place` and `plan`, arithmetic has `answer`, constraints have `rule`, `about`, `form`,
-    `kind`, `seen` and `topic`, opinions have `topic`, docstrings have `package` and `summary`."""
+    `thing`, `place` and `plan`."""
 
     def problems(self) -> Iterator[str]:
         roles = "prompt", "completion", "chosen", "rejected", "system"
@@ -138,9 +139,10 @@ class Data(Section):
     """The data that stage prepare reads, checks and splits."""
 
     source: Source = "synthetic"
-    """Origin: the built-in TL;DR task, sums and products, instructions with constraints, questions about
-    opinions, docstrings of installed packages, the user's files, data sets of the Hugging Face hub, or a
-    mixture of sets."""
+    """Origin: the built-in TL;DR task (`synthetic`), the user's `files`, data sets of the Hugging Face `hub`,
+    a mixture of sets (`mix`), or a function that returns rows, such as `examples.arithmetic:arithmetic`."""
+    options: dict[str, Any] = Field(default={})
+    """Arguments of the function in `source`, by name."""
     path: str = "rlhf_tasks/data/examples"
     """File or folder that `source: files` reads; a DVC dependency of stage prepare."""
     hub: HubSources | None = None
@@ -187,19 +189,15 @@ class Data(Section):
             return ", ".join(f"{one.name} ({one.weight:g})" for one in self.mix)
         if self.hub is not None:
             return ", ".join(f"{one.id} at {one.revision[:10]}" for one in self.hub.by_role.values())
-        return {
-            "synthetic": "the built-in task",
-            "arithmetic": "sums and products",
-            "constraints": "instructions with verifiable constraints",
-            "opinions": "questions about opinions",
-            "docstrings": "docstrings of installed packages",
-        }.get(self.source, self.path)
+        return {"synthetic": "the built-in task", "files": self.path}.get(self.source, self.source)
 
     def problems(self) -> Iterator[str]:
         if (self.source == "hub") != (self.hub is not None):
             yield "`data.hub` names the data sets of `source: hub`: set both, or `hub: null`"
         if (self.source == "mix") != (self.mix is not None):
             yield "`data.mix` names the data sets of `source: mix`: set both, or `mix: null`"
+        if self.options and ":" not in self.source:
+            yield "`data.options` are arguments of a function in `source`: set both, or remove the options"
         names = [one.name for one in self.mix or ()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield f"`data.mix`: several sets have the name {', '.join(twice)}; give each its own name"
@@ -260,16 +258,14 @@ class Model(Section):
 
 
 class Prepare(Section):
-    """The sizes of the data that stage prepare generates or mines."""
+    """The sizes of the data of `data.source: synthetic`."""
 
     synthetic_prompt_rows: t.NumRows = 2000
-    """Number of train prompts of a generated source: `synthetic`, `arithmetic`, `constraints`, `opinions`."""
+    """Number of train prompts."""
     synthetic_sft_rows: t.NumRows = 600
-    """Number of those prompts that have a demonstration; `constraints` and `opinions` have none."""
+    """Number of those prompts that have a demonstration."""
     synthetic_preference_rows: t.NumRows = 20_000
-    """Number of train preference pairs of `data.source: synthetic`."""
-    docstrings_max_pairs: t.NumRows = 40_000
-    """Largest number of pairs that `data.source: docstrings` mines."""
+    """Number of train preference pairs."""
 
     def problems(self) -> Iterator[str]:
         if self.synthetic_sft_rows > self.synthetic_prompt_rows:
@@ -608,7 +604,7 @@ class Config(Section):
     model: Model = Model()
     """The base model, trained or fetched."""
     prepare: Prepare = Prepare()
-    """Sizes of generated or mined data."""
+    """Sizes of the built-in task's data."""
     base: Base = Base()
     """Training of the base model."""
     sft: Sft = Sft()

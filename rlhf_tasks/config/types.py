@@ -180,13 +180,14 @@ Address = Annotated[str, AfterValidator(_address)]
 KeyVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
-def import_path(built_in: str | None = None) -> AfterValidator:
+def import_path(*built_in: str, example: str = "") -> AfterValidator:
     """For a function of the user's, as `module:function`, or the name of a built-in one."""
-    allowed = "a function of yours as module:function"
+    own = f"a function of yours as module:function{example and f', such as {example}'}"
+    allowed = ", ".join([*built_in, f"or {own}"]) if built_in else own
 
     def check(value: str) -> str:
-        if value != built_in and not re.fullmatch(r"[\w.]+:\w+", value):
-            raise ValueError(f"must be {allowed if built_in is None else f'{built_in}, or {allowed}'}")
+        if value not in built_in and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError(f"must be {allowed}")
         return value
 
     return AfterValidator(check)

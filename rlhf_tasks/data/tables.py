@@ -60,6 +60,8 @@ class Part(NamedTuple):
     """The function that `data.format` names."""
     name: str | None = None
     """The name of the set."""
+    readings: Sequence[tuple[Split, Reading]] = ()
+    """In place of tables: the rows of a function in `data.source`."""
 
 
 def assemble(
@@ -76,7 +78,8 @@ def assemble(
     known = [
         (part, split, reading, *_peek(reading))
         for part in parts
-        for split, reading in shapes.read(part.tables, part.data, chat=rendering.renders_plain, own=part.own)
+        for split, reading in part.readings
+        or shapes.read(part.tables, part.data, chat=rendering.renders_plain, own=part.own)
     ]
     for part in parts:
         _say_use([reading for owner, _, reading, *_ in known if owner is part])
@@ -175,7 +178,8 @@ def _say_use(readings: Sequence[Reading]) -> None:
         unused = [name for name in reading.table.columns if name not in reading.used]
         text = reading.rule + (f"; not used: {', '.join(unused)}" if unused else "")
         said.setdefault(text, []).append(reading.table.name)
-    for text, names in said.items():
+    for text, repeated in said.items():
+        names = [*dict.fromkeys(repeated)]
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         console.say(f"{', '.join(names[:MOST_NAMED])}{more}: {text}")
 

@@ -21,6 +21,8 @@ import psutil
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 
+EXAMPLES = "examples", "rlhf_examples"
+"""The folder of the repository whose functions presets name, and its name in an installed wheel."""
 loaded: set[str] = set()
 """The functions that this process has loaded."""
 _said: set[tuple[str, str]] = set()
@@ -131,11 +133,22 @@ def _set_wakeup_descriptor(descriptor: int) -> None:
     signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
 
 
+def file_of(module: str, root: Path) -> Path | None:
+    """The file of a module, or of a package, below `root`."""
+    path = root.joinpath(*module.split("."))
+    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+
+
+def installed_name(module: str) -> str:
+    """The name that a module has as an installed one."""
+    top, dot, rest = module.partition(".")
+    return f"{EXAMPLES[1]}{dot}{rest}" if top == EXAMPLES[0] else module
+
+
 def _import(name: str, root: Path) -> ModuleType:
-    path = root.joinpath(*name.split("."))
-    file = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+    file = file_of(name, root)
     if file is None:
-        return importlib.import_module(name)
+        return importlib.import_module(installed_name(name))
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(file):
         return known

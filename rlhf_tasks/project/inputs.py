@@ -5,7 +5,8 @@ The first stage, `rlhf inputs`, writes a file for each other stage, which depend
     inputs/STAGE.json
       values      the parameters that the stage reads, defaults included; what `auto` stands for is resolved
       files       the md5 of the files and folders that they name, and of the code of the functions
-      packages    the versions of the packages on whose code the results depend, and that functions import
+      packages    the versions of the packages on whose code the results depend, and that functions import;
+                  and what `reads()` beside a source of data names
 
 So DVC runs a stage again after a change of any of them, and after no other. The bytes depend on nothing else.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
 import json
 import re
 import sys
@@ -30,7 +32,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, Config, ModelView, Stage
 from rlhf_tasks.config.scorers import HELDOUT, OPTIMIZED
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, packaged
+from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, imports, packaged
 from rlhf_tasks.project.dvc_files import INPUTS, is_code, is_in
 from rlhf_tasks.project.paths import Paths
 
@@ -53,6 +55,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
 }
 """The parameters that name a file, or the folder of a model or of tasks; and their values that name none."""
 FUNCTIONS = (
+    "data.source",
     "data.format",
     "data.mix.format",
     "preferences.function",
@@ -168,9 +171,6 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
     names = MODEL_PACKAGES if stage in MODEL_STAGES else TOKENIZER_PACKAGES if stage == "prepare" else ()
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
     packages = {name: _version(name) for name in (*names, *harness)}
-    if values.get("data.source") == "docstrings" and stage == "prepare":  # it reads the files of all packages
-        installed = {canonicalize_name(one.name) for one in importlib.metadata.distributions() if one.name}
-        packages |= {name: _version(name) for name in installed}
     named: Mapping[str, Any] = {} if stage in READS_NO_FILES else values
     for key, path in files_named(named):
         if is_in(path, deps):
@@ -195,20 +195,22 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
             files[path] = hashing.dvc_md5(place, paths.home / "hashes.json")
     problems += [f"{', '.join(keys)}: {error}" for error, keys in missing.items()]
     for key, function in functions_named(named):
+        if key == "data.source" and stage != "prepare":
+            continue  # the others read its rows
         module, _, name = function.partition(":")
         if module.endswith(".py") and (paths.root / module).is_file():
             problems.append(f"{key}: write {module.removesuffix('.py')}:{name}, without .py")
             continue
         try:
             code, foreign = code_of(paths.root, module, name, (*deps, *NO_RESULT))
+            packages |= _read_by(paths.root, module) if key == "data.source" else {}
         except UserError as error:
             problems.append(f"{key}: {error}")
             continue
         files |= code
         packages |= {name: _version(name) for name in _distributions(foreign)}
-        place, top = paths.root.joinpath(*module.split(".")), module.split(".")[0]
-        has_file = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
-        if not has_file and not _distributions({top}):
+        top = imports.installed_name(module).split(".")[0]
+        if imports.file_of(module, paths.root) is None and not _distributions({top}):
             of_python = f"{top} is a module of Python itself: name a function of your own"
             advice = (
                 of_python if top in sys.stdlib_module_names else f"write {top}.py, or install its package"
@@ -276,7 +278,7 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
         places = [root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
         files = [f for at in places for f in (at.with_suffix(".py"), at / "__init__.py") if f.is_file()]
         if not files and parts[0] not in sys.stdlib_module_names:
-            foreign.add(parts[0])
+            foreign.add(imports.installed_name(parts[0]))
         for file in files:
             path = file.relative_to(root).as_posix()
             is_known = is_in(path, known)
@@ -293,6 +295,19 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
             if name == module and file.with_suffix("") == places[-1] and not _defines(tree, function):
                 raise UserError(f"{path} has no {function}; define it there, or correct the name")
     return hashes, foreign
+
+
+def _read_by(root: Path, module: str) -> dict[str, str]:
+    """What `reads()` beside a source of data returns: the versions or hashes of what its rows depend on."""
+    file = imports.file_of(module, root)
+    with suppress(ImportError):
+        if file is None and (spec := importlib.util.find_spec(imports.installed_name(module))) is not None:
+            file = Path(str(spec.origin))
+    if file is None or not re.search(r"^def reads\(", file.read_text("utf-8"), re.MULTILINE):
+        return {}
+    reads = imports.load_function(f"{module}:reads", "data.source", root)
+    versions = imports.call(f"data.source: {module}:reads", lambda: dict(reads()))
+    return {str(name): str(version) for name, version in versions.items()}
 
 
 def _defines(tree: ast.Module, name: str) -> bool:
@@ -377,7 +392,8 @@ def check_committed(root: Path, settings: Config) -> None:
     for key, function in functions_named(config.in_force(settings)):
         path = module_path(function)
         is_committed = any(git.files(root, "HEAD", name) for name in (path, f"{path[:-3]}/__init__.py"))
-        if not is_committed and not allowed.intersection(_distributions([re.split("[.:]", function)[0]])):
+        top = re.split("[.:]", imports.installed_name(function))[0]
+        if not is_committed and not allowed.intersection(_distributions([top])):
             problems.append(
                 f"{key}: {function} is neither in a file of the run's commit nor in a package that "
                 f"pyproject.toml names; commit {path}, or add its package to pyproject.toml"

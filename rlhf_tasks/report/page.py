@@ -56,6 +56,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         # 1. The story.
         "run": run_facts.facts(view, lineage, name, paths.root),
         "view": view,
+        "task": run_facts.task(view.data),
         "base": run_facts.base_model(view.model),
         "gate": files.json(paths.verdict),
         "metrics": metrics,

@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import config
-from rlhf_tasks.config import Model, ReportView
+from rlhf_tasks import config, presets
+from rlhf_tasks.config import Data, Model, ReportView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
@@ -44,6 +44,16 @@ def starts(lineage: Lineage) -> dict[str, datetime]:
     """When the run of each stage began, by the stage's run key; without stages that have none."""
     found = {stage: _TIME.search(tree.get("rlhf.run") or "") for stage, tree in lineage.items()}
     return {stage: datetime.strptime(at[1], "%Y%m%dT%H%M%S") for stage, at in found.items() if at}
+
+
+def task(data: Data) -> str:
+    """What the data is; that of a preset's function in the words of the preset."""
+    described = (
+        f"{data.source}, of preset {name}: {presets.summary(name)}"
+        for name in presets.names()
+        if presets.read(name).get("data", {}).get("source") == data.source
+    )
+    return next(described, data.in_words) if ":" in data.source else data.in_words
 
 
 def base_model(model: Model) -> str:

@@ -81,7 +81,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
     ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
     ({"launch.offload": True}, "has nothing to move with launch.parallelism: ddp"),
-    ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
+    ({"data.source": "mine:rows", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
     ({"data.source": "hub"}, "names the data sets of `source: hub`"),
     ({"model.scratch": None}, "the shape of `base: scratch`"),
     ({"model.base": "some/name", "model.scratch": None}, "needs `revision`"),

@@ -182,12 +182,13 @@ def test_prepare_says_what_became_of_plain_prompts_and_counts_it(
 
 
 @pytest.mark.parametrize(("setting", "start"), [("auto", "<user>"), ("never", "")])
-def test_a_built_in_source_has_plain_prompts_too(
+def test_a_function_has_plain_prompts_too(
     setting: Setting, start: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = {"prepare.synthetic_prompt_rows": 20, "prepare.synthetic_sft_rows": 10}
-    prepared(chat_model, {"data.source": "arithmetic", "data.chat": setting} | rows)
+    rows = "[{'prompt': f'{n} + 1 =', 'completion': f'{n + 1}'} for n in range(20)]"
+    (tmp_path / "sums.py").write_text(f"def rows(): return {{'sft': {rows}}}", encoding="utf-8")
+    prepared(chat_model, {"data.source": "sums:rows", "data.chat": setting})
     for row in pq.read_table("data/sft/train.parquet").to_pylist():
         assert row["prompt"].startswith(start or tuple("0123456789"))
         assert row["completion"].isdecimal()

@@ -308,11 +308,27 @@ def test_the_file_and_the_name_of_a_function_are_checked_before_anything_runs(tm
     assert "numpy" in inputs.collect(Paths(tmp_path), "ppo", ppo_values("numpy.linalg:norm")).packages
 
 
+def test_only_stage_prepare_depends_on_the_code_of_a_source_and_on_what_it_reads(tmp_path: Path) -> None:
+    text = "import scipy\ndef rows(): ...\n"
+    write(tmp_path, {"mine.py": text, "known.py": f"{text}def reads(): return {{'tickets.csv': 7}}"})
+    of = {
+        (stage, name): inputs.collect(Paths(tmp_path), stage, {"data.source": f"{name}:rows"})
+        for stage in ("prepare", "judge")
+        for name in ("mine", "known")
+    }
+    assert [*of["prepare", "mine"].files] == ["mine.py"]
+    assert of["prepare", "known"].packages == {**of["prepare", "mine"].packages, "tickets.csv": "7"}
+    assert "scipy" in of["prepare", "mine"].packages
+    assert not of["judge", "known"].files
+    write(tmp_path, {"wrong.py": "def rows(): ...\ndef reads(): return 7"})
+    with pytest.raises(UserError, match=r"data\.source: wrong:reads raised TypeError: 'int' object is not"):
+        inputs.collect(Paths(tmp_path), "prepare", {"data.source": "wrong:rows"})
+
+
 def test_the_data_of_docstrings_depends_on_all_installed_packages(tmp_path: Path) -> None:
-    found = inputs.collect(Paths(tmp_path), "prepare", {"data.source": "docstrings"}).packages
-    assert {"pytest", "pip", "numpy"} <= {*found}
-    assert "pytest" not in inputs.collect(Paths(tmp_path), "prepare", {"data.source": "files"}).packages
-    assert "pytest" not in inputs.collect(Paths(tmp_path), "sft", {"data.source": "docstrings"}).packages
+    shutil.copytree(small.ROOT / "examples", tmp_path / "examples")
+    values = {"data.source": "examples.docstrings:docstrings"}
+    assert {"pytest", "pip", "numpy"} <= {*inputs.collect(Paths(tmp_path), "prepare", values).packages}
 
 
 def test_every_parameter_that_names_a_file_or_a_function_is_known() -> None:

@@ -34,6 +34,12 @@ def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out
     assert set(run_facts.facts(view, {"judge": {}}, "", tmp_path)) == {"Preset", "Seed", "Data", "Base model"}
 
 
+def test_the_task_of_a_function_is_in_the_words_of_its_preset() -> None:
+    known = run_facts.task(config.Data(source="examples.arithmetic:arithmetic"))
+    assert known.startswith("examples.arithmetic:arithmetic, of preset arithmetic: sums and products")
+    assert run_facts.task(config.Data(source="mine:rows")) == "mine:rows"
+
+
 def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text((toy.ROOT / "params.yaml").read_text("utf-8"), encoding="utf-8")
     toy.git(tmp_path, "init", "-q")

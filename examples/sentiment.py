@@ -1,7 +1,5 @@
 """How positive a response is, by VADER (Hutto and Gilbert 2014): a lexicon and rules, no model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer

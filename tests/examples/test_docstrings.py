@@ -1,3 +1,5 @@
+"""Functions and summaries mined from packages: what is left out, and the splits by package."""
+
 from __future__ import annotations
 
 import contextlib
@@ -7,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.config import Split
-from rlhf_tasks.data import docstrings
-from rlhf_tasks.data.docstrings import Package, Pair
-from rlhf_tasks.errors import UserError
+from examples import docstrings
+from examples.docstrings import Package, Pair
+from tests.examples.conftest import of_split
 
 BODY = "    total = first_value + second_value\n    return total * total\n"
 
@@ -101,7 +102,7 @@ def pairs_of(**sizes: int) -> list[Pair]:
 
 def test_no_package_is_in_two_splits_and_none_dominates_a_held_out_split() -> None:
     pairs = pairs_of(giant=500, **{f"p{i}": 10 for i in range(40)})
-    parts = docstrings.split_by_package(pairs, 1, {"validation": 45, "test": 80})
+    parts = docstrings.split_by_package(pairs, 1, {"test": 80, "validation": 45})
     packages = {split: {pair.package for pair in held} for split, held in parts.items()}
     assert packages["train"].isdisjoint(packages["test"] | packages["validation"])
     assert packages["test"].isdisjoint(packages["validation"])
@@ -112,33 +113,33 @@ def test_no_package_is_in_two_splits_and_none_dominates_a_held_out_split() -> No
 
 
 def test_too_few_packages_for_the_splits_are_an_error() -> None:
-    with pytest.raises(UserError, match=r"data.num_test=80, but .* of 8 to 20 pairs, .* give only 20"):
-        docstrings.split_by_package(pairs_of(a=10, b=10, giant=500), 1, {"validation": 4, "test": 80})
+    with pytest.raises(ValueError, match=r"data.num_test=80, but .* of 8 to 20 pairs, .* give only 20"):
+        docstrings.split_by_package(pairs_of(a=10, b=10, giant=500), 1, {"test": 80, "validation": 4})
 
 
 @pytest.mark.parametrize(("count", "fits"), [(49, False), (50, True), (125, True), (126, False)])
 def test_a_held_out_package_has_a_tenth_to_a_quarter_of_its_split(count: int, fits: bool) -> None:
     """The 480 pairs of the others do not fill a test split of 500."""
     pairs = pairs_of(probe=count, **{f"p{i}": 60 for i in range(8)}, **{f"small{i}": 4 for i in range(10)})
-    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="give only 480"):
-        parts = docstrings.split_by_package(pairs, 1, {"validation": 20, "test": 500})
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="give only 480"):
+        parts = docstrings.split_by_package(pairs, 1, {"test": 500, "validation": 20})
         assert "probe" in {pair.package for pair in parts["test"]}
 
 
-def test_train_prompts_are_not_demonstrations_and_keep_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_prompts_are_not_demonstrations_and_held_out_functions_are_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pairs = pairs_of(**{f"p{i}": 5 for i in range(40)})
     monkeypatch.setattr(docstrings, "installed_packages", lambda seed: [])
     monkeypatch.setattr(docstrings, "mine", lambda packages, budget, enough: pairs)
-    sizes: dict[Split, int] = {"validation": 20, "test": 20}
-    corpus = docstrings.load(1, sizes, max_pairs=100, max_prompt_tokens=50, keep=["summary"])
-    prompts = {role: {row["prompt"] for row in tables["train"]} for role, tables in corpus.items()}
+    tables = docstrings.docstrings(1, 20, 20, max_prompt_tokens=50, max_pairs=100)
+    prompts = {role: {row["prompt"] for row in of_split(rows, "train")} for role, rows in tables.items()}
     assert (len(prompts["sft"]), len(prompts["prompts"])) == (60, 40)
     assert not prompts["sft"] & prompts["prompts"]
     for split in ("validation", "test"):
-        held = [row["prompt"] for row in corpus["sft"][split]]
-        assert held == [row["prompt"] for row in corpus["prompts"][split]]
-    for row in corpus["prompts"]["test"]:
-        assert row["columns"] == {"summary": row["reference"].strip()}
+        demonstrated, asked = (of_split(rows, split) for rows in tables.values())
+        assert [row["prompt"] for row in demonstrated] == [row["prompt"] for row in asked]
+    assert all(row["reference"] == f" {row['summary']}" for row in tables["prompts"])
 
 
 def test_the_standard_library_is_found_with_its_modules_as_packages() -> None:

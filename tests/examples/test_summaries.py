@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from rlhf_tasks.data.docstrings import SUFFIX
-from rlhf_tasks.scoring.summaries import chrf, retrieval
+from examples.docstrings import SUFFIX
+from examples.summaries import chrf, retrieval
 
 SUMMARIES = {"sort_rows": "Give all rows sorted.", "read_file": "Open a byte stream."}
 SUMMARIES |= {"send_mail": "Deliver a message to its server.", "draw_line": "Stroke with a color."}

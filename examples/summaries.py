@@ -3,8 +3,6 @@
 They need no model. The preset docstrings labels its pairs by `chrf`, and judges by both.
 """
 
-from __future__ import annotations
-
 import keyword
 import math
 import re

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
+from examples.constraints import KINDS, LEAST_WORDS, UNSEEN, about, constraints
 from rlhf_tasks.config.scorers import Check
-from rlhf_tasks.data import constraints
-from rlhf_tasks.data.constraints import COLUMNS, LEAST_WORDS, SEEN, UNSEEN
 from rlhf_tasks.data.rows import SPLITS
-from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.verifier import Verifier
 from tests.data.conftest import are_disjoint
+from tests.examples.conftest import of_split
 
 SIZES: dict[str, Any] = {"num_prompts": 2000, "num_validation": 95, "num_test": 140}
 VERIFIER = Verifier([Check(kind="regex", column="rule")], None)
@@ -21,12 +20,12 @@ TEXT = "A lighthouse is a tall tower by the sea that warns all ships at night"  
 SMALL = TEXT.lower()
 
 
-def generate(seed: int = 3, **changes: int) -> Any:
-    return constraints.generate(seed, **{**SIZES, **changes}, keep=COLUMNS)["prompts"]
+def generate(seed: int = 3, **changes: Any) -> list[dict[str, Any]]:
+    return constraints(seed, **{**SIZES, **changes})["prompts"]
 
 
 def passes(kind: str, response: str, argument: Any = "") -> bool:
-    rule = constraints.about("lighthouses") + {**SEEN, **UNSEEN}[kind].rule(argument)
+    rule = about("lighthouses") + KINDS[kind].rule(argument)
     (right,) = VERIFIER.correct([response], {"rule": [rule]})
     return right
 
@@ -65,7 +64,7 @@ def test_a_rule_accepts_what_its_words_ask_for(
 
 def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails() -> None:
     def is_about(text: str) -> bool:
-        return VERIFIER.correct([text], {"rule": [constraints.about("lighthouses") + ".*"]}) == [True]
+        return VERIFIER.correct([text], {"rule": [about("lighthouses") + ".*"]}) == [True]
 
     nine = "Lighthouses" + " yes" * (LEAST_WORDS - 2)
     assert not is_about(nine)
@@ -77,23 +76,24 @@ def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails() -> No
 
 
 def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only() -> None:
-    tables = generate()
-    rows = {split: [row["columns"] for row in tables[split]] for split in SPLITS}
+    every = generate()
+    rows = {split: of_split(every, split) for split in SPLITS}
     assert [len(rows[split]) for split in SPLITS] == [2000, 95, 140]
     topics = {split: {row["topic"] for row in rows[split]} for split in SPLITS}
     assert are_disjoint(topics.values())
     assert len(topics["train"]) > 300
-    assert Counter(row["kind"] for row in rows["test"]) == dict.fromkeys([*SEEN, *UNSEEN], 10)
-    for row in (row for split in SPLITS for row in rows[split]):
+    assert Counter(row["kind"] for row in rows["test"]) == dict.fromkeys(KINDS, 10)
+    for row in every:
         assert row["rule"] == row["about"].removesuffix(".*") + row["form"]
         assert row["seen"] == ("no" if row["kind"] in UNSEEN else "yes")
     assert {row["seen"] for split in ("train", "validation") for row in rows[split]} == {"yes"}
-    assert {row["kind"] for row in rows["train"]} == set(SEEN)
-    prompts = [row["prompt"] for split in SPLITS for row in tables[split]]
-    assert len({*prompts}) == len(prompts)
+    assert {row["kind"] for row in rows["train"]} == {*KINDS} - {*UNSEEN}
+    assert len({row["prompt"] for row in every}) == len(every)
+    kinds = {row["kind"] for row in of_split(generate(unseen=["quotes"]), "train")}
+    assert kinds == {*KINDS} - {"quotes"}
 
 
 def test_a_seed_decides_the_prompts() -> None:
     assert generate(3) == generate(3) != generate(4)
-    with pytest.raises(UserError, match=r"synthetic_prompt_rows=9000, and .* different train prompts"):
+    with pytest.raises(ValueError, match=r"prompts are left for train, fewer than num_prompts=9000"):
         generate(num_prompts=9000)

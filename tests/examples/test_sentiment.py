@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_tasks.scoring.sentiment import vader
+from examples.sentiment import vader
 
 
 def test_a_positive_text_has_a_higher_score_than_a_negative_one() -> None:

@@ -1,15 +1,19 @@
-"""`data.source: docstrings`: functions and their one-line summaries, mined from the installed code.
+"""Functions and their one-line summaries, mined from the installed code: `rlhf preset docstrings`.
+
+    data:
+      source: "examples.docstrings:docstrings"
+      options: {max_pairs: 5000}
+      columns: {keep: [package, summary]}
+      on_bad_row: quarantine
 
 Files are parsed, never imported: those of the standard library and of the installed distributions. A
 prompt is a function without its docstring, cut by whole lines to a budget of characters. Its completion
 is the first sentence of the docstring. Splits are by package (top-level module), so that test code comes
 from packages that training has not seen. The rows depend only on the environment and the seed.
 
-The budget is in characters because a tokenizer may be trained on the mined texts. `prepare` then leaves out
-the few pairs that are too long in tokens; they are no problem of the user's data.
+The budget is in characters because a tokenizer may be trained on the mined texts. The few pairs that are too
+long in tokens are bad rows, which stage prepare leaves out with `on_bad_row: quarantine`.
 """
-
-from __future__ import annotations
 
 import ast
 import gc
@@ -21,16 +25,12 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from rlhf_tasks.config import Split
-from rlhf_tasks.data.columns import KEY
-from rlhf_tasks.data.rows import HELD_OUT, Role, Row, prompt_key
+from rlhf_tasks.data.rows import prompt_key
 from rlhf_tasks.data.splits import hash_rank
-from rlhf_tasks.errors import UserError
 
-COLUMNS = ("package", "summary")
 CHARS_PER_TOKEN = 2.8  # of code, under a BPE of 4,096 tokens: 3.2 measured; a lower value drops fewer pairs
 CHARS_PER_PROMPT_MIN = 60
 WORDS_MIN, WORDS_MAX = 3, 20
@@ -40,7 +40,8 @@ MAX_FILE_BYTES = 300_000
 SUFFIX = "\n# Summary:"
 
 _SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "testing", "idle_test", "examples", "benchmarks", "lib2to3", "rlhf_tasks", "flows"}
+    {"test", "tests", "testing", "idle_test", "examples", "benchmarks", "lib2to3", "flows"}
+    | {"rlhf_tasks", "rlhf_examples"}
     | {"_vendor", "vendor", "vendored", "_vendored", "third_party", "externals", "extern", "node_modules"}
     | {"site-packages", "dist-packages"}
 )
@@ -55,51 +56,58 @@ _FILLER = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """A top-level module and its source files: (path shown in `source`, file), in the order to mine them."""
 
     name: str
     files: Sequence[tuple[str, Path]]
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     package: str
     source: str
     prompt: str
     summary: str
 
 
-def load(
-    seed: int, sizes: Mapping[Split, int], max_pairs: int, max_prompt_tokens: int, keep: Sequence[str] = ()
-) -> dict[Role, dict[Split, list[Row]]]:
-    """Demonstrations, and prompts with the authors' summaries as references; `keep` is of COLUMNS.
+def docstrings(
+    seed: int, num_validation: int, num_test: int, max_prompt_tokens: int, max_pairs: int = 40_000
+) -> dict[str, list[dict[str, Any]]]:
+    """Demonstrations, and prompts with the authors' summaries as references; at most `max_pairs` for train.
 
     In the train split, the share DEMONSTRATED of the functions are demonstrations; the others are prompts: a
     reward model starts as the SFT policy, and should not take a text that it has seen for a good one. The
     held-out functions serve both roles.
-
-    Raises:
-        UserError: if fewer packages are installed than the splits need.
     """
     budget = int(CHARS_PER_TOKEN * max_prompt_tokens)
-    held_out = sum(sizes.values())
+    sizes = {"test": num_test, "validation": num_validation}
 
     def enough(counts: Counter[str]) -> bool:
         # a split takes up to 1.25 times its size, and two may take the same packages
         fills = [sum(n for n in counts.values() if _fits(n, size)) >= 3 * size for size in sizes.values()]
-        return counts.total() >= max_pairs + 2 * held_out and all(fills)
+        return counts.total() >= max_pairs + 2 * sum(sizes.values()) and all(fills)
 
     pairs = mine(installed_packages(seed), budget, enough)
-    by_split = split_by_package(pairs, seed, sizes)
-    train = sorted(by_split["train"], key=lambda pair: hash_rank(seed, pair.prompt))[:max_pairs]
+    parts = split_by_package(pairs, seed, sizes)
+    train = sorted(parts.pop("train"), key=lambda pair: hash_rank(seed, pair.prompt))[:max_pairs]
     cut = int(DEMONSTRATED * len(train))
-    demonstrated, prompts = by_split | {"train": train[:cut]}, by_split | {"train": train[cut:]}
     return {
-        "sft": {s: [_row(p, "completion") for p in held] for s, held in demonstrated.items()},
-        "prompts": {s: [_row(p, "reference", keep) for p in held] for s, held in prompts.items()},
+        "sft": _rows("completion", {"train": train[:cut], **parts}),
+        "prompts": _rows("reference", {"train": train[cut:], **parts}),
     }
+
+
+def _rows(column: str, parts: Mapping[str, Sequence[Pair]]) -> list[dict[str, Any]]:
+    return [
+        pair._asdict() | {column: f" {pair.summary}", "split": split}
+        for split, pairs in parts.items()
+        for pair in pairs
+    ]
+
+
+def reads() -> dict[str, str]:
+    """The versions of all installed packages: stage prepare runs again when one changes."""
+    return {one.name: one.version.partition("+")[0] for one in importlib.metadata.distributions() if one.name}
 
 
 # -------------------------------------------------------------------------------- installed files
@@ -260,44 +268,36 @@ def clean_summary(docstring: str, name: str) -> str | None:
 # ---------------------------------------------------------------------------------------- splits
 
 
-def split_by_package(pairs: Sequence[Pair], seed: int, sizes: Mapping[Split, int]) -> dict[Split, list[Pair]]:
-    """Packages in hashed order fill test, then validation, then train.
+def split_by_package(pairs: Sequence[Pair], seed: int, sizes: Mapping[str, int]) -> dict[str, list[Pair]]:
+    """Packages in hashed order fill the splits of `sizes`, one after the other.
 
     A held-out package has a tenth to a quarter of its split's pairs, so that none dominates, and a judge that
     looks for a function in its package has many to choose from. All others go to train. Pairs beyond the size
     of a split are dropped, not trained on.
-
-    Raises:
-        UserError: if the packages do not suffice for the splits.
     """
     counts = Counter(pair.package for pair in pairs)
     order = sorted(counts, key=lambda package: hash_rank(seed, package))
-    split_of: dict[str, Split] = {}
-    for split in HELD_OUT:
-        room = sizes[split]
+    split_of: dict[str, str] = {}
+    for split, size in sizes.items():
+        room = size
         for package in order:
-            if room > 0 and package not in split_of and _fits(counts[package], sizes[split]):
+            if room > 0 and package not in split_of and _fits(counts[package], size):
                 split_of[package] = split
                 room -= counts[package]
         if room > 0:
-            raise UserError(
-                f"data.num_{split}={sizes[split]}, but the installed packages of {sizes[split] // 10} to "
-                f"{max(sizes[split] // 4, 1)} pairs, of which it is made, give only {sizes[split] - room}; "
-                "set another number, or install more packages"
+            raise ValueError(
+                f"data.num_{split}={size}, but the installed packages of {size // 10} to {max(size // 4, 1)} "
+                f"pairs, of which it is made, give only {size - room}; set another number, or install more "
+                "packages"
             )
-    parts: dict[Split, list[Pair]] = {"train": [], "validation": [], "test": []}
+    parts: dict[str, list[Pair]] = {"train": [], **{split: [] for split in sizes}}
     for pair in pairs:
         parts[split_of.get(pair.package, "train")].append(pair)
-    for split in HELD_OUT:
-        parts[split] = sorted(parts[split], key=lambda pair: hash_rank(seed, pair.prompt))[: sizes[split]]
+    for split, size in sizes.items():
+        parts[split] = sorted(parts[split], key=lambda pair: hash_rank(seed, pair.prompt))[:size]
     return parts
 
 
 def _fits(count: int, size: int) -> bool:
     """Whether a package of `count` pairs may be held out in a split of `size` pairs."""
     return size // 10 <= count <= max(size // 4, 1)
-
-
-def _row(pair: Pair, column: str, keep: Sequence[str] = ()) -> Row:
-    kept = {KEY: {name: getattr(pair, name) for name in keep}} if keep else {}
-    return {"prompt": pair.prompt, column: f" {pair.summary}", "source": pair.source} | kept
