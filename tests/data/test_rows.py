@@ -98,9 +98,9 @@ def test_a_prompt_with_another_completion_is_no_duplicate() -> None:
 def test_a_held_out_prompt_that_is_trained_on_is_a_leak_whatever_its_white_space(
     preferences: dict[Split, list[Row]], sft: dict[Split, list[Row]], leak: str
 ) -> None:
-    trained: dict[Split, list[Row]] = {"train": [row("a")]}
-    corpus = store({"sft": trained | sft} | ({"preferences": preferences} if preferences else {}))
-    problems = Problems()
+    given: dict[Role, dict[Split, list[Row]]] = {"sft": {"train": [row("a")], **sft}}
+    given |= {"preferences": preferences} if preferences else {}
+    corpus, problems = store(given), Problems()
     check_leaks(corpus, problems)
     assert problems.counts()["leak"] == 1
     assert leak in problems.report()
