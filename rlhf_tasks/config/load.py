@@ -182,7 +182,7 @@ def merge(
             if kind is None or value.get("kind", kind) == kind:
                 merge(present, value, section_of(owner, key, present))
                 continue
-        if key not in tree and tree and isinstance(tree, CommentedMap):
+        if key not in tree and tree and isinstance(tree, CommentedMap) and not tree.fa.flow_style():
             tree.insert(len(tree) - 1, key, None)  # the last key keeps the empty line below the section
         tree[key] = copy.deepcopy(value)
 

@@ -358,8 +358,8 @@ def test_a_preset_changes_values_and_keeps_comments(
     changed = config.load()
     assert (changed.seed, changed.ppo.kl_coef, changed.model.scratch) == (7, 0.5, None)
     differing = [line for line in after if line not in before]
-    keys = ["preset", "seed", "base", "revision", "scratch", "kl_coef"]
-    assert [line.split(":")[0].strip() for line in differing] == keys
+    keys = {"preset", "seed", "base", "revision", "scratch", "kl_coef"}
+    assert {line.split(":")[0].strip() for line in differing} == keys
     assert any("# scratch | a folder | a hub id" in line for line in differing)
 
 

@@ -35,7 +35,7 @@ def set_values(root: Path, changes: Mapping[str, Any]) -> None:
     tree = yaml.load(file.read_text(encoding="utf-8"))
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        tree[section][name] = value
+        tree.setdefault(section, {})[name] = value
     yaml.dump(tree, file)
 
 
