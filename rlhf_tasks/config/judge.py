@@ -237,8 +237,6 @@ class Judging(Section):
     responses are sampled too, or the references."""
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of SFT and policy."""
-    num_samples_shown: t.Count = 20
-    """Number of prompts whose responses MLflow shows."""
     labels: str | None = None
     """File of human labels, rows with the texts prompt, answer_a and answer_b and an outcome (1: A is better,
     0.5, 0, or null); null: none."""

@@ -342,9 +342,7 @@ class Preferences(Section):
     """
 
     num_prompts: t.Count = 2000
-    """Number of train prompts to which the SFT model samples responses; 0: only the pairs of the data."""
-    pairs_per_prompt: t.PositiveInt = 1
-    """Number of pairs made for each of those prompts."""
+    """Number of train prompts for each of which a pair is made; 0: only the pairs of the data."""
     samples_per_pair: Annotated[int, Field(ge=2, le=64, multiple_of=2)] = 2
     """Even number of samples of which the ones with the highest and the lowest score are the pair. With more
     than two the order of a pair is less often chance, and there is more to sample."""

@@ -32,7 +32,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence
 from rlhf_tasks.promotion.gate import Evidence, Kl, Opponent
 
-DISPLAY_ONLY = ("judge.labels", "judge.num_samples_shown")  # they change no comparison
+DISPLAY_ONLY = ("judge.labels",)  # it changes no comparison
 
 
 @dataclass(frozen=True)

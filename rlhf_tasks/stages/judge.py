@@ -52,6 +52,7 @@ from rlhf_tasks.training.distributed import Distributed
 
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
 MIN_PROMPTS_FOR_GAIN = 3
+SHOWN_PROMPTS = 20  # whose responses MLflow shows
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             console.table(f"right by {name}", header, summary.accuracy_table(accuracy))
         tracker.table("win_rates", rates)
         tracker.table("comparisons", compared.to_pylist())
-        tracker.table("responses", responses.slice(0, settings.num_samples_shown).to_pylist())
+        tracker.table("responses", responses.slice(0, SHOWN_PROMPTS).to_pylist())
     return results.metrics()
 
 

@@ -126,7 +126,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
 
 
 def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list[Row]:
-    """Random prompts, `pairs_per_prompt` times each; a held-out split has a quarter as many as training."""
+    """Random prompts; a held-out split has a quarter as many as training."""
     settings = config.preferences
     count = settings.num_prompts if split == "train" else -(-settings.num_prompts // 4)
     if not config.train_reward_model or not count:
@@ -139,8 +139,7 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
             f"data has pairs. {PROMPTS_ALONE}"
         )
     seed = config.seed * len(SPLITS) + SPLITS.index(split)
-    chosen = random.Random(f"preferences-{seed}").sample(rows, min(count, len(rows)))
-    return [row for row in chosen for _ in range(settings.pairs_per_prompt)]
+    return random.Random(f"preferences-{seed}").sample(rows, min(count, len(rows)))
 
 
 def _scorer(paths: Paths, config: PreferencesView, rows: Sequence[Row]) -> Scorer | None:
