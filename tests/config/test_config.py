@@ -195,7 +195,8 @@ def test_settings_that_are_wrong_or_contradict_each_other_are_refused_with_the_r
 
 def test_every_key_that_has_moved_has_a_present_one() -> None:
     present = config.in_force(Config()).keys()
-    sections = {"ppo.advantages.critic.warmup", "ppo.advantages.critic.lora", "ppo.sampler"}
+    critic = {"ppo.advantages.critic.warmup", "ppo.advantages.critic.lora"}
+    sections = {"data.options.max_pairs", "ppo.sampler", *critic}
     assert {*RENAMED.values()} - sections <= present
     assert not RENAMED.keys() & present
 
