@@ -315,9 +315,7 @@ class TokenBudget:
         return {"max_tokens": self.max_tokens, "is_lowered": self.is_lowered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The smaller bound counts: what did not suffice once does not suffice after a roll back either."""
-        self.max_tokens = min(self.max_tokens, state["max_tokens"])
-        self.is_lowered = self.is_lowered or state["is_lowered"]
+        self.max_tokens, self.is_lowered = state["max_tokens"], state["is_lowered"]
 
     def each(self, rows: Sequence[int], compute: Callable[[list[int]], None]) -> None:
         """Call `compute` with every micro-batch. One that is out of memory lowers the bound.

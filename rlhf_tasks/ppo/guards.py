@@ -24,6 +24,7 @@ after out-of-memory they are others, which is measured in tests/training/test_fi
 WARN_ENDED_SHARE = 0.1
 """A share of responses that end before training, below which PPO learns of ends alone."""
 
+NON_FINITE = "non_finite"  # the guard of NaN and infinity, which stops whatever the action is
 MIN_ENDED_SHARE = 0.2
 """A share of ended responses below which its fall is noise."""
 
@@ -35,8 +36,8 @@ class GuardTrip:
     name: str
     what: str
     cause: str
-    can_be_undone: bool = True
-    """Whether a roll back may help."""
+    kl_helps: bool = True
+    """Whether a higher kl_coef may help."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what}; likely cause: {self.cause}"
@@ -94,16 +95,6 @@ class Guards:
             if name == "gap" or count == patience or (acts_again and count % patience == 0)
         ]
 
-    @property
-    def rolls_back(self) -> bool:
-        """Whether a trip brings an earlier state back, so that such a state must be kept."""
-        return self.settings.action == "roll_back"
-
-    @property
-    def all_passed(self) -> bool:
-        """Whether no condition failed at the last update: its start is a good state to roll back to."""
-        return not self._failures
-
     def _failed(self, metrics: Mapping[str, float]) -> Iterator[GuardTrip]:
         settings, kl, ratio = self.settings, metrics["objective/kl_k1"], metrics["val/ratio"]
         error, perplexity = metrics["val/first_ratio_error"], metrics["objective/perplexity"]
@@ -112,7 +103,7 @@ class Guards:
                 "first_ratio",
                 f"val/first_ratio_error = {error:.3g} exceeds {self._ratio_error:g} before any step",
                 "the model gives other probabilities in training than in sampling; run `rlhf check-model`",
-                can_be_undone=False,
+                kl_helps=False,
             )
         noise = ROUNDING + 2 * metrics["objective/kl_k1_standard_error"]
         if kl < settings.kl_min - noise:

@@ -62,7 +62,7 @@ from rlhf_tasks.ppo.rollout import (
     Scorers,
     score_rollout,
 )
-from rlhf_tasks.ppo.state import TrainState, handle_trips, keep_rollback_target, write_fault
+from rlhf_tasks.ppo.state import TrainState, handle_trips, stop_at_non_finite
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Checkpoint
@@ -113,7 +113,10 @@ def train(
     shown_at = sample_updates(config.num_sample_generations, num_updates)
     kept_at = {max(1, update) for update in shown_at}  # the first rollout is that of the policy at the start
 
-    with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
+    with (
+        console.progress("ppo", config.total_episodes, unit="episodes") as bar,
+        stop_at_non_finite(dist, config, state, tracker, faults),
+    ):
         # A run that was stopped goes on after its last snapshot, to the same bytes.
         snapshots.reserve(num_bytes(actor_critic.policy), state.num_bytes)
         snapshot = snapshots.load()
@@ -122,242 +125,223 @@ def train(
             tracker.load_state_dict(snapshot["tracker"])
             bar.skip(state.update * batch_size)
             del snapshot
-        num_shown = state.update
 
         while state.update < num_updates:
-            try:
-                # 0. Evaluate the SFT policy first: training must improve on it.
-                if not state.was_evaluated:
-                    state.metrics = _evaluate(
-                        dist, state, evaluator, tracker, select=True, show=0 in shown_at
-                    )
-                    warn_of_endless(config, state.metrics.get("eval/ended", 1.0))
-                    if state.guards is not None:
-                        state.guards.begin(state.metrics.get("eval/ended", 0.0))
-                    state.was_evaluated = True
-                    keep_rollback_target(dist, state)
+            # 0. Evaluate the SFT policy first: training must improve on it.
+            if not state.was_evaluated:
+                state.metrics = _evaluate(dist, state, evaluator, tracker, select=True, show=0 in shown_at)
+                warn_of_endless(config, state.metrics.get("eval/ended", 1.0))
+                if state.guards is not None:
+                    state.guards.begin(state.metrics.get("eval/ended", 0.0))
+                state.was_evaluated = True
 
-                # 1. At first the critic may train alone, at a constant rate (arXiv 2307.04964, section
-                # 5.3.4). Then the learning rate follows its schedule.
-                start = clock()
-                is_warmup = warmup is not None and not _is_warm(warmup, state.warmup_losses)
-                rate = config.learning_rate
-                if not is_warmup:
-                    rate = learning_rate(config, state.update, num_updates)
-                if not is_warmup and state.update == 0 and state.warmup_losses:
-                    # data parallelism has given the policy gradients of zero: counted as steps they would
-                    # make its first real ones too small, or too large where the moments are slow
-                    reset_moments(state.optimizer, state.num_policy_groups)
-                    bar.restart_speed()  # a warm-up has taken time, and none of the episodes
-                set_learning_rate(state.optimizer, rate)
+            # 1. At first the critic may train alone, at a constant rate (arXiv 2307.04964, section
+            # 5.3.4). Then the learning rate follows its schedule.
+            start = clock()
+            is_warmup = warmup is not None and not _is_warm(warmup, state.warmup_losses)
+            rate = config.learning_rate
+            if not is_warmup:
+                rate = learning_rate(config, state.update, num_updates)
+            if not is_warmup and state.update == 0 and state.warmup_losses:
+                # data parallelism has given the policy gradients of zero: counted as steps they would
+                # make its first real ones too small, or too large where the moments are slow
+                reset_moments(state.optimizer, state.num_policy_groups)
+                bar.restart_speed()  # a warm-up has taken time, and none of the episodes
+            set_learning_rate(state.optimizer, rate)
 
-                # 2. Responses: k to each of n prompts, in the order p_1 … p_n, again p_1 … p_n, and so on.
-                rows = state.prompt_order.take(num_prompts)
-                samples = state.sampler.sample([queries[i] for i in rows], state.update)
-                rows = rows * num_samples
-                generated = clock()
+            # 2. Responses: k to each of n prompts, in the order p_1 … p_n, again p_1 … p_n, and so on.
+            rows = state.prompt_order.take(num_prompts)
+            samples = state.sampler.sample([queries[i] for i in rows], state.update)
+            rows = rows * num_samples
+            generated = clock()
 
-                # 3. Scores, log-probs of policy and reference, and the critic's values. They are computed in
-                # the micro-batches of the first epoch, so that its ratios start at exactly 1 in bf16 too.
-                minibatches = shuffle_minibatches(config, state.order_rng)
-                rollout = score_rollout(
-                    dist,
-                    config,
-                    actor_critic,
-                    state.reference,
-                    scorers,
-                    [prompts[i] for i in rows],
-                    [queries[i] for i in rows],
-                    samples,
-                    take(columns, rows),
-                    minibatches,
-                    tokenizer=tokenizer,
-                    ends=ends,
-                    budget=state.budget,
-                    is_on_policy=state.sampler.is_policy,
-                )
-                rollout, sampler_metrics = state.sampler.correct(rollout)
-                mask = rollout.mask  # (B, R)
-                scored = clock()
+            # 3. Scores, log-probs of policy and reference, and the critic's values. They are computed in
+            # the micro-batches of the first epoch, so that its ratios start at exactly 1 in bf16 too.
+            minibatches = shuffle_minibatches(config, state.order_rng)
+            rollout = score_rollout(
+                dist,
+                config,
+                actor_critic,
+                state.reference,
+                scorers,
+                [prompts[i] for i in rows],
+                [queries[i] for i in rows],
+                samples,
+                take(columns, rows),
+                minibatches,
+                tokenizer=tokenizer,
+                ends=ends,
+                budget=state.budget,
+                is_on_policy=state.sampler.is_policy,
+            )
+            rollout, sampler_metrics = state.sampler.correct(rollout)
+            mask = rollout.mask  # (B, R)
+            scored = clock()
 
-                # 4. Scores become token rewards: scaled, under the rule for responses without an end, and
-                # on the last token. The KL penalty from the reference is on every token: r_t = −kl_coef ·
-                # kl_t (+ score). Two other KLs, of `kl_penalty` and `target_kl`, are from the rollout's
-                # policy.
-                scores = truncated_scores(
-                    state.score_scaler(rollout.scores),
-                    rollout.ended,
-                    config.truncation.kind,
-                    missing_eos_score=config.missing_eos_score,
-                )  # (B,)
-                kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
-                reward_kl_coef = state.kl_coef if config.kl.kind == "in_reward" else 0.0
-                rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B, R)
-                if config.whiten_rewards:
-                    rewards = whiten(rewards, mask, shift_mean=False)
+            # 4. Scores become token rewards: scaled, under the rule for responses without an end, and
+            # on the last token. The KL penalty from the reference is on every token: r_t = −kl_coef ·
+            # kl_t (+ score). Two other KLs, of `kl_penalty` and `target_kl`, are from the rollout's
+            # policy.
+            scores = truncated_scores(
+                state.score_scaler(rollout.scores),
+                rollout.ended,
+                config.truncation.kind,
+                missing_eos_score=config.missing_eos_score,
+            )  # (B,)
+            kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
+            reward_kl_coef = state.kl_coef if config.kl.kind == "in_reward" else 0.0
+            rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B, R)
+            if config.whiten_rewards:
+                rewards = whiten(rewards, mask, shift_mean=False)
 
-                # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks: the moments
-                # are those of the whole batch, so that they do not depend on its cut into minibatches.
-                advantages, returns = estimator(rewards, rollout, config)
-                if config.whiten_advantages:
-                    advantages = whiten(advantages, mask)
-                if config.advantage_clip is not None:
-                    advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-                rollout_metrics = objective_metrics(
-                    rollout,
-                    # γ·V of a response without an end: instead of its score (bootstrap) or beside it
-                    # (bootstrap_add)
-                    scores + config.gamma * rollout.bootstrap_values,
-                    kl,
-                    kl_coef=state.kl_coef,
-                    reward_kl_coef=reward_kl_coef,
-                )
-                rollout_metrics |= response_metrics(rollout)
-                if has_critic:
-                    rollout_metrics["val/explained_variance"] = explained_variance(
-                        returns, rollout.values, mask
-                    )
-                elif num_samples > 1:
-                    deviations = group_deviations(response_returns(rewards, mask), num_samples)
-                    rollout_metrics["val/group_deviation"] = float(deviations.mean())
-                rollout = replace(rollout, advantages=advantages, returns=returns)
-                require_finite(rollout_metrics, rollout)
+            # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks: the moments
+            # are those of the whole batch, so that they do not depend on its cut into minibatches.
+            advantages, returns = estimator(rewards, rollout, config)
+            if config.whiten_advantages:
+                advantages = whiten(advantages, mask)
+            if config.advantage_clip is not None:
+                advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+            rollout_metrics = objective_metrics(
+                rollout,
+                # γ·V of a response without an end: instead of its score (bootstrap) or beside it
+                # (bootstrap_add)
+                scores + config.gamma * rollout.bootstrap_values,
+                kl,
+                kl_coef=state.kl_coef,
+                reward_kl_coef=reward_kl_coef,
+            )
+            rollout_metrics |= response_metrics(rollout)
+            if has_critic:
+                rollout_metrics["val/explained_variance"] = explained_variance(returns, rollout.values, mask)
+            elif num_samples > 1:
+                deviations = group_deviations(response_returns(rewards, mask), num_samples)
+                rollout_metrics["val/group_deviation"] = float(deviations.mean())
+            rollout = replace(rollout, advantages=advantages, returns=returns)
+            require_finite(rollout_metrics, rollout)
 
-                # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
-                steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
-                num_epochs = 0
-                num_steps = config.num_ppo_epochs * config.num_mini_batches
-                with console.part("epochs", num_steps, "steps") as meter:
-                    while num_epochs < config.num_ppo_epochs:
-                        if num_epochs:
-                            minibatches = shuffle_minibatches(config, state.order_rng)
-                        for mini in minibatches:
-                            ptx_rows = state.ptx.take(len(mini)) if state.ptx and not is_warmup else []
+            # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
+            steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
+            num_epochs = 0
+            num_steps = config.num_ppo_epochs * config.num_mini_batches
+            with console.part("epochs", num_steps, "steps") as meter:
+                while num_epochs < config.num_ppo_epochs:
+                    if num_epochs:
+                        minibatches = shuffle_minibatches(config, state.order_rng)
+                    for mini in minibatches:
+                        ptx_rows = state.ptx.take(len(mini)) if state.ptx and not is_warmup else []
 
-                            # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
-                            sums, ptx_sums = accumulate_gradients(
-                                dist, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
-                            )
-
-                            # 8. The optimizer step, with the norm of the gradient clipped.
-                            try:
-                                norm = dist.step(state.wrapped, state.optimizer, config.max_grad_norm)
-                            except NonFiniteError as error:
-                                error.batch = vars(rollout) | {"rows": mini}
-                                raise
-                            meter.advance()
-                            grad_norms.append(norm)
-                            steps.append(sums)
-                            ptx_steps += [ptx_sums] if ptx_rows else []
-                        num_epochs += 1
-                        # Early stopping: no more epochs once the policy is too far from the rollout's.
-                        if config.target_kl is not None:
-                            last_epoch = TokenSums.means(steps[-config.num_mini_batches :], dist.sum)
-                            if last_epoch["policy/approxkl_avg"] > config.target_kl:
-                                break
-
-                # 9. What the epochs have measured, in means over the tokens of all minibatches.
-                epoch_metrics = ratio_metrics(
-                    TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
-                )
-                if ptx_steps:
-                    epoch_metrics |= TokenSums.means(ptx_steps, dist.sum)
-                epoch_metrics |= {
-                    "train/grad_norm": sum(grad_norms) / len(grad_norms),
-                    "train/num_epochs": num_epochs,
-                } | budget_metrics(state.budget)
-                # The coefficient of KL(π_old ‖ π) follows what the epochs have moved: PPO's section 4.
-                if config.kl_penalty is not None and not is_warmup:
-                    divergence = _divergence(dist, config, state, rollout)
-                    epoch_metrics |= {
-                        "policy/penalty_beta": state.penalty_beta,
-                        "policy/penalty_kl_avg": divergence,
-                    }
-                    state.penalty_beta = adapt_penalty(
-                        state.penalty_beta, divergence, config.kl_penalty.target
-                    )
-                require_finite(epoch_metrics, rollout)
-                trips: list[GuardTrip] = []
-                if warmup is not None and is_warmup:  # which has an axis of its own
-                    state.warmup_losses.append(epoch_metrics["loss/value_avg"])
-                    metrics = {
-                        "warmup/value_loss": epoch_metrics["loss/value_avg"],
-                        "warmup/explained_variance": rollout_metrics["val/explained_variance"],
-                    }
-                    tracker.metrics(metrics, step=len(state.warmup_losses) * batch_size)
-                    console.say(
-                        f"ppo: the critic warms up, update {len(state.warmup_losses)} of at most "
-                        f"{warmup.max_updates}: value loss {state.warmup_losses[-1]:.4g}"
-                    )
-                else:
-                    # 10. The update is done: kl_coef adapts, and the reference may follow the policy.
-                    state.update += 1
-                    state.kl_coef = adapt_kl_coef(
-                        state.kl_coef, rollout_metrics["objective/kl_k1"], batch_size, config.adaptive_kl
-                    )
-                    sync = config.reference_sync
-                    if sync is not None and state.update % sync.every == 0:
-                        assert state.moving_reference is not None
-                        sharding.move_toward(state.moving_reference.model, actor_critic.policy, sync.alpha)
-
-                    # 11. Metrics, an evaluation and samples when they are due, and the guards. The axis
-                    # counts undone episodes too, so that a roll back overwrites no point of a curve. Rollouts
-                    # are kept beside samples, and where a guard trips for the first time.
-                    end = clock()
-                    metrics = merge_metrics(epoch_metrics, rollout_metrics) | sampler_metrics
-                    metrics |= {
-                        "time/generate_seconds": generated - start,
-                        "time/score_seconds": scored - generated,
-                        "time/train_seconds": end - scored,
-                        "time/tokens_per_second": metrics["val/response_length"] * batch_size / (end - start),
-                        "eps": batch_size / (end - start),
-                        "episode": float(state.update * batch_size + state.undone_episodes),
-                        "lr": rate,
-                    }
-                    state.metrics = metrics
-                    tracker.metrics(metrics, step=int(metrics["episode"]))
-                    state.metrics = metrics | _evaluate(
-                        dist,
-                        state,
-                        evaluator,
-                        tracker,
-                        select=state.update in selected_at,
-                        show=state.update in shown_at,
-                    )
-                    bar.advance(
-                        batch_size, **{key: metrics[name] for key, name in SHOWN.items() if name in metrics}
-                    )
-                    num_shown = state.update
-                    if state.guards is not None:
-                        trips = state.guards.check(state.metrics)
-                    known = {trip["guard"] for trip in state.trips}
-                    if state.update in kept_at or any(trip.name not in known for trip in trips):
-                        kept = evaluator.rollout_rows(
-                            state.evaluation,
-                            rollout,
-                            [prompts[i] for i in rows],
-                            kl,
-                            episode=int(metrics["episode"]),
-                            update=state.update,
+                        # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
+                        sums, ptx_sums = accumulate_gradients(
+                            dist, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
                         )
-                        state.rollouts += kept
-                        tracker.table("rollouts", kept)
-            except NonFiniteError as error:  # on all ranks; what it came from is written out
-                metrics, trips = {}, [write_fault(dist, state, error, faults)]
-            state.num_rollouts += 1
 
-            # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
-            if not handle_trips(dist, config, state, trips, tracker):
-                keep_rollback_target(dist, state)
-            if state.update < num_shown:  # what was undone is to be done again
-                bar.skip((state.update - num_shown) * batch_size)
-                num_shown = state.update
+                        # 8. The optimizer step, with the norm of the gradient clipped.
+                        try:
+                            norm = dist.step(state.wrapped, state.optimizer, config.max_grad_norm)
+                        except NonFiniteError as error:
+                            error.batch = vars(rollout) | {"rows": mini}
+                            raise
+                        meter.advance()
+                        grad_norms.append(norm)
+                        steps.append(sums)
+                        ptx_steps += [ptx_sums] if ptx_rows else []
+                    num_epochs += 1
+                    # Early stopping: no more epochs once the policy is too far from the rollout's.
+                    if config.target_kl is not None:
+                        last_epoch = TokenSums.means(steps[-config.num_mini_batches :], dist.sum)
+                        if last_epoch["policy/approxkl_avg"] > config.target_kl:
+                            break
+
+            # 9. What the epochs have measured, in means over the tokens of all minibatches.
+            epoch_metrics = ratio_metrics(
+                TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
+            )
+            if ptx_steps:
+                epoch_metrics |= TokenSums.means(ptx_steps, dist.sum)
+            epoch_metrics |= {
+                "train/grad_norm": sum(grad_norms) / len(grad_norms),
+                "train/num_epochs": num_epochs,
+            } | budget_metrics(state.budget)
+            # The coefficient of KL(π_old ‖ π) follows what the epochs have moved: PPO's section 4.
+            if config.kl_penalty is not None and not is_warmup:
+                divergence = _divergence(dist, config, state, rollout)
+                epoch_metrics |= {
+                    "policy/penalty_beta": state.penalty_beta,
+                    "policy/penalty_kl_avg": divergence,
+                }
+                state.penalty_beta = adapt_penalty(state.penalty_beta, divergence, config.kl_penalty.target)
+            require_finite(epoch_metrics, rollout)
+            trips: list[GuardTrip] = []
+            if warmup is not None and is_warmup:  # which has an axis of its own
+                state.warmup_losses.append(epoch_metrics["loss/value_avg"])
+                metrics = {
+                    "warmup/value_loss": epoch_metrics["loss/value_avg"],
+                    "warmup/explained_variance": rollout_metrics["val/explained_variance"],
+                }
+                tracker.metrics(metrics, step=len(state.warmup_losses) * batch_size)
+                console.say(
+                    f"ppo: the critic warms up, update {len(state.warmup_losses)} of at most "
+                    f"{warmup.max_updates}: value loss {state.warmup_losses[-1]:.4g}"
+                )
+            else:
+                # 10. The update is done: kl_coef adapts, and the reference may follow the policy.
+                state.update += 1
+                state.kl_coef = adapt_kl_coef(
+                    state.kl_coef, rollout_metrics["objective/kl_k1"], batch_size, config.adaptive_kl
+                )
+                sync = config.reference_sync
+                if sync is not None and state.update % sync.every == 0:
+                    assert state.moving_reference is not None
+                    sharding.move_toward(state.moving_reference.model, actor_critic.policy, sync.alpha)
+
+                # 11. Metrics, an evaluation and samples when they are due, and the guards. Rollouts are kept
+                # beside samples, and where a guard trips for the first time.
+                end = clock()
+                metrics = merge_metrics(epoch_metrics, rollout_metrics) | sampler_metrics
+                metrics |= {
+                    "time/generate_seconds": generated - start,
+                    "time/score_seconds": scored - generated,
+                    "time/train_seconds": end - scored,
+                    "time/tokens_per_second": metrics["val/response_length"] * batch_size / (end - start),
+                    "eps": batch_size / (end - start),
+                    "episode": float(state.update * batch_size),
+                    "lr": rate,
+                }
+                state.metrics = metrics
+                tracker.metrics(metrics, step=int(metrics["episode"]))
+                state.metrics = metrics | _evaluate(
+                    dist,
+                    state,
+                    evaluator,
+                    tracker,
+                    select=state.update in selected_at,
+                    show=state.update in shown_at,
+                )
+                bar.advance(
+                    batch_size, **{key: metrics[name] for key, name in SHOWN.items() if name in metrics}
+                )
+                if state.guards is not None:
+                    trips = state.guards.check(state.metrics)
+                known = {trip["guard"] for trip in state.trips}
+                if state.update in kept_at or any(trip.name not in known for trip in trips):
+                    kept = evaluator.rollout_rows(
+                        state.evaluation,
+                        rollout,
+                        [prompts[i] for i in rows],
+                        kl,
+                        episode=int(metrics["episode"]),
+                        update=state.update,
+                    )
+                    state.rollouts += kept
+                    tracker.table("rollouts", kept)
+
+            # 12. A trip of a guard warns, raises kl_coef or stops.
+            handle_trips(config, state, trips, tracker)
 
             # 13. A snapshot, when one is due.
             if snapshots.due():
                 snapshots.save(state.num_rollouts, state.state_dict(dist) | {"tracker": tracker.state_dict()})
-            if metrics:
-                yield metrics
+            yield metrics
 
 
 def shuffle_minibatches(config: Ppo, generator: torch.Generator) -> list[list[int]]:

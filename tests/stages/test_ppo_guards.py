@@ -1,4 +1,4 @@
-"""Guards of stage ppo: what stops, warns or rolls back; and killed runs, which resume to the same bytes."""
+"""Guards of stage ppo: what stops or warns; and killed runs, which resume to the same bytes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ FAR = {"ppo.learning_rate": 3e-3, "ppo.kl_coef": 1e-4, "ppo.total_episodes": 96}
 
 def guards(**changes: Any) -> dict[str, Any]:
     shipped: dict[str, Any] = small.params()["ppo"]["guards"]
-    return shipped | {"patience": 1, "kl_max": 1.0, "checkpoint_every": 1} | changes
+    return shipped | {"patience": 1, "kl_max": 1.0} | changes
 
 
 class Events(NullTracker):
