@@ -38,7 +38,11 @@ BATCH_SIZE = 256
 
 @dataclass(frozen=True)
 class Samples:
-    """Responses cut after the stop token, and the log-prob of each of their tokens under the sampler."""
+    """Responses cut after the stop token, and the log-prob of each of their tokens under the sampler.
+
+    With k samples to each of n queries, a response to each comes before the next response to each: row i is
+    a response to query i mod n. Ranks that have every r-th query have every r-th row, where r divides n.
+    """
 
     responses: list[Ids]
     logprobs: list[Tensor]
@@ -70,9 +74,8 @@ def sample(
 ) -> Samples:
     """Sample responses to each query from softmax(logits / temperature), by default all at once.
 
-    The responses to the n queries are followed by the next response to each, until there are `num_samples`. A
-    query whose responses share a batch is computed once for them, also where it is given several times.
-    `meter` counts the responses, by default one of its own.
+    There are `num_samples` responses to each. A query whose responses share a batch is computed once for
+    them, also where it is given several times. `meter` counts the responses, by default one of its own.
 
     A row ends when it draws one of `ends`, which is kept as its last token, or reaches `max_new_tokens`. Each
     token takes one uniform number, and all of them are drawn here: a response depends on no other row, and on

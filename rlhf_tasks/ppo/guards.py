@@ -47,17 +47,17 @@ class GuardTripped(UserError):
     """A guard has stopped the training."""
 
 
-def warn_of_endless(settings: config.Ppo, ended: float) -> None:
+def warn_of_endless(response_length: int, ended: float) -> None:
     """Warn where few responses end before training: most scores are then those of the truncation rule."""
     if ended < WARN_ENDED_SHARE:
         console.say(
             f"Warning: {ended:.1%} of the SFT model's responses end within ppo.response_length="
-            f"{settings.response_length} tokens. Raise it, train stage sft longer, or name the token that "
+            f"{response_length} tokens. Raise it, train stage sft longer, or name the token that "
             "ends them in ppo.stop_token."
         )
 
 
-class Guards:
+class GuardChecks:
     """Checks each update; a guard trips when its condition fails for `patience` updates in a row."""
 
     def __init__(

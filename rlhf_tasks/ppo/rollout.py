@@ -10,35 +10,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.load import TokenScores, disable_adapters, supports_shared_prefix
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
 from rlhf_tasks.models.sampling import Samples
-from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, has_ended
+from rlhf_tasks.models.stop_tokens import close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
 from rlhf_tasks.ppo.rewards import bootstrap_values
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.distributed import Distributed, MicroRows
 
+if TYPE_CHECKING:
+    from rlhf_tasks.ppo.state import Setup, TrainState
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows of prompts: their texts, the ids of these, and their kept columns."""
+
+    texts: Sequence[str]
+    queries: Sequence[Ids]
+    columns: Columns
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, rows: Sequence[int]) -> Prompts:
+        """These rows."""
+        texts, queries = ([values[i] for i in rows] for values in (self.texts, self.queries))
+        return Prompts(texts, queries, take(self.columns, rows))
+
+    def repeat(self, num_samples: int) -> Prompts:
+        """A row for each response, in the order of `Samples`."""
+        return self.take([*range(len(self))] * num_samples)
+
+    def responses(self, ids: Sequence[Ids], tokenizer: PreTrainedTokenizerBase) -> Responses:
+        """Responses to these prompts, for scorers."""
+        return Responses.of_ids(self.texts, self.queries, ids, tokenizer, self.columns)
 
 
 @dataclass(frozen=True)
 class Rollout:
     """The rollout of all ranks."""
 
-    queries: list[Ids]
+    queries: Sequence[Ids]
     responses: list[Ids]
     ended: Tensor  # (B,) bool: the response has an end
     mask: Tensor  # (B, R) bool
@@ -184,41 +211,28 @@ class Scorers(Protocol):
 @console.part("scoring")
 @torch.no_grad()
 def score_rollout(
-    dist: Distributed,
-    config: Ppo,
-    model: ActorCritic,
-    reference: Reference,
-    scorers: Scorers,
-    prompts: Sequence[str],
-    queries: list[Ids],
-    samples: Samples,
-    columns: Columns,
-    minibatches: Sequence[Sequence[int]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: StopTokens,
-    budget: TokenBudget,
-    is_on_policy: bool,
+    setup: Setup, state: TrainState, prompts: Prompts, samples: Samples, minibatches: Sequence[Sequence[int]]
 ) -> Rollout:
     """The rollout of all ranks' samples, without advantages: log-probs, values and scores.
 
-    `queries` are the ids of the `prompts`; all of these are given to all ranks, and each computes its share.
-    Where the policy in training did not sample by itself (`is_on_policy` is False), or not in float32, its
-    log-probs come from a pass of their own: the sampler computes a token at a time and rounds otherwise, and
-    the first ratio would differ from 1. The passes read the micro-batches in which the first epoch will train
-    on these `minibatches`: in bf16 the rows of a pass decide how it rounds.
+    All ranks have all of the `prompts`, one for each sample, and each computes its share.
+    Where the policy in training did not sample by itself, or not in float32, its log-probs come from a pass
+    of their own: the sampler computes a token at a time and rounds otherwise, and the first ratio would
+    differ from 1. The passes read the micro-batches in which the first epoch will train on these
+    `minibatches`: in bf16 the rows of a pass decide how it rounds.
 
     Raises:
         NonFiniteError: on all ranks, if any number is NaN or infinite; the rollout is its `batch`.
     """
+    dist, config, model, tokenizer = setup.dist, setup.config, state.actor_critic, setup.tokenizer
     responses, lengths = samples.responses, torch.tensor([len(r) for r in samples.responses])
-    shape = (len(queries), config.response_length)
-    recomputes = not is_on_policy or not dist.is_float32
-    ended = torch.tensor([has_ended(response, ends) for response in responses])
+    shape = (len(prompts), config.response_length)
+    recomputes = not state.sampler.is_policy or not dist.is_float32
+    ended = torch.tensor([has_ended(response, setup.ends) for response in responses])
     logprobs, ref_logprobs, values = (torch.zeros(shape) for _ in range(3))
-    last_values = torch.zeros(len(queries))
+    last_values = torch.zeros(len(prompts))
     rollout = Rollout(
-        queries=queries,
+        queries=prompts.queries,
         responses=responses,
         ended=ended,
         mask=torch.arange(config.response_length) < lengths[:, None],
@@ -226,7 +240,7 @@ def score_rollout(
         ref_logprobs=ref_logprobs,
         values=values,
         bootstrap_values=last_values,
-        scores=torch.zeros(len(queries)),
+        scores=torch.zeros(len(prompts)),
         parts={},
         importance=torch.ones(shape),
         advantages=torch.zeros(shape),
@@ -238,7 +252,9 @@ def score_rollout(
     def forward(micro: MicroRows) -> None:
         batch = rollout.batch(micro.groups).to(dist.device)
         with dist.autocast():
-            ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
+            ref = state.reference.logprobs(
+                batch, config.temperature
+            )  # (b, r), r the longest of these responses
             stats = None
             if recomputes or isinstance(model.critic, ValueHead):
                 stats, state_values = model(batch, config.temperature)  # (b, r), (b, r + 1)
@@ -255,12 +271,12 @@ def score_rollout(
             logprobs[rows, :width] = stats.logprobs.float().cpu()
 
     if not recomputes:  # in float32 the other rows of a pass change a number by rounding alone
-        minibatches = [range(len(queries))]
+        minibatches = [range(len(prompts))]
     with console.part("reading", len(minibatches), "minibatches") as meter:
         for minibatch in minibatches:
-            for attempt in dist.attempts(budget):
+            for attempt in dist.attempts(state.budget):
                 with attempt:
-                    for micro in rollout.split(dist, dist.slice_rows(minibatch), budget):
+                    for micro in rollout.split(dist, dist.slice_rows(minibatch), state.budget):
                         forward(micro)
             meter.advance()
     # each row was read by one rank, and is zero on the others
@@ -268,24 +284,22 @@ def score_rollout(
         dist.sum(x.to(dist.device)).cpu() for x in (logprobs, ref_logprobs, values, last_values)
     )
 
-    own = dist.shard_rows(range(len(queries)))
-    own_queries, own_responses = [queries[i] for i in own], [responses[i] for i in own]
-    to_score = close_responses(tokenizer, own_responses, ends)
-    own_parts = raise_on_all_ranks(
+    local = dist.shard_rows(range(len(prompts)))
+    local_prompts, local_responses = prompts.take(local), [responses[i] for i in local]
+    rows = local_prompts.responses(close_responses(tokenizer, local_responses, setup.ends), tokenizer)
+    local_parts = raise_on_all_ranks(
         dist,
-        lambda: scorers.parts(
-            Responses.of_ids([prompts[i] for i in own], own_queries, to_score, tokenizer, take(columns, own))
-        ),
-        {"queries": own_queries, "responses": own_responses},
+        lambda: setup.scorers.parts(rows),
+        {"queries": local_prompts.queries, "responses": local_responses},
     )
-    parts: dict[str, Tensor] = interleave(dist.all_gather_object(own_parts))
+    parts: dict[str, Tensor] = interleave(dist.all_gather_object(local_parts))
     rollout = replace(
         rollout,
         logprobs=logprobs if recomputes else pad_rows(samples.logprobs, config.response_length),
         ref_logprobs=ref_logprobs,
         values=values,
         bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
-        scores=scorers.total(parts),
+        scores=setup.scorers.total(parts),
         parts=parts,
     )
     names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,28 +15,34 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.models.load import num_bytes
+from rlhf_tasks.models.stop_tokens import StopTokens
 from rlhf_tasks.models.tensors import NonFiniteError
-from rlhf_tasks.ppo.evaluate import EvaluationState
+from rlhf_tasks.ppo.advantages import Estimator
+from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator
 from rlhf_tasks.ppo.guards import (
     BF16_RATIO_ERROR,
     FLOAT32_RATIO_ERROR,
     NON_FINITE,
     SHARDED_BF16_RATIO_ERROR,
-    Guards,
+    GuardChecks,
     GuardTrip,
     GuardTripped,
 )
+from rlhf_tasks.ppo.losses import PolicyLoss
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rewards import ScoreScaler
-from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Reference, ReferenceCopy
-from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
+from rlhf_tasks.ppo.rollout import ActorCritic, Prompts, Reference, ReferenceCopy, Scorers
+from rlhf_tasks.ppo.sampler import LocalSampler, Sampler, ServedSampler
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
+from rlhf_tasks.training.checkpoint import Checkpoint
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw
+from rlhf_tasks.training.supervised import LanguageModeling
 
 
 class ShuffledRows:
@@ -52,6 +58,34 @@ class ShuffledRows:
             self.waiting += torch.randperm(self._num_rows, generator=self._generator).tolist()
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
         return taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What PPO trains with, and where it reports; nothing of it changes."""
+
+    dist: Distributed
+    config: Ppo
+    prompts: Prompts
+    scorers: Scorers
+    loss: PolicyLoss
+    estimator: Estimator
+    evaluator: Evaluator
+    ptx: LanguageModeling | None
+    """The text of PPO-ptx; None without it."""
+    tokenizer: PreTrainedTokenizerBase
+    ends: StopTokens
+    """The tokens that end a response."""
+    tracker: Tracker
+    snapshots: Checkpoint
+    faults: Path
+    """The folder for batches from which NaN or infinity came."""
+    clock: Callable[[], float] = time.perf_counter
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole training."""
+        return self.config.total_episodes // self.config.rollout_batch_size
 
 
 @dataclass
@@ -73,7 +107,7 @@ class TrainState:
     prompt_order: ShuffledRows
     ptx: ShuffledRows | None
     score_scaler: ScoreScaler
-    guards: Guards | None
+    guards: GuardChecks | None
     kl_coef: float
     penalty_beta: float
     budget: TokenBudget
@@ -163,37 +197,53 @@ PLAIN = (
 
 
 def initial_state(
-    dist: Distributed,
-    config: Ppo,
+    setup: Setup,
     actor_critic: ActorCritic,
     reference: Reference,
-    tokenizer: PreTrainedTokenizerBase,
     server: VllmServer | None = None,
     *,
-    num_prompts: int,
-    num_demonstrations: int,
     seed: int,
 ) -> TrainState:
     """The state before training; where vLLM samples, the first rank gives its `server`."""
+    dist, config = setup.dist, setup.config
     optimizer: torch.optim.Optimizer = adamw(actor_critic.policy, config)
     num_policy_groups = len(optimizer.param_groups)
-    if not isinstance(actor_critic.critic, NoCritic):
+    if config.critic is not None:
         # one AdamW for both; the critic's groups may have a learning rate of their own
-        own_rate: float | None = getattr(config.critic, "learning_rate", None)
-        scale = (own_rate or config.learning_rate) / config.learning_rate
+        rate = config.critic.learning_rate if isinstance(config.critic, SeparateCritic) else None
+        scale = (rate or config.learning_rate) / config.learning_rate
         for group in adamw(actor_critic.critic, config).param_groups:
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     wrapped, optimizer = dist.prepare(actor_critic, optimizer, config.max_grad_norm)
     order_rng, token_rng = torch.Generator().manual_seed(seed), torch.Generator(dist.device).manual_seed(seed)
-    sampler: Sampler = PolicySampler(dist, config, actor_critic.policy, tokenizer, token_rng)
+    sampler: Sampler
     if config.sampler.kind == "vllm":
-        sampler = VllmSampler(dist, config, actor_critic.policy, tokenizer, token_rng, server)
+        sampler = ServedSampler(
+            dist,
+            config.sampler,
+            actor_critic.policy,
+            token_rng,
+            server,
+            num_samples=config.samples_per_prompt,
+        )
+    else:
+        sampler = LocalSampler(
+            dist,
+            actor_critic.policy,
+            token_rng,
+            num_samples=config.samples_per_prompt,
+            max_new_tokens=config.response_length,
+            temperature=config.temperature,
+            ends=setup.ends,
+            pad=setup.tokenizer.pad_token_id,
+            batch_size=config.sampler.batch_size,
+        )
     guards = None
     if config.guards is not None:
         ratio_error = FLOAT32_RATIO_ERROR
         if not dist.is_float32:
             ratio_error = SHARDED_BF16_RATIO_ERROR if dist.rounds_weights else BF16_RATIO_ERROR
-        guards = Guards(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
+        guards = GuardChecks(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
     return TrainState(
         actor_critic=actor_critic,
         wrapped=wrapped,
@@ -203,8 +253,8 @@ def initial_state(
         sampler=sampler,
         order_rng=order_rng,
         token_rng=token_rng,
-        prompt_order=ShuffledRows(num_prompts, order_rng),
-        ptx=ShuffledRows(num_demonstrations, order_rng) if num_demonstrations else None,
+        prompt_order=ShuffledRows(len(setup.prompts), order_rng),
+        ptx=ShuffledRows(len(setup.ptx.queries), order_rng) if setup.ptx else None,
         score_scaler=ScoreScaler(config.score_scaling),
         guards=guards,
         kl_coef=config.kl_coef,
@@ -217,17 +267,17 @@ def initial_state(
 # ------------------------------------------------------------------------------------ trips and faults
 
 
-def handle_trips(config: Ppo, state: TrainState, trips: Sequence[GuardTrip], tracker: Tracker) -> None:
+def handle_trips(setup: Setup, state: TrainState, trips: Sequence[GuardTrip]) -> None:
     """Record an update's trips, and warn or raise kl_coef, once for all of them.
 
     Raises:
         GuardTripped: if training is to stop.
     """
-    episode = state.update * config.rollout_batch_size
+    guards, episode = setup.config.guards, state.update * setup.config.rollout_batch_size
     for trip in trips:
-        tracker.event(f"guard.{trip.name}", str(trip), step=episode)
+        setup.tracker.event(f"guard.{trip.name}", str(trip), step=episode)
         state.trips.append({"episode": episode, "guard": trip.name, "message": str(trip)})
-    action = "stop" if config.guards is None else config.guards.action
+    action = "stop" if guards is None else guards.action
     if action == "warn":
         for trip in trips:
             console.say(f"guard {trip}")
@@ -235,17 +285,15 @@ def handle_trips(config: Ppo, state: TrainState, trips: Sequence[GuardTrip], tra
     if not trips:
         return
     trip = min(trips, key=lambda trip: trip.kl_helps)  # the first that a higher kl_coef does not help, if any
-    if config.guards is None or action != "raise_kl" or not trip.kl_helps:
+    if guards is None or action != "raise_kl" or not trip.kl_helps:
         raise GuardTripped(f"PPO was stopped at update {state.update} by the guard {trip}")
-    state.kl_coef *= config.guards.kl_coef_factor
+    state.kl_coef *= guards.kl_coef_factor
     console.say(f"guard {trip}. kl_coef is now {state.kl_coef:g}")
 
 
 @contextmanager
-def stop_at_non_finite(
-    dist: Distributed, config: Ppo, state: TrainState, tracker: Tracker, folder: Path
-) -> Iterator[None]:
-    """Within the block NaN or infinity trips a guard on all ranks; what it came from is written to `folder`.
+def stop_at_non_finite(setup: Setup, state: TrainState) -> Iterator[None]:
+    """Within the block NaN or infinity trips a guard on all ranks; what it came from is written to `faults`.
 
     Raises:
         GuardTripped: then, whatever `guards.action` is.
@@ -253,9 +301,9 @@ def stop_at_non_finite(
     try:
         yield
     except NonFiniteError as error:
-        folder.mkdir(parents=True, exist_ok=True)
+        setup.faults.mkdir(parents=True, exist_ok=True)
         when = f"{state.num_rollouts}-{time.time_ns()}"  # several runs share the folder
-        file = folder / f"ppo-after-update-{state.update}-rank-{dist.rank}-{when}.pt"
+        file = setup.faults / f"ppo-after-update-{state.update}-rank-{setup.dist.rank}-{when}.pt"
         torch.save(error.batch, file)
         trip = GuardTrip(
             NON_FINITE,
@@ -263,4 +311,4 @@ def stop_at_non_finite(
             "steps are too big, or a scorer gives extreme numbers",
             kl_helps=False,
         )
-        handle_trips(config, state, [trip], tracker)
+        handle_trips(setup, state, [trip])

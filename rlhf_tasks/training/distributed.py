@@ -127,11 +127,14 @@ class Distributed:
         return int(largest)
 
     def shard_rows(self, rows: Sequence[Any]) -> list[Any]:
-        """This rank's share of rows that all ranks hold."""
+        """This rank's share of rows that all ranks hold: every n-th, so that `interleave` restores the order.
+
+        Where the order is by length or by prompt, ranks get alike rows.
+        """
         return list(rows[self.rank :: self.world_size])
 
     def slice_rows(self, rows: Sequence[Any]) -> list[Any]:
-        """This rank's share of rows that all ranks hold: rows side by side."""
+        """This rank's share of rows that all ranks hold: rows side by side, which may belong together."""
         start, stop = (len(rows) * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return list(rows[start:stop])
 

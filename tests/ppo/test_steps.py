@@ -339,7 +339,7 @@ def test_a_minibatch_has_all_samples_of_its_prompts(monkeypatch: pytest.MonkeyPa
     seen = list[list[int]]()
 
     def accumulate(*args: Any) -> Any:
-        seen.append(args[4])
+        seen.append(args[3])
         return accumulate_gradients(*args)
 
     monkeypatch.setattr(loop, "accumulate_gradients", accumulate)

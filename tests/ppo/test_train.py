@@ -16,9 +16,8 @@ from benchmarks.workloads import NoEvaluator
 from rlhf_tasks import console
 from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
 from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.reporting import sample_updates, selection_updates
 from rlhf_tasks.ppo.state import handle_trips
-from rlhf_tasks.ppo.train import sample_updates, selection_updates
-from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.ppo.toy import DEMONSTRATIONS, QUERIES, Memory, toy, untimed, without_critic
 
@@ -191,7 +190,7 @@ def test_all_trips_of_an_update_are_recorded_and_one_that_a_higher_kl_coef_does_
     next(one.updates)
     trips = [GuardTrip("kl_high", "12", "steps"), GuardTrip("first_ratio", "0.1", "a bug", kl_helps=False)]
     with pytest.raises(GuardTripped, match="by the guard first_ratio"):
-        handle_trips(one.config, one.state, trips, NullTracker("ppo"))
+        handle_trips(one.setup, one.state, trips)
     assert [trip["guard"] for trip in one.state.trips] == ["kl_high", "first_ratio"]
 
 
