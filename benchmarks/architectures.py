@@ -26,8 +26,9 @@ from rlhf_tasks.data import positions
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models import checks
 from rlhf_tasks.models.checks import Result
-from rlhf_tasks.models.load import TokenScores, add_lora
+from rlhf_tasks.models.load import add_score_head
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.lora import add_lora
 from tests import families
 
 SECONDS = 60
@@ -117,7 +118,7 @@ def outcome(family: str) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
-            scores = TokenScores.from_policy(Path(folder), torch.Generator().manual_seed(1))
+            scores = add_score_head(Path(folder), torch.Generator().manual_seed(1))
         except Exception as error:  # the same here
             note = f"no reward model of it, and no separate critic: {_first_line(error)}"
             return Outcome(family, NOTED, _largest(results), note)

@@ -173,7 +173,7 @@ def _sft_ours(shape: Shape, updates: int) -> list[float]:
 
 
 def _reward_ours(shape: Shape, updates: int) -> list[float]:
-    from rlhf_tasks.models.load import TokenScores, supports_shared_prefix
+    from rlhf_tasks.models.heads import TokenScores, supports_shared_prefix
     from rlhf_tasks.stages.reward import Learner, Pairs
 
     data, model = rows(shape, updates), shapes.models(shape).reward

@@ -17,11 +17,12 @@ from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
 from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import TokenScores, place
+from rlhf_tasks.models.heads import ActorCritic, NoCritic, TokenScores
+from rlhf_tasks.models.load import place
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Prompts, Reference, ReferenceCopy
+from rlhf_tasks.ppo.rollout import Prompts, Reference, ReferenceCopy
 from rlhf_tasks.ppo.state import Setup, initial_state
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.scoring.build import WeightedSum

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import ENGLISH
-from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
+from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness, statistics
@@ -29,6 +29,7 @@ from rlhf_tasks.judging.harness import Done, HarnessTasks
 from rlhf_tasks.judging.results import RetentionResult, TaskChange
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.passes import TokenBudget, read_rows
 from rlhf_tasks.project.paths import Paths
 
 NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations
@@ -151,7 +152,6 @@ def are_right(
     return right
 
 
-@torch.no_grad()
 def logprob_sums(
     model: PreTrainedModel,
     queries: Sequence[Ids],
@@ -161,17 +161,14 @@ def logprob_sums(
     temperature: float = 1.0,
 ) -> list[float]:
     """Σ log p of each response's tokens after its query; no query may be empty."""
-    sums = [0.0] * len(queries)
-    device = next(model.parameters()).device
-    with console.part("reading", len(sums), "texts") as meter:
-        for rows in micro_batches(sizes(queries, responses), max_tokens):
-            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
-            batch = batch.to(device)
-            values = response_logprobs(model, batch, temperature).sum(1).tolist()
-            for i, value in zip(rows, values, strict=True):
-                sums[i] = value
-            meter.advance(len(rows))
-    return sums
+    return read_rows(
+        lambda batch: response_logprobs(model, batch, temperature).sum(1),
+        queries,
+        responses,
+        pad=tokenizer.pad_token_id,
+        device=next(model.parameters()).device,
+        budget=TokenBudget(max_tokens),
+    ).tolist()
 
 
 def _text_rows(

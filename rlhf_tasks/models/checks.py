@@ -23,16 +23,10 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import (
-    TokenScores,
-    is_reward,
-    load_causal,
-    load_reward,
-    merge_adapter,
-    num_bytes,
-    place,
-)
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import is_reward, load_causal, load_reward, num_bytes, place
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.lora import merge_adapter
 from rlhf_tasks.models.sampling import GPU_CHECK, Samples, sample
 from rlhf_tasks.project import disk
 

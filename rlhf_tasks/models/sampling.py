@@ -27,6 +27,7 @@ from rlhf_tasks.data.batches import Batch, collate, load_tokenizer
 from rlhf_tasks.data.tokenizer import Ids, encode, read_plain, response_texts
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, place
+from rlhf_tasks.models.passes import attempts
 from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, ends_of
 from rlhf_tasks.models.tensors import NonFiniteError
 
@@ -94,30 +95,30 @@ def sample(
     by_length = sorted(range(num_queries), key=lambda i: (len(queries[i]), i))
     order = [row for i in by_length for row in range(i, num_rows, num_queries)]
     result = Samples([[] for _ in order], [torch.empty(0) for _ in order])
-    start, size = 0, batch_size or len(order)
+    start, size = 0, min(batch_size or len(order), len(order))
+
+    def shrink() -> None:
+        nonlocal size
+        if (size := min(size, len(order) - start) // 2) == 0:
+            raise torch.OutOfMemoryError("while it samples one row")
+        console.say(f"out of memory: {size} responses are sampled at a time now")
+
     with nullcontext(meter) if meter else console.part("sampling", len(order), "responses") as counted:
-        while start < len(order):
-            rows = order[start : start + size]
-            texts = [tuple(queries[row % num_queries]) for row in rows]
-            number_of = {ids: i for i, ids in enumerate(dict.fromkeys(texts))}
-            batch = collate([*map(list, number_of)], [[] for _ in number_of], pad).to(model.device)
-            query_of = torch.tensor([number_of[ids] for ids in texts], device=model.device)
-            found = None
-            try:
-                found = _decode(model, batch, query_of, uniform[rows], temperature, ends, counted)
-            except torch.OutOfMemoryError:
-                if len(rows) == 1:
-                    raise
-            if found is None:  # here the error's traceback, which holds tensors, is gone
-                torch.cuda.empty_cache()
-                size = len(rows) // 2
-                console.say(f"out of memory: {size} responses are sampled at a time now")
-                continue
-            start += len(rows)
-            tokens, logprobs = found
-            for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
-                length = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
-                result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
+        for attempt in attempts(shrink):
+            with attempt:
+                while start < len(order):
+                    rows = order[start : start + size]
+                    texts = [tuple(queries[row % num_queries]) for row in rows]
+                    number_of = {ids: i for i, ids in enumerate(dict.fromkeys(texts))}
+                    batch = collate([*map(list, number_of)], [[] for _ in number_of], pad).to(model.device)
+                    query_of = torch.tensor([number_of[ids] for ids in texts], device=model.device)
+                    tokens, logprobs = _decode(
+                        model, batch, query_of, uniform[rows], temperature, ends, counted
+                    )
+                    start += len(rows)
+                    for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
+                        length = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
+                        result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
     return result
 
 

@@ -20,7 +20,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import TokenBudget, collate_groups, sizes
+from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, response_texts
 from rlhf_tasks.errors import UserError
@@ -28,6 +28,7 @@ from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.judging.judges.comparisons import check_failures
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.passes import TokenBudget, read_rows
 from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.kl import k1
@@ -280,7 +281,6 @@ class Evaluator:
             rule = "none"
         return truncated_scores(scores, ended, rule, missing_eos_score=self._config.missing_eos_score)
 
-    @torch.no_grad()
     def _kl(self, queries: Sequence[Ids], responses: Sequence[Ids], budget: TokenBudget) -> Tensor:
         """(B,) float64: Σ_t log π − log π_ref of each response, in nats; each rank measures its share.
 
@@ -288,23 +288,27 @@ class Evaluator:
             NonFiniteError: on all ranks, if a KL is NaN or infinite.
         """
         dist = self._dist
-        own, own_responses = dist.shard_rows(queries), dist.shard_rows(responses)
-        result = torch.zeros(len(own), dtype=torch.float64)
+        local_responses, temperature = dist.shard_rows(responses), self._config.temperature
 
-        def measure(rows: list[int]) -> None:
-            groups, pad = [[i] for i in rows], self._tokenizer.pad_token_id
-            batch = collate_groups(own, own_responses, groups, pad).to(dist.device)
+        def kl_of(batch: Batch) -> Tensor:
             with dist.autocast():
-                logprobs = response_logprobs(self._policy, batch, self._config.temperature).float()
-                ref_logprobs = self._reference.logprobs(batch, self._config.temperature).float()
-            kl = k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
-            result[rows] = kl.cpu()[: len(rows)]
+                logprobs = response_logprobs(self._policy, batch, temperature).float()
+                ref_logprobs = self._reference.logprobs(batch, temperature).float()
+            return k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
 
-        dist.run_batches(budget, sizes(own, own_responses), measure)
+        result = read_rows(
+            kl_of,
+            dist.shard_rows(queries),
+            local_responses,
+            pad=self._tokenizer.pad_token_id,
+            device=dist.device,
+            budget=budget,
+            run=dist.run_batches,
+        )
         if dist.max(int(not bool(result.isfinite().all()))):
             raise NonFiniteError(
                 "the KL to the reference is NaN or infinite at the selection prompts",
-                {"prompts": dist.shard_rows(self._prompts.texts), "responses": own_responses},
+                {"prompts": dist.shard_rows(self._prompts.texts), "responses": local_responses},
             )
         whole: Tensor = interleave(dist.all_gather_object(result))
         return whole

@@ -15,8 +15,7 @@ from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import checks, contracts
-from rlhf_tasks.models.load import TokenScores
-from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.models.heads import ActorCritic, TokenScores
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.distributed import Distributed

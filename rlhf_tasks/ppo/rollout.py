@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.data.batches import Batch, TokenBudget, collate_groups, group_rows, group_sizes
+from rlhf_tasks.data.batches import Batch, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import TokenScores, disable_adapters, supports_shared_prefix
-from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
+from rlhf_tasks.models.heads import ValueHead
+from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.lora import disable_adapters
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.stop_tokens import close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError
@@ -49,7 +51,7 @@ class Prompts:
 
     def take(self, rows: Sequence[int]) -> Prompts:
         """These rows."""
-        texts, queries = ([values[i] for i in rows] for values in (self.texts, self.queries))
+        texts, queries = [self.texts[i] for i in rows], [self.queries[i] for i in rows]
         return Prompts(texts, queries, take(self.columns, rows))
 
     def repeat(self, num_samples: int) -> Prompts:
@@ -92,77 +94,28 @@ class Rollout:
         """The token ids of these groups of rows, padded."""
         return collate_groups(self.queries, self.responses, groups, self.pad)
 
+    def read(
+        self,
+        dist: Distributed,
+        rows: Sequence[int],
+        budget: TokenBudget,
+        compute: Callable[[Batch], Sequence[Tensor]],
+        into: Sequence[Tensor],
+    ) -> None:
+        """Put what `compute` gives for this rank's `rows`, (b, r) each, into their rows of (B, R) tensors."""
+        for attempt in dist.attempts(budget):
+            with attempt:
+                for micro in self.split(dist, rows, budget):
+                    with dist.autocast():
+                        parts = compute(self.batch(micro.groups).to(dist.device))
+                    if micro.scale:  # else it is a pass that other ranks need
+                        for whole, part in zip(into, parts, strict=True):
+                            whole[micro.rows, : part.shape[1]] = part.float().cpu()
+
     def select(self, rows: Sequence[int], width: int, device: torch.device) -> MicroBatch:
         """What the losses read of these rows, (b, width) each; `width` is the longest of their responses."""
         columns = (getattr(self, name)[list(rows), :width].to(device) for name in MicroBatch._fields)
         return MicroBatch(*columns)
-
-
-class ValueHead(nn.Linear):
-    """A critic without a trunk of its own: a linear map of the policy's hidden state to one number.
-
-    It starts at zero, as in lm-human-preferences: a random head would add noise to the first advantages.
-    """
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1)
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-
-class NoCritic(nn.Module):
-    """The critic where advantages need none: it has no weights, and every value is 0."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        """(B, R + 1) zeros."""
-        rows, width = batch.response_mask.shape
-        return torch.zeros(rows, width + 1, device=batch.response_mask.device)
-
-
-class ActorCritic(nn.Module):
-    """Policy and critic as one module, so that one optimizer, and one wrapper of DDP or ZeRO, hold both.
-
-    The critic is a model of its own, a head on the policy's trunk, or there is none.
-    """
-
-    def __init__(self, policy: PreTrainedModel, critic: TokenScores | ValueHead | NoCritic) -> None:
-        super().__init__()
-        self.policy, self.critic = policy, critic
-
-    def forward(
-        self, batch: Batch, temperature: float = 1.0, *, entropy_grad: bool = False, with_values: bool = True
-    ) -> tuple[TokenStats, Tensor | None]:
-        """The policy's statistics, (B, R) each, and (B, R + 1) values, or None with `with_values=False`.
-
-        `values[:, t]` is the value of the state before response token t; the one after a row's last token
-        follows it.
-        """
-        stats = token_stats(self.policy, batch, temperature, entropy_grad=entropy_grad)
-        if not with_values:
-            return stats, None
-        if isinstance(self.critic, ValueHead):
-            with torch.autocast(stats.states.device.type, enabled=False):  # 16 bits would round the values
-                values = self.critic(stats.states.to(self.critic.weight.dtype)).squeeze(-1).float()
-            return stats, _left_aligned(batch.states(values), batch)
-        return stats, self.values(batch)
-
-    @property
-    def shares_queries(self) -> bool:
-        """Whether both models share queries among responses; the reference is like the policy."""
-        models = [self.policy, *([self.critic.model] if isinstance(self.critic, TokenScores) else [])]
-        return all(map(supports_shared_prefix, models))
-
-    def values(self, batch: Batch) -> Tensor:
-        """The (B, R + 1) values alone, of a critic with a trunk of its own."""
-        return _left_aligned(self.critic(batch), batch)
-
-
-def _left_aligned(values: Tensor, batch: Batch) -> Tensor:
-    """(B, R + 1) values, moved from columns that end with a row's last token to ours."""
-    width = values.shape[1]
-    shift = width - 1 - batch.response_mask.sum(1, keepdim=True)  # (B, 1)
-    columns = torch.arange(width, device=values.device) + shift
-    return values.take_along_dim(columns.clamp_max(width - 1), 1)
 
 
 class Reference(Protocol):
@@ -229,17 +182,15 @@ def score_rollout(
     shape = (len(prompts), config.response_length)
     recomputes = not state.sampler.is_policy or not dist.is_float32
     ended = torch.tensor([has_ended(response, setup.ends) for response in responses])
-    logprobs, ref_logprobs, values = (torch.zeros(shape) for _ in range(3))
-    last_values = torch.zeros(len(prompts))
     rollout = Rollout(
         queries=prompts.queries,
         responses=responses,
         ended=ended,
         mask=torch.arange(config.response_length) < lengths[:, None],
-        logprobs=logprobs,
-        ref_logprobs=ref_logprobs,
-        values=values,
-        bootstrap_values=last_values,
+        logprobs=torch.zeros(shape),
+        ref_logprobs=torch.zeros(shape),
+        values=torch.zeros(shape),
+        bootstrap_values=torch.zeros(len(prompts)),
         scores=torch.zeros(len(prompts)),
         parts={},
         importance=torch.ones(shape),
@@ -249,55 +200,40 @@ def score_rollout(
         shares_queries=model.shares_queries,
     )
 
-    def forward(micro: MicroRows) -> None:
-        batch = rollout.batch(micro.groups).to(dist.device)
-        with dist.autocast():
-            ref = state.reference.logprobs(
-                batch, config.temperature
-            )  # (b, r), r the longest of these responses
-            stats = None
-            if recomputes or isinstance(model.critic, ValueHead):
-                stats, state_values = model(batch, config.temperature)  # (b, r), (b, r + 1)
-            else:
-                state_values = model.values(batch)
-        if not micro.scale:  # a pass that other ranks need
-            return
-        rows, width = micro.rows, ref.shape[1]
-        mask, state_values = batch.mask.cpu(), state_values.float().cpu()
-        ref_logprobs[rows, :width] = ref.float().cpu()
-        values[rows, :width] = torch.where(mask, state_values[:, :-1], 0)
-        last_values[rows] = state_values.gather(1, lengths[rows, None]).squeeze(1)
-        if recomputes and stats is not None:
-            logprobs[rows, :width] = stats.logprobs.float().cpu()
+    def compute(batch: Batch) -> list[Tensor]:
+        ref_logprobs = state.reference.logprobs(batch, config.temperature)  # (b, r), r their longest
+        if not recomputes and not isinstance(model.critic, ValueHead):
+            return [ref_logprobs, model.values(batch)]  # (b, r + 1)
+        stats, values = model(batch, config.temperature)
+        return [ref_logprobs, values, stats.logprobs][: len(computed)]
 
     if not recomputes:  # in float32 the other rows of a pass change a number by rounding alone
         minibatches = [range(len(prompts))]
+    # the reference's log-probs, values, with that of the last state, and the policy's log-probs if need be
+    widths = (shape[1], shape[1] + 1, shape[1])[: 2 + recomputes]
+    computed = [torch.zeros(len(prompts), width) for width in widths]
     with console.part("reading", len(minibatches), "minibatches") as meter:
-        for minibatch in minibatches:
-            for attempt in dist.attempts(state.budget):
-                with attempt:
-                    for micro in rollout.split(dist, dist.slice_rows(minibatch), state.budget):
-                        forward(micro)
+        for rows in minibatches:
+            rollout.read(dist, dist.slice_rows(rows), state.budget, compute, computed)
             meter.advance()
     # each row was read by one rank, and is zero on the others
-    logprobs, ref_logprobs, values, last_values = (
-        dist.sum(x.to(dist.device)).cpu() for x in (logprobs, ref_logprobs, values, last_values)
-    )
+    ref_logprobs, values, *own_logprobs = (dist.sum(x.to(dist.device)).cpu() for x in computed)
+    last_values = values.gather(1, lengths[:, None]).squeeze(1)
 
     local = dist.shard_rows(range(len(prompts)))
     local_prompts, local_responses = prompts.take(local), [responses[i] for i in local]
-    rows = local_prompts.responses(close_responses(tokenizer, local_responses, setup.ends), tokenizer)
+    to_score = local_prompts.responses(close_responses(tokenizer, local_responses, setup.ends), tokenizer)
     local_parts = raise_on_all_ranks(
         dist,
-        lambda: setup.scorers.parts(rows),
+        lambda: setup.scorers.parts(to_score),
         {"queries": local_prompts.queries, "responses": local_responses},
     )
     parts: dict[str, Tensor] = interleave(dist.all_gather_object(local_parts))
     rollout = replace(
         rollout,
-        logprobs=logprobs if recomputes else pad_rows(samples.logprobs, config.response_length),
+        logprobs=own_logprobs[0] if recomputes else pad_rows(samples.logprobs, config.response_length),
         ref_logprobs=ref_logprobs,
-        values=values,
+        values=torch.where(rollout.mask, values[:, :-1], 0),
         bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
         scores=setup.scorers.total(parts),
         parts=parts,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlhf_tasks.config.ppo import VllmSampler
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.models.load import merge_adapter
+from rlhf_tasks.models.lora import merge_adapter
 from rlhf_tasks.models.sampling import BATCH_SIZE, Samples, Share, sample
 from rlhf_tasks.ppo.losses import importance_weights
 from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import SeparateCritic
-from rlhf_tasks.data.batches import TokenBudget
+from rlhf_tasks.models.heads import ActorCritic
 from rlhf_tasks.models.load import num_bytes
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.stop_tokens import StopTokens
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.advantages import Estimator
@@ -34,7 +35,7 @@ from rlhf_tasks.ppo.guards import (
 from rlhf_tasks.ppo.losses import PolicyLoss
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rewards import ScoreScaler
-from rlhf_tasks.ppo.rollout import ActorCritic, Prompts, Reference, ReferenceCopy, Scorers
+from rlhf_tasks.ppo.rollout import Prompts, Reference, ReferenceCopy, Scorers
 from rlhf_tasks.ppo.sampler import LocalSampler, Sampler, ServedSampler
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.tracking import Tracker

@@ -30,7 +30,9 @@ from torch import Tensor
 
 from rlhf_tasks import console
 from rlhf_tasks.config.ppo import CriticWarmup, SeparateCritic, ValueLoss
-from rlhf_tasks.models.load import TokenScores, num_bytes
+from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import num_bytes
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
 from rlhf_tasks.ppo.advantages import group_deviations, response_returns
@@ -418,18 +420,16 @@ def _is_warm(warmup: CriticWarmup, losses: Sequence[float]) -> bool:
 @torch.no_grad()
 def measure_divergence(setup: Setup, state: TrainState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
-    dist = setup.dist
-    local = dist.shard_rows(range(len(rollout.queries)))
-    for attempt in dist.attempts(state.budget):
-        with attempt:
-            sums = TokenSums()
-            for micro in rollout.split(dist, local, state.budget):
-                batch = rollout.batch(micro.groups).to(dist.device)
-                with dist.autocast():
-                    logprobs = response_logprobs(state.actor_critic.policy, batch, setup.config.temperature)
-                old = rollout.select(micro.rows, batch.num_response_columns, dist.device)
-                sums.add({"divergence": k3(old.logprobs, logprobs)}, old.mask, micro.scale)  # (b, r)
-    return TokenSums.means([sums], dist.sum)["divergence"]
+    dist, logprobs = setup.dist, torch.zeros(rollout.mask.shape)  # (B, R)
+    rows = dist.shard_rows(range(len(rollout.queries)))
+
+    def compute(batch: Batch) -> list[Tensor]:
+        return [response_logprobs(state.actor_critic.policy, batch, setup.config.temperature)]
+
+    rollout.read(dist, rows, state.budget, compute, [logprobs])
+    sums = TokenSums()
+    sums.add({"divergence": k3(rollout.logprobs[rows], logprobs[rows])}, rollout.mask[rows])
+    return TokenSums.means([sums], lambda x: dist.sum(x.to(dist.device)))["divergence"]
 
 
 def require_finite(metrics: Metrics, rollout: Rollout) -> None:

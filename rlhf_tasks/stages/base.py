@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
 from rlhf_tasks.data import positions
-from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, read_table, sets_of, token_ids
+from rlhf_tasks.data.batches import load_tokenizer, read_table, sets_of, token_ids
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.rows import Rows, digest
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import from_scratch, load_causal
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker

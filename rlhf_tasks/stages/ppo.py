@@ -25,31 +25,22 @@ from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
+from rlhf_tasks.models.heads import ActorCritic, NoCritic, TokenScores, ValueHead, score_head
 from rlhf_tasks.models.load import (
-    TokenScores,
-    add_lora,
+    add_score_head,
     load_causal,
     load_reward,
-    merge_adapter,
     recompute_activations,
     save_checkpoint,
-    score_head,
 )
 from rlhf_tasks.models.logprobs import head_width
+from rlhf_tasks.models.lora import add_lora, merge_adapter
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import audit, preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, own_estimator
 from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge
 from rlhf_tasks.ppo.losses import PolicyLoss, own_loss, ppo_clip
-from rlhf_tasks.ppo.rollout import (
-    ActorCritic,
-    AdapterOff,
-    NoCritic,
-    Prompts,
-    Reference,
-    ReferenceCopy,
-    ValueHead,
-)
+from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy
 from rlhf_tasks.ppo.state import Setup, TrainState, initial_state
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.ppo.vllm import Sampling, open_server
@@ -251,7 +242,7 @@ def _critic(
         critic.requires_grad_(True)
     else:
         source = paths.sft if settings.init == "sft" else paths.base
-        critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
+        critic = add_score_head(source, torch.Generator().manual_seed(config.seed))
         nn.init.zeros_(score_head(critic.model).weight)
     if config.ppo.gradient_checkpointing:
         recompute_activations(critic.model)

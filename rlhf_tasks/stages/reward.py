@@ -33,15 +33,10 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.classifiers import replace_trunk
-from rlhf_tasks.models.load import (
-    TokenScores,
-    add_lora,
-    fetch_tokenizer,
-    load_causal,
-    load_reward,
-    supports_shared_prefix,
-)
+from rlhf_tasks.models.heads import TokenScores, supports_shared_prefix
+from rlhf_tasks.models.load import add_score_head, fetch_tokenizer, load_causal, load_reward
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
@@ -220,7 +215,7 @@ def _train(
 ) -> TokenScores:
     settings, seed = config.reward, config.seed + 1000 * (name == "reward_heldout")
     # 1. The SFT model with a new head.
-    scores = TokenScores.from_policy(paths.sft, torch.Generator().manual_seed(seed))
+    scores = add_score_head(paths.sft, torch.Generator().manual_seed(seed))
     if settings.lora is not None:
         add_lora(scores.model, settings.lora, seed=seed)
     learner = Learner(scores, load_causal(paths.sft) if settings.lm_coef else None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from rlhf_tasks.config import SftView
-from rlhf_tasks.data.batches import TokenBudget, load_tokenizer
+from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.chat import DATE, PLAIN
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker

@@ -18,20 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Optimization, Ready, Split
-from rlhf_tasks.data.batches import (
-    Batch,
-    TokenBudget,
-    collate,
-    epoch_batches,
-    read_table,
-    sets_of,
-    sizes,
-    token_ids,
-)
+from rlhf_tasks.data.batches import Batch, collate, epoch_batches, read_table, sets_of, sizes, token_ids
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import merge_adapter, num_bytes, save_checkpoint
+from rlhf_tasks.models.load import num_bytes, save_checkpoint
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.lora import merge_adapter
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker

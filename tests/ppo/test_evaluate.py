@@ -15,10 +15,11 @@ from torch import Tensor
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.data.batches import Batch, TokenBudget
+from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import add_lora
+from rlhf_tasks.models.lora import add_lora
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.models.tensors import NonFiniteError

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from rlhf_tasks.data.batches import Batch, collate
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.models.heads import ActorCritic, ValueHead
 from rlhf_tasks.models.load import recompute_activations
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, GuardTripped
-from rlhf_tasks.ppo.rollout import ActorCritic, ReferenceCopy, Rollout, ValueHead
+from rlhf_tasks.ppo.rollout import ReferenceCopy, Rollout
 from rlhf_tasks.ppo.train import accumulate_gradients
 from tests import families, small
 from tests.ppo.toy import (

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from benchmarks.workloads import NoEvaluator
 from rlhf_tasks.config import Lora, Ppo
-from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import add_lora
+from rlhf_tasks.models.heads import ActorCritic, NoCritic, ValueHead
+from rlhf_tasks.models.lora import add_lora
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import train as loop
@@ -27,14 +28,11 @@ from rlhf_tasks.ppo.advantages import ESTIMATORS
 from rlhf_tasks.ppo.losses import ppo_clip
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import (
-    ActorCritic,
     AdapterOff,
-    NoCritic,
     Prompts,
     Reference,
     ReferenceCopy,
     Rollout,
-    ValueHead,
     pad_rows,
     score_rollout,
 )

@@ -18,7 +18,8 @@ from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import TokenScores, load_causal
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.ppo.evaluate import SelectionJudge
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo

@@ -16,14 +16,8 @@ from transformers import PreTrainedModel
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.tokenizer import Ids, encode_rows
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import (
-    TokenScores,
-    load_causal,
-    load_reward,
-    save_checkpoint,
-    score_head,
-    supports_shared_prefix,
-)
+from rlhf_tasks.models.heads import score_head, supports_shared_prefix
+from rlhf_tasks.models.load import add_score_head, load_causal, load_reward, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import reward
 from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums
@@ -93,7 +87,7 @@ def test_the_lm_term_is_the_mean_nll_of_each_chosen_answer(pad: int) -> None:
 def test_the_lm_term_is_that_of_the_policys_own_logits_in_float64(family: str, tmp_path: Path) -> None:
     """Also where the policy changes the states before its head or the logits after it."""
     save_checkpoint(small.other(family), small.tokenizer(), tmp_path, identity={}, card="")
-    scores = TokenScores.from_policy(tmp_path, torch.Generator().manual_seed(1))
+    scores = add_score_head(tmp_path, torch.Generator().manual_seed(1))
     learner, exact = Learner(scores, load_causal(tmp_path)), small.in_float64(family)
     plain = pairs().sums(learner, range(6), torch.device("cpu"))["loss"]
     found = pairs(lm_coef=0.3).sums(learner, range(6), torch.device("cpu"))["loss"]
@@ -242,7 +236,7 @@ def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here:
         assert {*changed} == {f"layers.{i}.{part}.weight" for i in (0, 1) for part in small.NEOX_LINEAR}, name
         assert all(torch.linalg.matrix_rank(change, atol=1e-5) <= 2 for change in changed.values())
         seed = 1 + 1000 * (name == "reward_heldout")
-        fresh = TokenScores.from_policy(Paths().sft, torch.Generator().manual_seed(seed))
+        fresh = add_score_head(Paths().sft, torch.Generator().manual_seed(seed))
         assert not torch.equal(score_head(found.model).weight, score_head(fresh.model).weight)
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
     assert OUTS["reward"].joinpath("README.md").read_text(encoding="utf-8").count("reward.lora.r") == 1

@@ -9,8 +9,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from rlhf_tasks.data.batches import TokenBudget, collate
+from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.training.distributed import Distributed
 from tests import small
 

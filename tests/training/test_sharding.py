@@ -18,10 +18,10 @@ from rlhf_tasks.config import Launch, Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models import logprobs
 from rlhf_tasks.models.classifiers import build_classifier, find_trunk
-from rlhf_tasks.models.load import TokenScores, add_lora
+from rlhf_tasks.models.heads import ActorCritic, TokenScores, ValueHead
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.sampling import sample
-from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.data.batches import Batch, TokenBudget
+from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import supervised
