@@ -29,7 +29,7 @@ from rlhf_tasks.scoring.build import WeightedSum
 from rlhf_tasks.scoring.build import build as build_scorers
 from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 
 
@@ -82,7 +82,7 @@ class Workload:
             tokenizer=self.tokenizer,
             ends=ends_of(self.actor_critic.policy, self.tokenizer, [settings.stop_token]),
             tracker=NullTracker("ppo"),
-            snapshots=Nowhere(),
+            snapshots=Snapshots(),
             faults=Path("faults"),
         )
         return train(setup, initial_state(setup, self.actor_critic, self.reference, seed=1))

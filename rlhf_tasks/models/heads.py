@@ -39,10 +39,10 @@ class TokenScores(nn.Module):
             use_cache=False,
         ).last_hidden_state  # (B, T, H), or (P, T, H) where queries are shared
         if ends_only:
-            return self.scored(batch.ends(states))
-        return batch.states(self.scored(states[:, -batch.num_last_columns :]))
+            return self._score(batch.ends(states))
+        return batch.states(self._score(states[:, -batch.num_last_columns :]))
 
-    def scored(self, hidden: Tensor) -> Tensor:
+    def _score(self, hidden: Tensor) -> Tensor:
         """(…, H) → (…) float32, minus the stored mean."""
         head = score_head(self.model)
         with torch.autocast(hidden.device.type, enabled=False):  # 16 bits would round scores to 3 digits

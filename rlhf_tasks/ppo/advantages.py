@@ -109,7 +109,7 @@ def estimate_by_group(
     return advantages.float()[:, None] * mask, returns.float()[:, None] * mask
 
 
-def own_estimator(
+def call_user_estimator(
     function: Callable[..., Any], name: str, rewards: Tensor, rollout: Rollout, config: Ppo
 ) -> tuple[Tensor, Tensor]:
     """An estimator of the user's, and a check of what it returns; `name` is its name in messages.

@@ -84,7 +84,7 @@ class GuardChecks:
         A condition that keeps failing trips its guard once, but with `raise_kl` again after as many updates.
         `gap` trips at each evaluation above the bound: it is a mean over all selection prompts.
         """
-        failed = {trip.name: trip for trip in self._failed(metrics)}
+        failed = {trip.name: trip for trip in self._find_failures(metrics)}
         self._most_ended = max(self._most_ended, 1 - metrics["val/truncated_share"])
         self._first = self._first or [metrics["val/response_length"], metrics["val/repetition"]]
         self._failures = {name: self._failures.get(name, 0) + 1 for name in failed}
@@ -95,7 +95,7 @@ class GuardChecks:
             if name == "gap" or count == patience or (acts_again and count % patience == 0)
         ]
 
-    def _failed(self, metrics: Mapping[str, float]) -> Iterator[GuardTrip]:
+    def _find_failures(self, metrics: Mapping[str, float]) -> Iterator[GuardTrip]:
         settings, kl, ratio = self.settings, metrics["objective/kl_k1"], metrics["val/ratio"]
         error, perplexity = metrics["val/first_ratio_error"], metrics["objective/perplexity"]
         if error > self._ratio_error:

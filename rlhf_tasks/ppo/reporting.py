@@ -17,7 +17,7 @@ from rlhf_tasks.ppo.advantages import ROUNDING, group_deviations
 from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
 from rlhf_tasks.ppo.metrics import Metrics, standardized_gaps
 from rlhf_tasks.ppo.rollout import Prompts, Rollout
-from rlhf_tasks.ppo.state import Setup, TrainState
+from rlhf_tasks.ppo.state import PpoState, Setup
 
 NUM_ROLLOUTS = 32  # of an update, that are kept to be read
 UNFINISHED = {
@@ -32,7 +32,7 @@ SHOWN = {"score": "objective/scores", "kl": "objective/kl", "clipfrac": "policy/
 """Metrics beside the progress bar; a loss of the user's may have no clip."""
 
 
-def report_start(setup: Setup, state: TrainState) -> None:
+def report_start(setup: Setup, state: PpoState) -> None:
     """Evaluate the policy before training."""
     state.metrics = evaluate_when_due(setup, state)
     ended = state.metrics.get("eval/ended")
@@ -42,7 +42,7 @@ def report_start(setup: Setup, state: TrainState) -> None:
     state.was_evaluated = True
 
 
-def report_warmup(setup: Setup, state: TrainState, warmup: CriticWarmup, rollout_metrics: Metrics) -> Metrics:
+def report_warmup(setup: Setup, state: PpoState, warmup: CriticWarmup, rollout_metrics: Metrics) -> Metrics:
     """The metrics of an update of the critic alone, which have an axis of their own."""
     loss, number = state.warmup_losses[-1], len(state.warmup_losses)
     explained = rollout_metrics["val/explained_variance"]
@@ -56,7 +56,7 @@ def report_warmup(setup: Setup, state: TrainState, warmup: CriticWarmup, rollout
 
 def report_update(
     setup: Setup,
-    state: TrainState,
+    state: PpoState,
     rollout: Rollout,
     prompts: Prompts,
     kl: Tensor,
@@ -85,7 +85,7 @@ def report_update(
     return trips
 
 
-def evaluate_when_due(setup: Setup, state: TrainState) -> Metrics:
+def evaluate_when_due(setup: Setup, state: PpoState) -> Metrics:
     """An evaluation that may choose the weights, and samples that are shown and kept, after some updates."""
     config, update, evaluator = setup.config, state.update, setup.evaluator
     episode, metrics = int(state.metrics.get("episode", 0)), Metrics()
@@ -119,7 +119,7 @@ def sample_updates(count: int, num_updates: int) -> set[int]:
 
 @torch.no_grad()
 def rollout_rows(
-    setup: Setup, state: TrainState, rollout: Rollout, prompts: Prompts, kl: Tensor
+    setup: Setup, state: PpoState, rollout: Rollout, prompts: Prompts, kl: Tensor
 ) -> list[dict[str, Any]]:
     """Rows of rollouts.parquet: all responses to the first prompts, at most NUM_ROLLOUTS, by prompt.
 

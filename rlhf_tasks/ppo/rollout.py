@@ -33,7 +33,7 @@ from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.distributed import Distributed, MicroRows
 
 if TYPE_CHECKING:
-    from rlhf_tasks.ppo.state import Setup, TrainState
+    from rlhf_tasks.ppo.state import PpoState, Setup
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ class Scorers(Protocol):
 @console.part("scoring")
 @torch.no_grad()
 def score_rollout(
-    setup: Setup, state: TrainState, prompts: Prompts, samples: Samples, minibatches: Sequence[Sequence[int]]
+    setup: Setup, state: PpoState, prompts: Prompts, samples: Samples, minibatches: Sequence[Sequence[int]]
 ) -> Rollout:
     """The rollout of all ranks' samples, without advantages: log-probs, values and scores.
 

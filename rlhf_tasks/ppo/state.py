@@ -40,10 +40,10 @@ from rlhf_tasks.ppo.sampler import LocalSampler, Sampler, ServedSampler
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.checkpoint import Checkpoint
+from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw
-from rlhf_tasks.training.supervised import LanguageModeling
+from rlhf_tasks.training.tasks import LanguageModeling
 
 
 class ShuffledRows:
@@ -78,7 +78,7 @@ class Setup:
     ends: StopTokens
     """The tokens that end a response."""
     tracker: Tracker
-    snapshots: Checkpoint
+    snapshots: Snapshots
     faults: Path
     """The folder for batches from which NaN or infinity came."""
     clock: Callable[[], float] = time.perf_counter
@@ -90,7 +90,7 @@ class Setup:
 
 
 @dataclass
-class TrainState:
+class PpoState:
     """All that one update leaves to the next; a snapshot holds it."""
 
     actor_critic: ActorCritic
@@ -204,7 +204,7 @@ def initial_state(
     server: VllmServer | None = None,
     *,
     seed: int,
-) -> TrainState:
+) -> PpoState:
     """The state before training; where vLLM samples, the first rank gives its `server`."""
     dist, config = setup.dist, setup.config
     optimizer: torch.optim.Optimizer = adamw(actor_critic.policy, config)
@@ -245,7 +245,7 @@ def initial_state(
         if not dist.is_float32:
             ratio_error = SHARDED_BF16_RATIO_ERROR if dist.rounds_weights else BF16_RATIO_ERROR
         guards = GuardChecks(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
-    return TrainState(
+    return PpoState(
         actor_critic=actor_critic,
         wrapped=wrapped,
         optimizer=optimizer,
@@ -268,7 +268,7 @@ def initial_state(
 # ------------------------------------------------------------------------------------ trips and faults
 
 
-def handle_trips(setup: Setup, state: TrainState, trips: Sequence[GuardTrip]) -> None:
+def handle_trips(setup: Setup, state: PpoState, trips: Sequence[GuardTrip]) -> None:
     """Record an update's trips, and warn or raise kl_coef, once for all of them.
 
     Raises:
@@ -293,7 +293,7 @@ def handle_trips(setup: Setup, state: TrainState, trips: Sequence[GuardTrip]) ->
 
 
 @contextmanager
-def stop_at_non_finite(setup: Setup, state: TrainState) -> Iterator[None]:
+def stop_at_non_finite(setup: Setup, state: PpoState) -> Iterator[None]:
     """Within the block NaN or infinity trips a guard on all ranks; what it came from is written to `faults`.
 
     Raises:

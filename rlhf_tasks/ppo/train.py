@@ -52,14 +52,14 @@ from rlhf_tasks.ppo.metrics import (
 from rlhf_tasks.ppo.reporting import report_start, report_update, report_warmup
 from rlhf_tasks.ppo.rewards import token_rewards, truncated_scores
 from rlhf_tasks.ppo.rollout import Rollout, score_rollout
-from rlhf_tasks.ppo.state import Setup, TrainState, handle_trips, stop_at_non_finite
+from rlhf_tasks.ppo.state import PpoState, Setup, handle_trips, stop_at_non_finite
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import MicroRows
 from rlhf_tasks.training.optim import learning_rate, reset_moments, set_learning_rate
 from rlhf_tasks.training.supervised import budget_metrics
 
 
-def train(setup: Setup, state: TrainState) -> Iterator[Metrics]:
+def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
     """Train to the end; each update's metrics are yielded when all of it is done, snapshot included.
 
     It is a generator: nothing happens until somebody iterates.
@@ -249,7 +249,7 @@ def shuffle_minibatches(
 
 def accumulate_gradients(
     setup: Setup,
-    state: TrainState,
+    state: PpoState,
     rollout: Rollout,
     rows: Sequence[int],
     ptx_rows: Sequence[int],
@@ -287,7 +287,7 @@ def accumulate_gradients(
 
 
 def ppo_losses(
-    setup: Setup, state: TrainState, rollout: Rollout, micro: MicroRows, weights: Tensor, is_warmup: bool
+    setup: Setup, state: PpoState, rollout: Rollout, micro: MicroRows, weights: Tensor, is_warmup: bool
 ) -> Iterator[tuple[Tensor, TokenSums]]:
     """The loss of a micro-batch and its metrics' sums; `weights` are (B, R).
 
@@ -329,7 +329,7 @@ def ppo_losses(
         yield loss, sums
 
 
-def critic_has_own_pass(setup: Setup, state: TrainState) -> bool:
+def critic_has_own_pass(setup: Setup, state: PpoState) -> bool:
     """Whether the critic has a pass of its own: it is a model of its own, and nothing wraps the two."""
     is_wrapped = state.wrapped is not state.actor_critic or setup.dist.shards
     return isinstance(state.actor_critic.critic, TokenScores) and not is_wrapped
@@ -347,7 +347,7 @@ def critic_loss(
 
 
 def ptx_losses(
-    setup: Setup, state: TrainState, micro: MicroRows, num_tokens: float
+    setup: Setup, state: PpoState, micro: MicroRows, num_tokens: float
 ) -> Iterator[tuple[Tensor, TokenSums]]:
     """PPO-ptx: the mean −log p of other text (Ouyang et al. 2022, eq. 2), over the minibatch's tokens."""
     dist, config = setup.dist, setup.config
@@ -370,7 +370,7 @@ def ptx_losses(
 
 
 def policy_losses(
-    setup: Setup, state: TrainState, stats: TokenStats, old: MicroBatch
+    setup: Setup, state: PpoState, stats: TokenStats, old: MicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's loss of each token and its metrics, (b, r) each; the loss is zero on padding."""
     config, logprobs, entropy = setup.config, stats.logprobs, stats.entropy
@@ -388,7 +388,7 @@ def policy_losses(
     return torch.where(old.mask, losses, 0), metrics
 
 
-def take_step(setup: Setup, state: TrainState, rollout: Rollout, rows: Sequence[int]) -> float:
+def take_step(setup: Setup, state: PpoState, rollout: Rollout, rows: Sequence[int]) -> float:
     """The optimizer step; returns the norm of the gradient before clipping.
 
     Raises:
@@ -418,7 +418,7 @@ def _is_warm(warmup: CriticWarmup, losses: Sequence[float]) -> bool:
 
 @console.part("the KL of the epochs")
 @torch.no_grad()
-def measure_divergence(setup: Setup, state: TrainState, rollout: Rollout) -> float:
+def measure_divergence(setup: Setup, state: PpoState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
     dist, logprobs = setup.dist, torch.zeros(rollout.mask.shape)  # (B, R)
     rows = dist.shard_rows(range(len(rollout.queries)))

@@ -21,7 +21,8 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, save, train
+from rlhf_tasks.training.supervised import evaluate, save, train
+from rlhf_tasks.training.tasks import LanguageModeling, plain_text
 
 
 def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -37,7 +38,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         texts = _prompts(paths, tokenizer, "train")
         longest = max([*texts.sizes, *validation.sizes])
         model = from_scratch(config.model.scratch, tokenizer, positions.of_scratch(longest))
-        with checkpoint.open(dist, paths, config, "base") as snapshots:
+        with checkpoint.open_snapshots(dist, paths, config, "base") as snapshots:
             train(
                 dist,
                 model,

@@ -37,11 +37,11 @@ from rlhf_tasks.models.logprobs import head_width
 from rlhf_tasks.models.lora import add_lora, merge_adapter
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import audit, preconditions
-from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, own_estimator
+from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, call_user_estimator
 from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge
-from rlhf_tasks.ppo.losses import PolicyLoss, own_loss, ppo_clip
+from rlhf_tasks.ppo.losses import PolicyLoss, call_user_loss, ppo_clip
 from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy
-from rlhf_tasks.ppo.state import Setup, TrainState, initial_state
+from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.ppo.vllm import Sampling, open_server
 from rlhf_tasks.project import hashing
@@ -53,7 +53,7 @@ from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import LanguageModeling, demonstrations, plain_text
+from rlhf_tasks.training.tasks import LanguageModeling, demonstrations, plain_text
 
 PTX_TOKENS = 256
 """The length at which pretraining text is cut into rows."""
@@ -141,7 +141,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     with (
         # the first rank alone has the server
         open_server(settings.sampler if dist.is_main else None, paths.home, tokenizer, sampling) as server,
-        checkpoint.open(dist, paths, config, "ppo") as snapshots,
+        checkpoint.open_snapshots(dist, paths, config, "ppo") as snapshots,
     ):
         setup = Setup(
             dist=dist,
@@ -186,7 +186,9 @@ def policy_loss_of(settings: Ppo, root: Path) -> PolicyLoss:
     """
     if settings.loss == "ppo_clip":
         return ppo_clip
-    return partial(own_loss, load_function(settings.loss, "ppo.loss", root), f"ppo.loss: {settings.loss}")
+    return partial(
+        call_user_loss, load_function(settings.loss, "ppo.loss", root), f"ppo.loss: {settings.loss}"
+    )
 
 
 def estimator_of(settings: Ppo, root: Path) -> Estimator:
@@ -198,7 +200,7 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
     own = settings.advantages
     if own.kind == "function":
         function = load_function(own.function, "ppo.advantages.function", root)
-        return partial(own_estimator, function, f"ppo.advantages: {own.function}")
+        return partial(call_user_estimator, function, f"ppo.advantages: {own.function}")
     return ESTIMATORS[own.kind]
 
 
@@ -283,7 +285,7 @@ def ptx_text(
 
 
 def _save_policy(
-    config: PpoView, paths: Paths, policy: PreTrainedModel, setup: Setup, state: TrainState
+    config: PpoView, paths: Paths, policy: PreTrainedModel, setup: Setup, state: PpoState
 ) -> None:
     """Write models/policy with the identities of what made it, and a card that says how."""
     settings = config.ppo

@@ -16,7 +16,8 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import demonstrations, evaluate, save, train
+from rlhf_tasks.training.supervised import evaluate, save, train
+from rlhf_tasks.training.tasks import demonstrations
 
 
 def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -44,7 +45,7 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         demonstrated = demonstrations(paths, tokenizer, "train")
         if not demonstrated.sizes:
             raise UserError(f"sft.from is null, and there is no demonstration to train on. {PROMPTS_ALONE}")
-        with checkpoint.open(dist, paths, config, "sft") as snapshots:
+        with checkpoint.open_snapshots(dist, paths, config, "sft") as snapshots:
             state = train(
                 dist,
                 model,

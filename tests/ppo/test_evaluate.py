@@ -28,7 +28,7 @@ from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.reporting import rollout_rows
 from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy, Rollout, interleave
 from rlhf_tasks.ppo.sampler import LocalSampler
-from rlhf_tasks.ppo.state import Setup, TrainState
+from rlhf_tasks.ppo.state import PpoState, Setup
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.distributed import Distributed
@@ -121,7 +121,7 @@ class Evaluations:
     def rollout_rows(self, rollout: Rollout, texts: list[str], kl: Tensor) -> list[dict[str, Any]]:
         setup, state = SimpleNamespace(**vars(self)), SimpleNamespace(update=1, evaluation=self.state)
         prompts = Prompts(texts, rollout.queries, {})
-        return rollout_rows(cast(Setup, setup), cast(TrainState, state), rollout, prompts, kl)
+        return rollout_rows(cast(Setup, setup), cast(PpoState, state), rollout, prompts, kl)
 
 
 def copy_of(seed: int) -> ReferenceCopy:

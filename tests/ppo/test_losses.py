@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_tasks.models.logprobs import TokenStats
 from rlhf_tasks.ppo.losses import MicroBatch, clipped_surrogate, importance_weights, ppo_clip, value_loss
-from rlhf_tasks.ppo.state import Setup, TrainState
+from rlhf_tasks.ppo.state import PpoState, Setup
 from rlhf_tasks.ppo.train import policy_losses
 from tests import small
 
@@ -114,7 +114,7 @@ def losses(*, importance: Tensor | None = None, **changes: Any) -> Any:
     )
     stats = TokenStats(LOGPROBS, ENTROPY_OF, ones, ones)
     setup = cast(Setup, SimpleNamespace(config=config, loss=ppo_clip))
-    state = cast(TrainState, SimpleNamespace(kl_coef=0.4, penalty_beta=0.6))
+    state = cast(PpoState, SimpleNamespace(kl_coef=0.4, penalty_beta=0.6))
     return policy_losses(setup, state, stats, batch)
 
 

@@ -36,13 +36,13 @@ from rlhf_tasks.ppo.rollout import (
     pad_rows,
     score_rollout,
 )
-from rlhf_tasks.ppo.state import Setup, TrainState, initial_state
+from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training.checkpoint import Nowhere, State
+from rlhf_tasks.training.checkpoint import Snapshots, State
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import LanguageModeling
+from rlhf_tasks.training.tasks import LanguageModeling
 from tests import small
 from tests.ppo import standin
 from tests.small import EOS, PAD
@@ -103,7 +103,7 @@ class InMemory(VllmServer):
         return Samples([ids for ids, _ in rows], [torch.tensor(logprobs) for _, logprobs in rows])
 
 
-class Memory(Nowhere):
+class Memory(Snapshots):
     """Snapshots in memory, by their step; `load` gives the newest of those that it was made with."""
 
     def __init__(self, saved: dict[int, State] | None = None) -> None:
@@ -136,7 +136,7 @@ class Toy:
     """A training that the tests look into between its updates."""
 
     setup: Setup
-    state: TrainState
+    state: PpoState
 
     @property
     def dist(self) -> Distributed:
@@ -237,7 +237,7 @@ def toy(
         "tokenizer": tokenizer,
         "ends": ends_of(frozen, tokenizer, [config.stop_token]),
         "tracker": NullTracker("ppo"),
-        "snapshots": Nowhere(),
+        "snapshots": Snapshots(),
         "faults": Path("faults"),
     }
     setup = Setup(dist=dist, config=config, ptx=text, **inputs | own)

@@ -52,15 +52,15 @@ class Killed(BaseException):
 @contextmanager
 def killed_after(step: int) -> Iterator[None]:
     """Within the block the stage is killed as soon as it has saved this snapshot."""
-    save = checkpoint.Checkpoint.save
+    save = checkpoint.SavedSnapshots.save
 
-    def saved(self: checkpoint.Checkpoint, number: int, state: State) -> None:
+    def saved(self: checkpoint.SavedSnapshots, number: int, state: State) -> None:
         save(self, number, state)
         if number == step:
             raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.Checkpoint, "save", saved)
+        patch.setattr(checkpoint.SavedSnapshots, "save", saved)
         with pytest.raises(Killed):
             yield
 

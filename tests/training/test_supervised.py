@@ -18,10 +18,11 @@ from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import supervised
-from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw, learning_rate
-from rlhf_tasks.training.supervised import LanguageModeling, Sums, Task, TrainState, evaluate, train
+from rlhf_tasks.training.supervised import TrainState, evaluate, train
+from rlhf_tasks.training.tasks import LanguageModeling, Sums, Task
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
 
@@ -33,7 +34,7 @@ class Stopped(Exception):
     """What ends a run after its snapshot, as a signal does."""
 
 
-class Memory(Nowhere):
+class Memory(Snapshots):
     """Snapshots in memory: one after so many steps, which ends the run."""
 
     def __init__(self, last: int = 0) -> None:
