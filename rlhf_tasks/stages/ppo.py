@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.config import Ppo, PpoView
+from rlhf_tasks.config import PpoView
 from rlhf_tasks.config.judge import RewardModelJudge
-from rlhf_tasks.config.ppo import Ptx, SeparateCritic
-from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
+from rlhf_tasks.config.ppo import Advantages, Ptx, SeparateCritic
+from rlhf_tasks.config.scorers import OPTIMIZED, RewardModelScorer, reward_folders, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table, token_ids
 from rlhf_tasks.data.ragged import Ragged
@@ -74,7 +74,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     settings = config.ppo
     dist = Distributed(config.launch, config.seed)
     # after the seed: a module may draw random numbers when it is imported
-    loss, estimator = policy_loss_of(settings, paths.root), estimator_of(settings, paths.root)
+    loss, estimator = policy_loss_of(settings.loss, paths.root), estimator_of(settings.advantages, paths.root)
     tokenizer = load_tokenizer(paths.sft)
     rows, validation = (read_table(paths, "prompts", split) for split in ("train", "validation"))
     prompts, selection_prompts = (
@@ -178,30 +178,27 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     return state.metrics | {"guards/trips": float(len(state.trips))} | evaluation.metrics
 
 
-def policy_loss_of(settings: Ppo, root: Path) -> PolicyLoss:
+def policy_loss_of(name: str, root: Path) -> PolicyLoss:
     """The built-in loss, or the function that `ppo.loss` names.
 
     Raises:
         UserError: if it cannot be imported.
     """
-    if settings.loss == "ppo_clip":
+    if name == "ppo_clip":
         return ppo_clip
-    return partial(
-        call_user_loss, load_function(settings.loss, "ppo.loss", root), f"ppo.loss: {settings.loss}"
-    )
+    return partial(call_user_loss, load_function(name, "ppo.loss", root), f"ppo.loss: {name}")
 
 
-def estimator_of(settings: Ppo, root: Path) -> Estimator:
+def estimator_of(settings: Advantages, root: Path) -> Estimator:
     """The built-in estimator of advantages, or the function that `ppo.advantages` names.
 
     Raises:
         UserError: if it cannot be imported.
     """
-    own = settings.advantages
-    if own.kind == "function":
-        function = load_function(own.function, "ppo.advantages.function", root)
-        return partial(call_user_estimator, function, f"ppo.advantages: {own.function}")
-    return ESTIMATORS[own.kind]
+    if settings.kind != "function":
+        return ESTIMATORS[settings.kind]
+    function = load_function(settings.function, "ppo.advantages.function", root)
+    return partial(call_user_estimator, function, f"ppo.advantages: {settings.function}")
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -298,7 +295,9 @@ def _save_policy(
         inputs["models/base"] = contracts.fingerprint(paths.base)
     if config.has_reward_model:
         inputs["models/reward"] = contracts.fingerprint(paths.reward)
-    if preconditions.is_rewarded(settings):  # a policy must not be judged by the reward it was trained on
+    if OPTIMIZED in reward_folders(
+        settings.scorers
+    ):  # a policy must not be judged by the reward it was trained on
         parents["reward"] = inputs["models/reward"]
     for name, scorer in zip(scorer_names(settings.scorers), settings.scorers, strict=True):
         if isinstance(scorer, RewardModelScorer) and scorer.path is not None:

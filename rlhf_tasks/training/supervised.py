@@ -1,7 +1,7 @@
 """The supervised loop of base, SFT and reward training: epochs, evaluation, and the best weights.
 
-`train` is the whole of it, from top to bottom. A task (`tasks`) gives the sums of one forward pass. A run that
-was stopped between two steps is resumed to the same bytes.
+`train` is the whole of it, from top to bottom. A task (`tasks`) gives the sums of a forward pass. A run that
+was stopped is resumed to the same bytes.
 """
 
 from __future__ import annotations

@@ -76,15 +76,15 @@ def test_the_examples_estimator_equals_numbers_worked_out_by_hand() -> None:
 
 def test_a_name_with_a_colon_is_a_function_of_ones_own() -> None:
     root = Paths(small.ROOT).root
-    assert policy_loss_of(small.ppo(), root) is ppo_clip
-    assert callable(policy_loss_of(small.ppo(loss="examples.gspo:gspo"), root))
-    assert callable(estimator_of(small.ppo(**WITHOUT_CRITIC), root))
+    assert policy_loss_of("ppo_clip", root) is ppo_clip
+    assert callable(policy_loss_of("examples.gspo:gspo", root))
+    assert callable(estimator_of(small.ppo(**WITHOUT_CRITIC).advantages, root))
     with pytest.raises(UserError, match=r"^ppo\.loss: nowhere:f cannot be imported: ModuleNotFoundError"):
-        policy_loss_of(small.ppo(loss="nowhere:f"), root)
+        policy_loss_of("nowhere:f", root)
     with pytest.raises(
         UserError, match=r"^ppo\.advantages\.function: examples\.gspo:no: .*gspo.py has no such function"
     ):
-        estimator_of(small.ppo(**without_critic("examples.gspo:no")), root)
+        estimator_of(small.ppo(**without_critic("examples.gspo:no")).advantages, root)
 
 
 def fails(*args: Any) -> Any:
