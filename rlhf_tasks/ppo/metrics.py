@@ -144,11 +144,8 @@ class TokenSums:
 
     def count_padding(self, is_real: Tensor, scale: float) -> None:
         """Count the tokens of a pass, (b, T), and those of them that are not padding."""
-        self._add(
-            REAL,
-            scale * is_real.sum().double(),
-            scale * is_real.new_ones((), dtype=torch.double) * is_real.numel(),
-        )
+        real = scale * is_real.sum().double()
+        self._add(REAL, real, torch.full_like(real, scale * is_real.numel()))
 
     def update(self, other: TokenSums) -> None:
         """Add the sums of another pass."""
@@ -163,21 +160,10 @@ class TokenSums:
     def means(parts: Sequence[TokenSums], reduce: Reduce) -> Metrics:
         """The means over the tokens of several minibatches and of all ranks."""
         names = list(dict.fromkeys(name for part in parts for name in part.sums))
-        stacked = torch.stack(
-            [
-                torch.stack([known[name] for known in of_parts if name in known]).sum()
-                for of_parts in ([part.sums for part in parts], [part.counts for part in parts])
-                for name in names
-            ]
-        )
-        total = reduce(stacked).tolist()
-        means = dict(
-            zip(
-                names,
-                (a / b for a, b in zip(total[: len(names)], total[len(names) :], strict=True)),
-                strict=True,
-            )
-        )
+        sums = [torch.stack([part.sums[name] for part in parts if name in part.sums]).sum() for name in names]
+        counts = [sum(part.counts[name] for part in parts if name in part.counts) for name in names]
+        total = reduce(torch.stack([*sums, *map(torch.as_tensor, counts)])).tolist()
+        means = {name: total[i] / total[i + len(names)] for i, name in enumerate(names)}
         return means if REAL not in means else means | {"time/padding_share": 1 - means.pop(REAL)}
 
 

@@ -192,7 +192,14 @@ class PpoState:
 
 
 PLAIN = (
-    *("kl_coef", "penalty_beta", "update", "warmup_losses", "was_evaluated", "metrics", "trips", "rollouts"),
+    "kl_coef",
+    "penalty_beta",
+    "update",
+    "warmup_losses",
+    "was_evaluated",
+    "metrics",
+    "trips",
+    "rollouts",
 )
 """Fields of plain numbers, texts, lists and dicts."""
 
