@@ -174,12 +174,12 @@ def _sft_ours(shape: Shape, updates: int) -> list[float]:
 
 def _reward_ours(shape: Shape, updates: int) -> list[float]:
     from rlhf_tasks.models.heads import TokenScores, supports_shared_prefix
-    from rlhf_tasks.training.tasks import Learner, Pairs
+    from rlhf_tasks.training.tasks import RewardLearner, PreferencePairs
 
     data, model = rows(shape, updates), shapes.models(shape).reward
     shares_prefix = supports_shared_prefix(model)  # as the stage does
-    pairs = Pairs(data.queries, data.chosen, data.rejected, PAD, shares_prefix=shares_prefix)
-    return _train(Learner(TokenScores(model), None), pairs, shape)
+    pairs = PreferencePairs(data.queries, data.chosen, data.rejected, PAD, shares_prefix=shares_prefix)
+    return _train(RewardLearner(TokenScores(model), None), pairs, shape)
 
 
 def _train(model: Any, task: Any, shape: Shape) -> list[float]:

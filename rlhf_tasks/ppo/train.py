@@ -10,7 +10,7 @@ Forward passes of each row in an update of the shipped params.yaml, in float32, 
     scoring    3: reference, critic and reward model. The policy makes one more in bf16, with a shared critic,
                and where vLLM sampled: elsewhere the sampler's own log-probs are exact
     training   4: policy and critic, forward and backward, in each of 2 epochs; 4 optimizer steps an epoch
-    also       with k samples a prompt is read once for all of them in each pass (`Rollout.groups`);
+    also       with k samples a prompt is read once for all of them in each pass (`Rollout.split`);
                with `kl_penalty` one of the policy after the epochs; with `ptx` one of its rows in each step;
                evaluations. The backward pass makes the logits again, and with `gradient_checkpointing` all
                layers

@@ -255,6 +255,9 @@ class Snapshots:
             Stopped: after a signal.
         """
 
+    def wait(self) -> None:
+        """Wait until the last snapshot is written, and raise what its writing has raised."""
+
 
 class SavedSnapshots(Snapshots):
     """The last K snapshots of one training loop, in one folder. All ranks call each method."""
@@ -458,7 +461,6 @@ class SavedSnapshots(Snapshots):
             raise
 
     def wait(self) -> None:
-        """Wait until the last snapshot is written, and raise what its writing has raised."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             self._save_seconds += writing.result()
