@@ -174,7 +174,7 @@ def _sft_ours(shape: Shape, updates: int) -> list[float]:
 
 def _reward_ours(shape: Shape, updates: int) -> list[float]:
     from rlhf_tasks.models.heads import TokenScores, supports_shared_prefix
-    from rlhf_tasks.training.tasks import RewardLearner, PreferencePairs
+    from rlhf_tasks.training.tasks import PreferencePairs, RewardLearner
 
     data, model = rows(shape, updates), shapes.models(shape).reward
     shares_prefix = supports_shared_prefix(model)  # as the stage does
