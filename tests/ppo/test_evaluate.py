@@ -204,13 +204,22 @@ def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
     assert scorers.calls == [expected]
 
 
-def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
-    class Impossible(ReferenceCopy):
-        def logprobs(self, batch: Any, temperature: float) -> Tensor:
-            return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
+class Impossible(ReferenceCopy):
+    def logprobs(self, batch: Any, temperature: float) -> Tensor:
+        return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
 
-    with pytest.raises(NonFiniteError, match="the KL to the reference is NaN or infinite") as caught:
-        Evaluations(reference=Impossible(small.causal(), moves=False)).evaluate(0)
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda: {"reference": Impossible(small.causal(), moves=False)}, "the KL to the reference is NaN or"),
+        (lambda: {"heldout": lambda rows: length(*rows.given) * math.nan}, "models/reward_heldout gave NaN"),
+    ],
+    ids=["kl", "heldout"],
+)
+def test_a_number_that_is_not_finite_is_an_error_with_the_responses(changes: Any, message: str) -> None:
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        Evaluations(**changes()).evaluate(0)
     assert len(caught.value.batch["responses"]) == len(PROMPTS)
 
 
@@ -272,12 +281,6 @@ def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: l
     assert metrics["eval/response_length"] == pytest.approx(
         (sum(ended) - closed + 8 * num_cut) / len(responses)
     )
-
-
-def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:
-    with pytest.raises(NonFiniteError, match="models/reward_heldout gave NaN") as caught:
-        Evaluations(heldout=lambda rows: length(*rows.given) * math.nan).evaluate(0)
-    assert len(caught.value.batch["responses"]) == len(PROMPTS)
 
 
 # ------------------------------------------------------------------------------------------- two ranks

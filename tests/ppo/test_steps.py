@@ -145,11 +145,18 @@ def test_in_bf16_the_same_micro_batches_give_ratios_of_1_and_a_kl_of_0(family: s
     assert one.learn(rollout)["val/first_ratio_error"] < ONE_BIT / 2
 
 
-def test_in_bf16_another_cut_stays_within_the_guards_bound() -> None:
-    """The rollout is scored in one micro-batch, and trained on in many."""
-    one = toy(dist=small.distributed("bf16"), **ONE_STEP)
+@pytest.mark.parametrize(
+    ("most", "changes"),
+    [(12, ONE_STEP), (16384, {**without_critic("rloo"), "num_mini_batches": 8, "num_ppo_epochs": 1})],
+    ids=["many micro-batches", "a prompt of four samples, trained on with two of them"],
+)
+def test_in_bf16_another_cut_than_that_of_scoring_stays_within_the_guards_bound(
+    most: int, changes: dict[str, Any]
+) -> None:
+    one = toy(dist=small.distributed("bf16"), learning_rate=1e-12, **changes)
     rollout, _ = one.estimate()
-    one.state.budget.max_tokens = 12
+    assert rollout.shares_queries
+    one.state.budget.max_tokens = most
     assert one.learn(rollout)["val/first_ratio_error"] < BF16_RATIO_ERROR / 4
 
 
@@ -325,15 +332,6 @@ def test_a_prompt_that_is_read_once_for_its_samples_gives_the_same_step(model: A
         found.append((*numbers, {key: metrics[key] for key in TOKEN_MEANS}))
     assert sizes[0] < sizes[1], "tokens"
     torch.testing.assert_close(*found, rtol=1e-3, atol=2e-5)
-
-
-def test_in_bf16_shared_prompts_stay_within_the_guards_bound() -> None:
-    """Scored with the prompt of four samples, trained on with that of two: of minibatches that divide it."""
-    changes: dict[str, Any] = {**without_critic("rloo"), "num_mini_batches": 8, "num_ppo_epochs": 1}
-    one = toy(dist=small.distributed("bf16"), learning_rate=1e-12, **changes)
-    rollout, _ = one.estimate()
-    assert rollout.shares_queries
-    assert one.learn(rollout)["val/first_ratio_error"] < BF16_RATIO_ERROR / 4
 
 
 def test_a_minibatch_has_all_samples_of_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
