@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,6 +73,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
     num_prompts, num_samples = batch_size // config.samples_per_prompt, config.samples_per_prompt  # n, k
     warmup = config.critic.warmup if isinstance(config.critic, SeparateCritic) else None
     kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
+    shuffle = partial(shuffle_minibatches, batch_size, config.num_mini_batches, num_samples, state.order_rng)
 
     with (
         console.progress("ppo", config.total_episodes, unit="episodes") as bar,
@@ -110,9 +112,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
 
             # 3. Scores, log-probs of policy and reference, and the critic's values. They are computed in the
             # micro-batches of the first epoch, so that its ratios start at exactly 1 in bf16 too.
-            minibatches = shuffle_minibatches(
-                batch_size, config.num_mini_batches, num_samples, state.order_rng
-            )
+            minibatches = shuffle()
             rollout = score_rollout(setup, state, prompts, samples, minibatches)
             rollout, sampler_metrics = state.sampler.correct(rollout)
             mask = rollout.mask  # (B, R)
@@ -165,9 +165,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
             with console.part("epochs", num_steps, "steps") as meter:
                 while num_epochs < config.num_ppo_epochs:
                     if num_epochs:
-                        minibatches = shuffle_minibatches(
-                            batch_size, config.num_mini_batches, num_samples, state.order_rng
-                        )
+                        minibatches = shuffle()
                     for rows in minibatches:
                         # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
                         ptx_rows = state.ptx.take(len(rows)) if state.ptx and not is_warmup else []
