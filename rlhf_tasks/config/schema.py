@@ -636,13 +636,8 @@ class Config(Section):
             yield from self.promotion.conflicts(self.judge, self.ppo)
 
     def _launch_problems(self) -> Iterator[str]:
-        launch, guards = self.launch, self.ppo.guards
+        launch = self.launch
         how, processes = f"launch.parallelism: {launch.parallelism}", launch.num_processes
-        if launch.parallelism != "ddp" and guards is not None and guards.action == "roll_back":
-            yield (
-                f"ppo.guards.action: roll_back keeps a checkpoint in memory, and with {how} no process holds "
-                "all of it; set ppo.guards.action to stop, or launch.parallelism to ddp"
-            )
         if launch.parallelism == "ddp" and launch.offload:
             yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
         rollout = self.ppo.rollout_batch_size

@@ -16,21 +16,19 @@ Where several responses follow one query, and the model allows it, they share a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks import console
 from rlhf_tasks.config import Split
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.rows import SET, Role, Rows
 from rlhf_tasks.data.rows import read as read_rows
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
-from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
 
 
@@ -271,79 +269,6 @@ def micro_batches(rows: Sequence[int], max_tokens: int, count: int | None = None
             half = len(groups[largest]) // 2
             groups[largest : largest + 1] = [groups[largest][:half], groups[largest][half:]]
     return groups
-
-
-class TokenBudget:
-    """The bound on a micro-batch's padded tokens. Out of memory lowers it, for the rest of the run."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens, self.is_lowered = max_tokens, False
-        self._largest = 0  # tokens of the largest micro-batch that could be cut in two
-
-    def cut(self, rows: Sequence[int], count: int | None = None) -> list[list[int]]:
-        """`micro_batches` under the present bound."""
-        groups = micro_batches(rows, self.max_tokens, count)
-        self._largest = max(
-            [self._largest, *(padded_tokens(rows, group) for group in groups if len(group) > 1)]
-        )
-        return groups
-
-    def half(self) -> int:
-        """Half of the tokens of the largest micro-batch that could be cut in two.
-
-        Raises:
-            UserError: if no micro-batch had more than one row.
-        """
-        if not self._largest:
-            raise UserError(f"the GPU is out of memory with one row at a time; {LESS_MEMORY}")
-        return self._largest // 2
-
-    def lower(self) -> None:
-        """Halve what the largest micro-batch may have.
-
-        Raises:
-            UserError: if no micro-batch had more than one row.
-        """
-        self.max_tokens, self._largest, self.is_lowered = self.half(), 0, True
-        console.say(f"out of memory: a micro-batch now has at most {self.max_tokens} tokens")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"max_tokens": self.max_tokens, "is_lowered": self.is_lowered}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The smaller bound counts: what did not suffice once does not suffice after a roll back either."""
-        self.max_tokens = min(self.max_tokens, state["max_tokens"])
-        self.is_lowered = self.is_lowered or state["is_lowered"]
-
-    def each(self, rows: Sequence[int], compute: Callable[[list[int]], None]) -> None:
-        """Call `compute` with every micro-batch. One that is out of memory lowers the bound.
-
-        It is then cut anew, with all that wait. So the bound is halved once for each failure, and not once
-        more for every waiting micro-batch that is as large.
-
-        Raises:
-            UserError: if the memory does not suffice for one row.
-        """
-        waiting = self.cut(rows)
-        with console.part("reading", len(rows), "rows") as meter:
-            while waiting:
-                group = waiting.pop()
-                try:
-                    compute(group)
-                    meter.advance(len(group))
-                    continue
-                except torch.OutOfMemoryError:
-                    pass  # its traceback holds tensors, and ends here
-                torch.cuda.empty_cache()
-                self._largest = padded_tokens(rows, group) if len(group) > 1 else 0
-                self.lower()
-                left = [i for part in [*waiting, group] for i in part]
-                waiting = [[left[i] for i in part] for part in self.cut([rows[i] for i in left])]
-
-
-def padded_tokens(rows: Sequence[int], group: Sequence[int]) -> int:
-    """The tokens of a group, padding included."""
-    return len(group) * max((rows[i] for i in group), default=0)
 
 
 def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:

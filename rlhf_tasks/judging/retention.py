@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import ENGLISH
-from rlhf_tasks.data.batches import collate, micro_batches, read_table, sizes
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness, statistics
@@ -30,6 +30,7 @@ from rlhf_tasks.judging.responses import SampledResponses, response_statistics
 from rlhf_tasks.judging.results import ResponseStatistics, RetentionResult, TaskChange
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.passes import TokenBudget, read_rows
 from rlhf_tasks.project.paths import Paths
 
 NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations
@@ -149,7 +150,6 @@ def answer_questions(
     return right
 
 
-@torch.no_grad()
 def logprob_sums(
     model: PreTrainedModel,
     queries: Sequence[Ids],
@@ -159,17 +159,14 @@ def logprob_sums(
     temperature: float = 1.0,
 ) -> list[float]:
     """Σ log p of each response's tokens after its query; no query may be empty."""
-    sums = [0.0] * len(queries)
-    device = next(model.parameters()).device
-    with console.part("reading", len(sums), "texts") as meter:
-        for rows in micro_batches(sizes(queries, responses), max_tokens):
-            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
-            batch = batch.to(device)
-            values = response_logprobs(model, batch, temperature).sum(1).tolist()
-            for i, value in zip(rows, values, strict=True):
-                sums[i] = value
-            meter.advance(len(rows))
-    return sums
+    return read_rows(
+        lambda batch: response_logprobs(model, batch, temperature).sum(1),
+        queries,
+        responses,
+        pad=tokenizer.pad_token_id,
+        device=next(model.parameters()).device,
+        budget=TokenBudget(max_tokens),
+    ).tolist()
 
 
 def _encode_texts(

@@ -8,18 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.tokenizer import Ids, encode
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.models.load import merge_adapter
+from rlhf_tasks.models.lora import merge_adapter
 from rlhf_tasks.models.sampling import BATCH_SIZE, Samples, Share, sample
-from rlhf_tasks.models.stop_tokens import StopTokens, ends_of
 from rlhf_tasks.ppo.losses import importance_weights
 from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics
 from rlhf_tasks.ppo.rollout import Rollout, interleave, pad_rows, raise_on_all_ranks
@@ -27,13 +25,11 @@ from rlhf_tasks.ppo.vllm import VllmError, VllmServer
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed
 
+if TYPE_CHECKING:
+    from rlhf_tasks.ppo.state import Setup
+
 T = TypeVar("T")
 MAX_SEED = 2**62  # vLLM adds the number of the sample to a seed, and takes 64 bits
-
-
-def response_ends(config: Ppo, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> StopTokens:
-    """The tokens that end the policy's responses, `ppo.stop_token` among them."""
-    return ends_of(policy, tokenizer, [config.stop_token])
 
 
 class Sampler(Protocol):
@@ -48,7 +44,7 @@ class Sampler(Protocol):
     """Whether the policy in training samples by itself: its log-probs are then exact."""
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
-        """The responses to p_1 … p_n, again p_1 … p_n, and so on, k times; all of them on all ranks.
+        """k responses to each query, all of them on all ranks.
 
         Raises:
             NonFiniteError: if the policy gives no distribution; the queries are its `batch`.
@@ -62,69 +58,61 @@ class Sampler(Protocol):
             VllmError: if the log-probs of a server differ too much from the policy's own.
         """
 
-    def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
-        """A response to each prompt, all of them on all ranks, for an evaluation; errors as in `sample`."""
+    def respond(self, queries: Sequence[Ids], seed: int, update: int) -> list[Ids]:
+        """A response to each query, all of them on all ranks, for an evaluation; errors as in `sample`."""
 
 
-class PolicySampler:
+class LocalSampler:
     """Samples of the policy in training: exact."""
 
     name, is_policy = "the policy", True
 
-    def __init__(
-        self,
-        dist: Distributed,
-        config: Ppo,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        generator: torch.Generator,
-    ) -> None:
+    def __init__(self, setup: Setup, policy: PreTrainedModel, generator: torch.Generator) -> None:
         """`generator` is on this rank's device, and has the same state on all ranks."""
-        self._dist, self._config, self._policy, self._generator = dist, config, policy, generator
-        self._tokenizer, self._ends = tokenizer, response_ends(config, policy, tokenizer)
+        self._setup, self._policy, self._generator = setup, policy, generator
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
-        batch_size = self._config.sampler.batch_size if self._config.sampler.kind == "policy" else None
-        own = self._sample(queries, self._config.samples_per_prompt, self._generator, batch_size)
-        parts = self._dist.all_gather_object((own.responses, own.logprobs))
-        responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
-        return Samples(responses, logprobs)
+        config = self._setup.config
+        batch_size = config.sampler.batch_size if config.sampler.kind == "policy" else None
+        return self._sample(queries, config.samples_per_prompt, self._generator, batch_size)
 
     def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return rollout, {}
 
-    def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
-        generator = torch.Generator(self._dist.device).manual_seed(seed)
-        own = self._sample(encode(self._tokenizer, prompts), 1, generator, BATCH_SIZE).responses
-        responses: list[Ids] = interleave(self._dist.all_gather_object(own))
-        return responses
+    def respond(self, queries: Sequence[Ids], seed: int, update: int) -> list[Ids]:
+        generator = torch.Generator(self._setup.dist.device).manual_seed(seed)
+        return self._sample(queries, 1, generator, BATCH_SIZE).responses
 
     @torch.no_grad()
     def _sample(
         self, queries: Sequence[Ids], n: int, generator: torch.Generator, batch_size: int | None
     ) -> Samples:
-        """This rank's share of `n` responses to each query."""
-        dist, config, own = self._dist, self._config, self._dist.shard_rows(queries)
+        """`n` responses to each query, of which each rank samples those to its share of the queries."""
+        dist, config = self._setup.dist, self._setup.config
+        local = dist.shard_rows(queries)
 
-        def sample_own() -> Samples:
+        def sample_local() -> Samples:
             with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
                 return sample(
                     policy,
-                    own,
+                    local,
                     max_new_tokens=config.response_length,
                     temperature=config.temperature,
-                    ends=self._ends,
-                    pad=self._tokenizer.pad_token_id,
+                    ends=self._setup.ends,
+                    pad=self._setup.tokenizer.pad_token_id,
                     generator=generator,
                     batch_size=batch_size,
                     num_samples=n,
                     share=Share(dist.rank, dist.world_size, n * len(queries)),
                 )
 
-        return raise_on_all_ranks(dist, sample_own, {"queries": own})
+        found = raise_on_all_ranks(dist, sample_local, {"queries": local})
+        parts = dist.all_gather_object((found.responses, found.logprobs))
+        responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
+        return Samples(responses, logprobs)
 
 
-class VllmSampler:
+class ServedSampler:
     """Samples of a server that has the policy's weights.
 
     The first rank alone has the server. It gives the others what the server returns, or its failure.
@@ -133,20 +121,13 @@ class VllmSampler:
     is_policy = False
 
     def __init__(
-        self,
-        dist: Distributed,
-        config: Ppo,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        generator: torch.Generator,
-        server: VllmServer | None,
+        self, setup: Setup, policy: PreTrainedModel, generator: torch.Generator, server: VllmServer | None
     ) -> None:
         """`generator`, of the same state on all ranks, draws the requests' seeds."""
-        assert config.sampler.kind == "vllm"
-        assert (server is not None) == dist.is_main
-        self._dist, self._config, self._settings = dist, config, config.sampler
-        self._policy, self._tokenizer, self._server = policy, tokenizer, server
-        self._generator = generator
+        assert setup.config.sampler.kind == "vllm"
+        assert (server is not None) == setup.dist.is_main
+        self._dist, self._settings, self._policy = setup.dist, setup.config.sampler, policy
+        self._generator, self._server, self._num_samples = generator, server, setup.config.samples_per_prompt
         self._loaded: int | None = None  # the updates that the server's weights have seen
         self._load_seconds = 0.0
         self._logprobs: list[Tensor] = []  # of the last rollout, by the server
@@ -154,7 +135,7 @@ class VllmSampler:
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
         self._load(update)
-        samples = self._sample(queries, self._config.samples_per_prompt, self._generator)
+        samples = self._sample(queries, self._num_samples, self._generator)
         self._logprobs = samples.logprobs
         return samples
 
@@ -176,10 +157,9 @@ class VllmSampler:
         weights = importance_weights(rollout.logprobs, sampler_logprobs, cap)
         return replace(rollout, importance=torch.where(rollout.mask, weights, 0)), metrics
 
-    def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
+    def respond(self, queries: Sequence[Ids], seed: int, update: int) -> list[Ids]:
         self._load(update)
-        queries, generator = encode(self._tokenizer, prompts), torch.Generator().manual_seed(seed)
-        return self._sample(queries, 1, generator).responses
+        return self._sample(queries, 1, torch.Generator().manual_seed(seed)).responses
 
     def _load(self, update: int) -> None:
         """Give the server the policy's weights after `update` updates, unless it has them.

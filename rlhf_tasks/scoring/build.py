@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data import synthetic
-from rlhf_tasks.models.load import TokenScores
+from rlhf_tasks.models.heads import TokenScores
 from rlhf_tasks.scoring.function import ImportedScorer
 from rlhf_tasks.scoring.http import ScoringService
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, Scorer

@@ -206,7 +206,7 @@ def _show_others(folder: Path, identity: Mapping[str, Any], keys: Sequence[str])
 
 
 @contextmanager
-def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterator[Checkpoint]:
+def open_snapshots(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterator[Snapshots]:
     """The snapshots of the loop `name` of a stage, within the block; outside a project none are saved.
 
     Raises:
@@ -214,17 +214,52 @@ def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterato
     """
     identity = lineage.fingerprint(paths, view.stage, view.declared).flat() if dist.is_main else {}
     if not (identity := dist.broadcast_object(identity)):
-        yield Nowhere()
+        yield Snapshots()
         return
     folder = dist.broadcast_object(state_folder(paths, view.stage, identity) / name)
     with signals.listening(view.stage) as listener:
-        checkpoint = Checkpoint(dist, folder, paths.models, identity, view, listener)
-        with checkpoint.writer, listener.deferring(checkpoint.plan):
-            yield checkpoint
-            checkpoint.wait()
+        snapshots = SavedSnapshots(dist, folder, paths.models, identity, view, listener)
+        with snapshots.writer, listener.deferring(snapshots.plan):
+            yield snapshots
+            snapshots.wait()
 
 
-class Checkpoint:
+class Snapshots:
+    """The snapshots of one training loop. This class saves none: every run starts from the beginning."""
+
+    def reserve(self, weights: int, state: int) -> None:
+        """Say how much disk the loop needs: the bytes of the checkpoint at its end, and of each snapshot.
+
+        Raises:
+            DiskFullError: if that does not fit.
+        """
+
+    def load(self) -> State | None:
+        """The newest whole state, each rank its own part; None to begin at the beginning.
+
+        Raises:
+            UserError: if it was saved with other ranks, parameters or inputs.
+        """
+        return None
+
+    def due(self) -> bool:
+        """True if a snapshot is due after this step: by the time, or because a signal ends the stage."""
+        return False
+
+    def save(self, step: int, state: State) -> None:
+        """Save the state after a step; ends the stage if it has received a signal.
+
+        Raises:
+            DiskFullError: if it does not fit on the disk, or the last one did not; those before it stand.
+            UserError: if the machines do not share a disk.
+            Stopped: after a signal.
+        """
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is written, and raise what its writing has raised."""
+
+
+class SavedSnapshots(Snapshots):
     """The last K snapshots of one training loop, in one folder. All ranks call each method."""
 
     def __init__(
@@ -257,11 +292,6 @@ class Checkpoint:
         self._ended_by = 0  # the signal that all ranks have agreed on
 
     def reserve(self, weights: int, state: int) -> None:
-        """Say how much disk the loop needs: the bytes of the checkpoint at its end, and of each snapshot.
-
-        Raises:
-            DiskFullError: if that does not fit.
-        """
         if not self._dist.is_main:
             return
         count = self._settings.keep + 1  # the oldest is removed once the newest is whole
@@ -276,11 +306,6 @@ class Checkpoint:
         disk.reserve({self._models: weights, self.folder: left})
 
     def load(self) -> State | None:
-        """The newest whole state, each rank its own part; None to begin at the beginning.
-
-        Raises:
-            UserError: if it was saved with other ranks, parameters or inputs.
-        """
         import torch
 
         self.wait()
@@ -329,10 +354,8 @@ class Checkpoint:
         return None
 
     def due(self) -> bool:
-        """True if a snapshot is due after this step: by the time, or because a signal ends the stage.
-
-        The time is `resume.every_seconds`, or longer until the last snapshot is written, and so that training
-        waits no more than `COPY_SHARE` of it for a copy, or `WAIT_SHARE` for the disk.
+        """The time is `resume.every_seconds`, or longer until the last snapshot is written, and so that
+        training waits no more than `COPY_SHARE` of it for a copy, or `WAIT_SHARE` for the disk.
         """
         if self._writing is not None and self._writing.done():
             self.wait()
@@ -346,15 +369,7 @@ class Checkpoint:
 
     @console.part("saving a snapshot")
     def save(self, step: int, state: State) -> None:
-        """Save the state after a step; ends the stage if it has received a signal.
-
-        One process copies it in memory, and a thread writes the copy while it trains on.
-
-        Raises:
-            DiskFullError: if it does not fit on the disk, or the last one did not; those before it stand.
-            UserError: if the machines do not share a disk.
-            Stopped: after a signal.
-        """
+        """One process copies it in memory, and a thread writes the copy while it trains on."""
         import torch
 
         from rlhf_tasks.models.tensors import copy_to_cpu
@@ -446,7 +461,6 @@ class Checkpoint:
             raise
 
     def wait(self) -> None:
-        """Wait until the last snapshot is written, and raise what its writing has raised."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             self._save_seconds += writing.result()
@@ -469,25 +483,6 @@ class Checkpoint:
         seconds = math.ceil(left + self._save_seconds)
         about = f" (about {console.duration(seconds)})" if self._step_seconds else ""
         return f"finishing this step and saving a snapshot{about}"
-
-
-class Nowhere(Checkpoint):
-    """Saves no snapshots: every run starts from the beginning."""
-
-    def __init__(self) -> None:
-        pass
-
-    def reserve(self, weights: int, state: int) -> None:
-        pass
-
-    def load(self) -> State | None:
-        return None
-
-    def due(self) -> bool:
-        return False
-
-    def save(self, step: int, state: State) -> None:
-        pass
 
 
 def _num_bytes(part: Any) -> int:

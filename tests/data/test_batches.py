@@ -12,7 +12,6 @@ import torch
 from rlhf_tasks.data.batches import (
     PASS_TOKENS,
     SHARED_TOKENS,
-    TokenBudget,
     collate,
     collate_groups,
     epoch_batches,
@@ -23,6 +22,7 @@ from rlhf_tasks.data.batches import (
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.tokenizer import encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.models.passes import TokenBudget
 from tests import small
 
 DRAWN = random.Random(3)

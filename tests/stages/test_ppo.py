@@ -13,12 +13,14 @@ import torch
 
 from rlhf_tasks import config
 from rlhf_tasks.config.judge import Selection
+from rlhf_tasks.config.ppo import Ptx
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import TokenScores, load_causal
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.ppo.evaluate import SelectionJudge
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
@@ -204,7 +206,7 @@ def test_ptx_text_is_the_documents_of_a_file(tmp_path: Path) -> None:
     tokenizer, policy, file = small.tokenizer(), small.causal(), tmp_path / "text.txt"
     documents = [" ".join(small.WORDS * 10), "w7 w8\nw9", "w6 w5"]
     file.write_text(f"\n{documents[0]}\n\n \n{documents[1]}\n\n{documents[2]}\n", encoding="utf-8")
-    rows = ppo.ptx_text(small.ppo(ptx={"coef": 0.1, "text": "text.txt"}), Paths(tmp_path), tokenizer, policy)
+    rows = ppo.ptx_text(Ptx(text="text.txt"), Paths(tmp_path), tokenizer, policy)
     assert rows is not None
     assert {len(query) for query in rows.queries} == {1}
     pieces = [query + response for query, response in zip(rows.queries, rows.responses, strict=True)]
@@ -220,12 +222,7 @@ def test_ptx_without_a_text_is_an_error(tmp_path: Path, content: str | None) -> 
     if content is not None:
         file.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=r"ppo\.ptx\.text: .*(cannot be read|holds no text)"):
-        ppo.ptx_text(
-            small.ppo(ptx={"coef": 0.1, "text": str(file)}),
-            Paths(tmp_path),
-            small.tokenizer(),
-            small.causal(),
-        )
+        ppo.ptx_text(Ptx(text=str(file)), Paths(tmp_path), small.tokenizer(), small.causal())
 
 
 def test_a_stop_token_outside_the_vocabulary_is_an_error(models_here: Path) -> None:

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from benchmarks import workloads
 from benchmarks.shapes import Shape
 from rlhf_tasks.models import logprobs
-from rlhf_tasks.models.load import TokenScores, load_causal, recompute_activations
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import load_causal, recompute_activations
 from rlhf_tasks.ppo.rollout import ReferenceCopy
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.training import memory_plan

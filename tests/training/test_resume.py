@@ -415,7 +415,7 @@ def test_a_resumed_run_has_taken_the_time_of_its_parts_each_up_to_its_last_snaps
             assert claim.folder is not None
             os.utime(claim.folder / "earlier_seconds", (begins, begins))
             for name, time_saved in loops.items():
-                with checkpoint.open(small.distributed(), Paths(), view, name) as snapshots:
+                with checkpoint.open_snapshots(small.distributed(), Paths(), view, name) as snapshots:
                     snapshots.save(1, {"step": 1})
                 [snapshot] = (claim.folder / name).glob("step-*")
                 os.utime(snapshot, (time_saved, time_saved))
