@@ -13,7 +13,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -107,7 +107,9 @@ class HarnessTasks:
         }
 
 
-def changes(before: Mapping[str, TaskResult], after: Mapping[str, TaskResult]) -> dict[str, TaskChange]:
+def compare_results(
+    before: Mapping[str, TaskResult], after: Mapping[str, TaskResult]
+) -> dict[str, TaskChange]:
     """How much worse `after` is than `before` on each task, by its first metric."""
     result = {}
     for name, first in before.items():
@@ -154,6 +156,9 @@ def _load(settings: config.Tasks) -> tuple[Any, Any]:
 
 def _read_result(name: str, task: Any, results: Mapping[str, Any]) -> TaskResult:
     """The results of one task or group, whose keys are `METRIC,FILTER` and `METRIC_stderr,FILTER`."""
+    import numpy as np
+    from lm_eval.api.metrics import mean
+
     result, scores = results["results"][name], dict[tuple[str, str], TaskScore]()
     for key, value in result.items():
         metric, comma, filtered = key.partition(",")
@@ -176,25 +181,16 @@ def _read_result(name: str, task: Any, results: Mapping[str, Any]) -> TaskResult
     samples = results["samples"].get(name)  # None of a group
     listed = [one["metric"] for one in task.get_config("metric_list") or []] if samples else []
     first = next((key for metric in listed for key in scores if key[0] == metric), next(iter(scores)))
+    values = None
+    if samples and task.aggregation().get(first[0]) is mean:
+        used = [one for one in samples if one["filter"] == first[1] and first[0] in one]
+        values = np.array([one[first[0]] for one in sorted(used, key=lambda one: one["doc_id"])], np.float64)
     return TaskResult(
         {_metric_name(*key): score for key, score in scores.items()},
         _metric_name(*first),
         results["higher_is_better"].get(name, {}).get(first[0]) is not False,
-        _read_values(task, *first, samples) if samples else None,
+        values,
     )
-
-
-def _read_values(
-    task: Any, metric: str, filtered: str, samples: Sequence[Mapping[str, Any]]
-) -> NDArray[np.float64] | None:
-    """The metric's value on each document, by document; None where the metric is not their mean."""
-    import numpy as np
-    from lm_eval.api.metrics import mean
-
-    if task.aggregation().get(metric) is not mean:
-        return None
-    read = [one for one in samples if one["filter"] == filtered and metric in one]
-    return np.array([one[metric] for one in sorted(read, key=lambda one: one["doc_id"])], dtype=np.float64)
 
 
 def _metric_name(metric: str, filtered: str) -> str:

@@ -61,8 +61,6 @@ def compare_models(
     the results name it as given. `out` is a .jsonl file for every comparison with its texts.
     Relative paths and functions of judges are below `paths.root`.
 
-    The results hold comparisons, judge kappas and optimized judges.
-
     Raises:
         UserError: if a model, a judge or the data does not exist, `out` has another suffix, or a judge
             fails too often.
@@ -70,10 +68,10 @@ def compare_models(
     if out is not None and out.suffix != ".jsonl":
         raise UserError(f"--out {out}: give a file whose name ends with .jsonl")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models = {name: _model(name, paths) for name in (model, against)}
+    models = {name: _resolve_model(name, paths) for name in (model, against)}
     checkpoints = {name: one for name, one in models.items() if isinstance(one, tuple)}
     files = [one for one in models.values() if isinstance(one, Mapping)]
-    rows = _rows(paths, num_examples or config.judge.num_examples, files)
+    rows = _select_rows(paths, num_examples or config.judge.num_examples, files)
     summary.check_verifiers(config.judge, rows, names)
     kept = columns.of_rows(rows)
     judges = build_judges(config.judge, device, paths, names=names, columns=kept)
@@ -84,7 +82,7 @@ def compare_models(
             console.say(f"WARNING: judge {name} is the reward model that PPO optimized for {source}")
         optimized |= of_source
     prompts = [row["prompt"] for row in rows]
-    sampled = sample_alike(config, paths, checkpoints, prompts, device)
+    sampled = sample_alike(config, paths, prompts, device, sources=checkpoints)
     texts = {name: responses.texts for name, responses in sampled.items()}
     for name, one in models.items():
         if isinstance(one, Mapping):
@@ -112,11 +110,11 @@ def compare_models(
     return results
 
 
-def _model(name: str, paths: Paths) -> Model:
+def _resolve_model(name: str, paths: Paths) -> Model:
     if name == REFERENCE:
         return REFERENCE
     if name.endswith(".jsonl"):
-        return _response_file(paths.root / name, paths)
+        return _read_responses(paths.root / name, paths)
     source, _, revision = name.partition("@") if not (paths.root / name).exists() else (name, "", "")
     folder = paths.root / source
     if not folder.is_dir() and not is_hub_id(source):
@@ -139,7 +137,7 @@ def _model(name: str, paths: Paths) -> Model:
     return source, revision or None
 
 
-def _response_file(file: Path, paths: Paths) -> ResponseFile:
+def _read_responses(file: Path, paths: Paths) -> ResponseFile:
     """Responses made elsewhere, one per prompt, which is read as the data's are."""
     responses: dict[str, str] = {}
     twice = []
@@ -154,7 +152,7 @@ def _response_file(file: Path, paths: Paths) -> ResponseFile:
     return responses
 
 
-def _rows(paths: Paths, most: int, files: Sequence[ResponseFile]) -> Sequence[Mapping[str, Any]]:
+def _select_rows(paths: Paths, most: int, files: Sequence[ResponseFile]) -> Sequence[Mapping[str, Any]]:
     """The first test rows to whose prompt every file has a response."""
     if not paths.table("prompts", "test").exists():
         raise UserError("data/prompts does not exist: run `rlhf prepare`, or `dvc checkout data/prompts`")

@@ -69,9 +69,7 @@ def share_ends(sources: Iterable[Source]) -> list[StopTokens]:
             config = GenerationConfig.from_model_config(load_config(source, revision))
         vocabularies.append(tokenizer.get_vocab())
         tokens += filter(None, tokenizer.convert_ids_to_tokens(list(ends_of(config, tokenizer))))
-    return [
-        tuple(dict.fromkeys(known[token] for token in tokens if token in known)) for known in vocabularies
-    ]
+    return [tuple(dict.fromkeys(known[one] for one in tokens if one in known)) for known in vocabularies]
 
 
 def sample(
@@ -98,7 +96,6 @@ def sample(
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     key = _key(folder, revision, prompts, settings | {"ends": sorted(ends)}, device)
     kept = None if key is None else paths.home / "responses" / f"{key}.json"
-    samples: dict[str, Any]
     if kept is not None and kept.exists():
         samples = json.loads(kept.read_text(encoding="utf-8"))
     else:
@@ -123,12 +120,8 @@ def _key(
     """The digest of what decides these responses; None where the weights have no fingerprint."""
     if revision is None and not (ready_models.read(folder) or any(folder.glob("*.safetensors"))):
         return None
-    files = sorted(
-        file
-        for kind in DECISIVE_FILES
-        for file in folder.glob(kind)
-        if file.name not in (contracts.IDENTITY, ready_models.FILE)
-    )
+    known = sorted(file for kind in DECISIVE_FILES for file in folder.glob(kind))
+    files = [file for file in known if file.name not in (contracts.IDENTITY, ready_models.FILE)]
     return hashing.json_sha256(
         {
             "weights": revision or contracts.fingerprint(folder),
@@ -144,10 +137,8 @@ def _key(
 
 
 SAMPLED = ("sft", "policy")
-START = -1
-"""Stands before a response's first token, so that responses of one token have a 2-gram too."""
-BASE = "base"
-"""Sampled too where it is the bar of the gate."""
+START = -1  # stands before a response's first token, so that responses of one token have a 2-gram too
+BASE = "base"  # sampled too where it is the bar of the gate
 
 
 @dataclass(frozen=True)
@@ -164,16 +155,11 @@ class ModelResponses:
     """The name of each prompt's set in a mixture; empty otherwise."""
 
 
-def list_models(paths: Paths) -> dict[str, Source]:
-    """The language models of a run, whose responses all end alike."""
-    return {name: (paths.models / name, None) for name in (*SAMPLED, BASE)}
-
-
 def sample_models(config: JudgeView, paths: Paths, device: torch.device) -> ModelResponses:
     rows = read_table(paths, "prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
     names = (*SAMPLED, *([BASE] if config.judge.bar == BASE else []))
-    sampled = sample_alike(config, paths, list_models(paths), prompts, device, names=names)
+    sampled = sample_alike(config, paths, prompts, device, names=names)
     texts = {name: responses.texts for name, responses in sampled.items()}
     if rows[0]["reference"] is not None:  # of prompts alone, no row has one
         texts = {"reference": [row["reference"] for row in rows]} | texts
@@ -183,17 +169,19 @@ def sample_models(config: JudgeView, paths: Paths, device: torch.device) -> Mode
 def sample_alike(
     config: JudgeView,
     paths: Paths,
-    sources: Mapping[str, Source],
     prompts: Sequence[str],
     device: torch.device,
     *,
+    sources: Mapping[str, Source] | None = None,
     names: Sequence[str] = (),
     seed: int | None = None,
 ) -> dict[str, SampledResponses]:
-    """The responses of these models, or of those called `names`: sampled as stage judge does, with one seed.
+    """The responses of models, by default of the run's, or of those called `names`, as stage judge samples.
 
-    A response ends where any of the models would end it.
+    They have one seed, and a response ends where any of the `sources` would end it.
     """
+    if sources is None:
+        sources = {name: (paths.models / name, None) for name in (*SAMPLED, BASE)}
     sampled = dict[str, SampledResponses]()
     ends = dict(zip(sources, share_ends(sources.values()), strict=True))
     with console.progress("judge", len(names or sources), unit="models") as bar:

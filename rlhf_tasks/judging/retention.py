@@ -49,7 +49,7 @@ class Probes:
         self.has_demonstrations = bool(rows)
         self._general = None if settings.general is None else read_texts(settings.general, paths.root)[:count]
         self._questions = (
-            of_demonstrations(self._demonstrations)
+            make_questions(self._demonstrations)
             if settings.questions is None
             else read_questions(settings.questions, paths.root)[:count]
         )
@@ -60,37 +60,30 @@ class Probes:
     ) -> tuple[dict[str, RetentionResult], dict[str, TaskChange]]:
         """The results of checkpoints by name, and what changed on each task from `sft` to `policy`."""
         results, done = dict[str, RetentionResult](), dict[str, dict[str, TaskResult]]()
+        most = self._settings.micro_batch_tokens
         for name, folder in folders.items():
-            tokenizer = load_tokenizer(folder)
+            tokenizer, texts, accuracy = load_tokenizer(folder), {}, None
             model = place(load_causal(folder), device).eval()
             with console.part(f"what {name} retains"):
-                results[name] = self._measure(model, tokenizer)
+                if self._demonstrations:
+                    texts["sft_text"] = encode_rows(tokenizer, *zip(*self._demonstrations, strict=True))
+                if self._general is not None:
+                    texts["general"] = _encode_texts(model, tokenizer, self._general)
+                perplexities = {
+                    text: perplexity(model, *rows, tokenizer, most) for text, rows in texts.items()
+                }
+                if self._questions:
+                    right = answer_questions(model, tokenizer, self._questions, most)
+                    accuracy = statistics.wilson(sum(right), len(right))
             if self._tasks is not None:
                 with torch.random.fork_rng(), console.part(f"tasks of {name}"):
                     done[name] = self._tasks.measure(model, tokenizer)
-                scores = {task: result.scores for task, result in done[name].items()}
-                results[name] = results[name].model_copy(update={"tasks": scores})
-        return results, harness.changes(done["sft"], done["policy"]) if done else {}
-
-    def _measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RetentionResult:
-        """Perplexity on `sft_text` and `general`, and the multiple-choice accuracy, of one checkpoint."""
-        most = self._settings.micro_batch_tokens
-        perplexities: dict[str, float] = {}
-        if self._demonstrations:
-            prompts, completions = zip(*self._demonstrations, strict=True)
-            rows = encode_rows(tokenizer, prompts, completions)
-            perplexities["sft_text"] = perplexity(model, *rows, tokenizer, most)
-        if self._general is not None:
-            texts = _text_rows(model, tokenizer, self._general)
-            perplexities["general"] = perplexity(model, *texts, tokenizer, most)
-        accuracy = None
-        if self._questions:
-            right = are_right(model, tokenizer, self._questions, most)
-            accuracy = statistics.wilson(sum(right), len(right))
-        return RetentionResult(perplexity=perplexities, multiple_choice=accuracy)
+            scores = {task: result.scores for task, result in done.get(name, {}).items()}
+            results[name] = RetentionResult(perplexity=perplexities, multiple_choice=accuracy, tasks=scores)
+        return results, harness.compare_results(done["sft"], done["policy"]) if done else {}
 
 
-def of_demonstrations(pairs: Sequence[tuple[str, str]]) -> list[Choice]:
+def make_questions(pairs: Sequence[tuple[str, str]]) -> list[Choice]:
     """Questions which completion belongs to a prompt: its own, or one of the next prompts.
 
     Empty where there are not enough different completions.
@@ -138,7 +131,7 @@ def measure_responses(
     return {who: response_statistics(one, references, perplexities[who]) for who, one in responses.items()}
 
 
-def are_right(
+def answer_questions(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Choice], max_tokens: int
 ) -> list[bool]:
     """Whether the right ending is the likeliest, by log p divided by its number of characters.
@@ -179,7 +172,7 @@ def logprob_sums(
     return sums
 
 
-def _text_rows(
+def _encode_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> tuple[list[Ids], list[Ids]]:
     """Texts as queries and responses: the first token is the query (BOS where the tokenizer has one).

@@ -19,7 +19,6 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.results import RewardDiagnostic
-from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
@@ -50,11 +49,8 @@ Bins = list[dict[str, Any]]
 def load_rewards(paths: Paths, device: torch.device) -> dict[str, Scorer]:
     """The reward models that this pipeline trained, by name; empty where it trained none."""
     folders = {"reward": paths.reward, "reward_heldout": paths.reward_heldout}
-    return {
-        name: reward_model.load(folder, device)
-        for name, folder in folders.items()
-        if contracts.has_model(folder)
-    }
+    ready = {name: folder for name, folder in folders.items() if contracts.has_model(folder)}
+    return {name: reward_model.load(folder, device) for name, folder in ready.items()}
 
 
 def read_pairs(paths: Paths) -> dict[str, OrderedPairs]:
@@ -79,23 +75,15 @@ def order_by(
 def score_leads(model: Scorer, pairs: OrderedPairs) -> statistics.Floats:
     """(N,) score of the better response minus that of the worse one."""
     prompts, better, worse = (list(texts) for texts in zip(*pairs, strict=True))
-    scores = (model(Responses.of_texts(prompts, texts)).tolist() for texts in (better, worse))
-    return np.subtract(*scores)
-
-
-def agreement(lead: ArrayLike) -> Interval:
-    """Share of pairs that a model orders as labeled; equal scores count half."""
-    leads = np.asarray(lead, dtype=np.float64)
-    return statistics.rate(statistics.outcomes(leads, np.zeros_like(leads)))
+    high, low = (model(Responses.of_texts(prompts, texts)).tolist() for texts in (better, worse))
+    return np.subtract(high, low)
 
 
 def calibration(lead: ArrayLike) -> tuple[float, Bins]:
     """Expected calibration error of σ(|lead|), and its bins, from (N,) leads of the better responses.
 
-    A pair is turned so that the model favors its first response. Of each bin, `confidence` is the mean
-    σ(|lead|), and `right` the share of pairs whose favored response is the better one, with Wilson's
-    interval. Bins hold equal counts (± 1) by rising confidence. Pairs of equal scores are left out; if there
-    are no others, the error is 0.
+    The bins are those of `statistics.calibration_bins`, `right` with Wilson's interval. Pairs of equal scores
+    are left out; if there are no others, the error is 0.
     """
     leads = np.asarray(lead, dtype=np.float64)
     leads = leads[leads != 0]
@@ -125,16 +113,17 @@ def diagnose(
         for name, model in rewards.items():
             with console.part(f"pairs of {origin} by {name}"):
                 lead = score_leads(model, pairs)
-            agreed = agreement(lead) if origin in samples else None
+            agreed = statistics.rate(statistics.outcomes(lead, 0 * lead)) if origin in samples else None
             error, bins = calibration(lead)
-            diagnostics.append(
-                RewardDiagnostic(model=name, origin=origin, calibration_error=error, agreement=agreed)
-            )
+            one = RewardDiagnostic(model=name, origin=origin, calibration_error=error, agreement=agreed)
+            diagnostics.append(one)
             rows += [{"model": name, "origin": origin, **part} for part in bins]
     return tuple(diagnostics), rows
 
 
-def by_length(scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[str, Sequence[str]]) -> Bins:
+def bin_by_length(
+    scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[str, Sequence[str]]
+) -> Bins:
     """Mean score of responses of similar length, in characters, with its 95% interval (normal).
 
     `scores` are by judge and model, NaN for a failure. Bins hold equal counts of responses.

@@ -35,8 +35,7 @@ class Key(NamedTuple):
     b: str
 
 
-MAX_NAME = 80
-"""Letters of a column's value in a metric's name, of which MLflow takes 250."""
+MAX_NAME = 80  # letters of a column's value in a metric's name, of which MLflow takes 250
 ByKey = Mapping[Key, Comparisons]
 Mask = npt.NDArray[np.bool_]
 
@@ -81,7 +80,7 @@ def summarize(
             flips, first_share = statistics.position_bias(*comparisons.orders)
             cost = Cost(replies=comparisons.num_replies, tokens=comparisons.num_tokens)
         by_set = {name: comparisons.outcomes[np.array(sets) == name] for name in dict.fromkeys(sets)}
-        one = ComparisonResult(
+        result = ComparisonResult(
             judge=judge,
             a=a,
             b=b,
@@ -97,7 +96,7 @@ def summarize(
             first_share=first_share,
             cost=cost,
         )
-        results.append(one)
+        results.append(result)
     return tuple(results)
 
 
@@ -240,7 +239,9 @@ def measure_accuracies(
     for one in (judge for judge in settings.judges if judge.kind == "verifier"):
         verifier, by = Verifier(one.checks, one.format), dict[str, Accuracy]()
         right = {who: np.array(verifier.correct(own, kept)) for who, own in texts.items()}
-        forms = {who: np.array(verifier.formatted(own)) for who, own in texts.items() if verifier.has_format}
+        forms = {
+            who: np.array(verifier.match_format(own)) for who, own in texts.items() if verifier.has_format
+        }
         for column in one.by:
             values = np.array([f"{column}.{value}" for value in kept[column]])
             for value in dict.fromkeys(values.tolist()):

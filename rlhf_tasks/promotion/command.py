@@ -231,10 +231,10 @@ def _trace(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], st
     lineage: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     tags |= {"rlhf.run": lineage["rlhf.run"], "git.rev": lineage.get("git.rev") or "none"}
     name = candidate.settings.tracking.experiment
-    run = registry.run_of(lineage["rlhf.run"], name)
+    run = registry.find_run(lineage["rlhf.run"], name)
     if run is None:
         sync(candidate.paths.home)  # the run may still be in the outbox
-        run = registry.run_of(lineage["rlhf.run"], name)
+        run = registry.find_run(lineage["rlhf.run"], name)
     return tags, run
 
 

@@ -194,7 +194,9 @@ def measure_cost(settings: Config, paths: Paths, policy: Path) -> Measurements:
         sources["base"] = (paths.base, None)
     rows = read_table(paths, "prompts", "test")[: settings.judge.num_examples]
     prompts, references = [row["prompt"] for row in rows], [row["reference"] for row in rows]
-    sampled = sample_alike(JudgeView.of(settings), paths, sources, prompts, device, names=("sft", "policy"))
+    sampled = sample_alike(
+        JudgeView.of(settings), paths, prompts, device, sources=sources, names=("sft", "policy")
+    )
     measured = measure_responses(
         paths.sft,
         prompts,

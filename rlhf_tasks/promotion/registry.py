@@ -128,14 +128,14 @@ class Registry:
             number = self._aliases().get(CHAMPION)
             return None if number is None else self._version(number)
 
-    def of_md5(self, md5: str) -> Version | None:
+    def find_version(self, md5: str) -> Version | None:
         """The version of the policy with these bytes."""
         with translate_errors():
             query = f"name = '{self.name}' and tags.`{MD5}` = '{md5}'"
             versions = sorted(self.client.search_model_versions(query), key=lambda v: int(v.version))
             return _version(versions[0]) if versions else None
 
-    def run_of(self, key: str, experiment: str) -> str | None:
+    def find_run(self, key: str, experiment: str) -> str | None:
         """The id of the MLflow run that has the key of a stage's run."""
         with translate_errors():
             known = self.client.get_experiment_by_name(experiment)
@@ -159,7 +159,7 @@ class Registry:
 
     def register(self, md5: str, path: str, tags: Mapping[str, str], run: str | None) -> Version:
         """Return the version of these bytes with these tags. It is created if it does not exist."""
-        known = self.of_md5(md5)
+        known = self.find_version(md5)
         with translate_errors():
             if known is not None:
                 self._tag(known.number, {k: v for k, v in tags.items() if known.tags.get(k) != v})

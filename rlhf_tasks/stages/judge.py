@@ -21,8 +21,8 @@ from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.data.tokenizer import read_plain
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import human_labels, reward_diagnostics, summary
 from rlhf_tasks.judging import results as typed
+from rlhf_tasks.judging import reward_diagnostics, summary
 from rlhf_tasks.judging.judges.build import ScoringJudge, build_judges
 from rlhf_tasks.judging.judges.comparisons import (
     Comparisons,
@@ -33,11 +33,11 @@ from rlhf_tasks.judging.responses import (
     BASE,
     SAMPLED,
     ModelResponses,
-    list_models,
     sample_alike,
     sample_models,
 )
 from rlhf_tasks.judging.retention import Probes, measure_responses
+from rlhf_tasks.judging.rows import Label, measure_agreement, read_labels
 from rlhf_tasks.judging.statistics import matched_length_gain
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project.atomic import whole
@@ -72,7 +72,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """
     dist, settings = Distributed(config.launch, config.seed), config.judge
     # 1. Whatever can fail is built and checked before anything is sampled.
-    labels = human_labels.read(paths.root / settings.labels) if settings.labels else []
+    labels = read_labels(paths.root / settings.labels) if settings.labels else []
     if labels:
         asked = read_plain(load_tokenizer(paths.tokenizer), [label.prompt for label in labels])
         labels = [one.model_copy(update={"prompt": text}) for one, text in zip(labels, asked, strict=True)]
@@ -112,17 +112,11 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     if rewards and config.data_source == "synthetic":
         # two samples of each policy per prompt, ordered by the gold judge, which knows this data alone
         second = sample_alike(
-            config,
-            paths,
-            list_models(paths),
-            sampled.prompts,
-            dist.device,
-            names=SAMPLED,
-            seed=config.seed + 1,
+            config, paths, sampled.prompts, dist.device, names=SAMPLED, seed=config.seed + 1
         )
         for who in SAMPLED:
-            texts = sampled.texts[who], second[who].texts
-            pairs[f"{who}_samples"] = reward_diagnostics.order_by(gold_scores, sampled.prompts, *texts)
+            both = sampled.texts[who], second[who].texts
+            pairs[f"{who}_samples"] = reward_diagnostics.order_by(gold_scores, sampled.prompts, *both)
     given = reward_diagnostics.read_pairs(paths) if rewards else {}
     diagnosed, bins = reward_diagnostics.diagnose(rewards, given, pairs)
     scores = dict(judged.scores)
@@ -132,7 +126,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             with console.part(f"the reward that PPO optimized, of {who}"):
                 values = rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
             scores[OPTIMIZED, who] = values
-    lengths = reward_diagnostics.by_length(scores, sampled.texts)
+    lengths = reward_diagnostics.bin_by_length(scores, sampled.texts)
     # 5. The results document and the tables.
     results = typed.EvaluationResults(
         comparisons=tuple(
@@ -202,7 +196,7 @@ def _with_length_gain(
 
 
 def _compare_with_people(
-    labels: Sequence[human_labels.Label], judges: Sequence[Judge], rows: Sequence[Mapping[str, Any]]
+    labels: Sequence[Label], judges: Sequence[Judge], rows: Sequence[Mapping[str, Any]]
 ) -> typed.HumanLabels | None:
     """How far each judge agrees with the human labels; None without labels.
 
@@ -216,7 +210,7 @@ def _compare_with_people(
     prompts, first, second = zip(*((one.prompt, one.answer_a, one.answer_b) for one in labels), strict=True)
     kept = columns.of_rows([known.get(prompt, {}) for prompt in prompts])
     agreements = {
-        judge.name: human_labels.agreement(labels, judge.compare(prompts, first, second, kept).outcomes)
+        judge.name: measure_agreement(labels, judge.compare(prompts, first, second, kept).outcomes)
         for judge in judges
     }
     decided = {name: one for name, one in agreements.items() if one is not None}

@@ -38,7 +38,7 @@ from rlhf_tasks.models.stop_tokens import close_responses, ends_of
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import score_gold
-from rlhf_tasks.scoring.function import FunctionScorer
+from rlhf_tasks.scoring.function import ImportedScorer
 from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.distributed import Distributed
@@ -147,7 +147,7 @@ def _scorer(paths: Paths, config: PreferencesView, rows: Sequence[Row]) -> Score
     """What compares samples for one prompt; None: samples are compared with references."""
     if config.preferences.function and rows:
         kept = columns.of_rows(rows)
-        return FunctionScorer(config.preferences.function, "preferences.function", paths.root, kept)
+        return ImportedScorer(config.preferences.function, "preferences.function", paths.root, kept)
     return score_gold if config.data_source == "synthetic" else None
 
 

@@ -122,7 +122,7 @@ def _call(function: Function, root: Path) -> None:
     from rlhf_tasks.data.batches import read_table
     from rlhf_tasks.judging.judges.build import FunctionComparer
     from rlhf_tasks.judging.judges.comparisons import Question
-    from rlhf_tasks.scoring.function import FunctionScorer
+    from rlhf_tasks.scoring.function import ImportedScorer
     from rlhf_tasks.scoring.protocol import Responses
 
     rows = list(itertools.islice(read_table(Paths(root), "prompts", "train"), NUM_ROWS))
@@ -134,7 +134,7 @@ def _call(function: Function, root: Path) -> None:
             questions = [Question(*one) for one in zip(prompts, responses, responses[::-1], strict=True)]
             FunctionComparer(*where)(questions, 1.0, kept)
         else:
-            FunctionScorer(*where)(Responses.of_texts(prompts, responses, kept))
+            ImportedScorer(*where)(Responses.of_texts(prompts, responses, kept))
     except UserError as error:
         raise UserError(
             f"{error} (tried on {len(rows)} rows of data/prompts, before anything trains; "

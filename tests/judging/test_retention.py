@@ -101,16 +101,16 @@ def test_the_model_chooses_the_ending_that_is_likeliest_per_character(models_her
     best = endings[rates.index(max(rates))]
     others = tuple(ending for ending in endings if ending != best)
     questions = [Choice("my boss stole", (best, *others)), Choice("my boss stole", (*others, best))]
-    assert retention.are_right(model, tokenizer, questions, 64) == [True, False]
+    assert retention.answer_questions(model, tokenizer, questions, 64) == [True, False]
 
 
 def test_questions_of_demonstrations_have_the_next_completions_as_wrong_endings() -> None:
     pairs = [("p", "a"), ("q", "b"), ("r", "a"), ("s", "c"), ("t", "d")]
-    questions = retention.of_demonstrations(pairs)
+    questions = retention.make_questions(pairs)
     assert questions[0] == Choice("p", ("a", "b", "c", "d"))
     assert questions[3] == Choice("s", ("c", "d", "a", "b"))
     assert len(questions) == 5
-    assert retention.of_demonstrations(pairs[:3]) == []
+    assert retention.make_questions(pairs[:3]) == []
 
 
 def test_the_shipped_texts_and_questions_can_be_measured(models_here: Path) -> None:

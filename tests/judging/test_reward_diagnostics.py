@@ -31,7 +31,10 @@ def test_bins_rise_by_confidence_and_the_error_is_their_mean_gap() -> None:
 def test_pairs_of_equal_scores_are_left_out_of_calibration_and_count_half_in_agreement() -> None:
     assert reward_diagnostics.calibration([0.0, 0.0]) == (0.0, [])
     assert reward_diagnostics.calibration([0.0, 2.0, 0.0])[1][0]["pairs"] == 1
-    assert reward_diagnostics.agreement([0.0, 2.0, -1.0, 3.0]).value == 2.5 / 4
+    samples = {"sft_samples": [("p", "aa", "bb"), ("p", "aaa", "b"), ("p", "a", "bb"), ("p", "aaaa", "b")]}
+    ((result,), _) = reward_diagnostics.diagnose({"reward": score_length}, {}, samples)
+    assert result.agreement is not None
+    assert result.agreement.value == 2.5 / 4
 
 
 def score_length(rows: Responses) -> torch.Tensor:
@@ -67,11 +70,11 @@ def test_two_samples_are_ordered_by_score_and_equal_ones_are_left_out() -> None:
 def test_scores_are_averaged_over_responses_of_similar_length() -> None:
     texts = {"sft": ["x" * n for n in range(40, 0, -1)]}
     scores = {("gold", "sft"): [float(n) for n in range(40, 0, -1)]}
-    short, long = reward_diagnostics.by_length(scores, texts)
+    short, long = reward_diagnostics.bin_by_length(scores, texts)
     assert (short["length"], short["score"], short["answers"]) == (10.5, 10.5, 20)
     assert (long["length"], long["score"]) == (30.5, 30.5)
     deviation = math.sqrt(sum((n - 10.5) ** 2 for n in range(1, 21)) / 19)
     assert short["high"] - short["score"] == pytest.approx(1.96 * deviation / math.sqrt(20))
-    failed = reward_diagnostics.by_length({("gold", "sft"): [math.nan] * 39 + [1.0]}, texts)
+    failed = reward_diagnostics.bin_by_length({("gold", "sft"): [math.nan] * 39 + [1.0]}, texts)
     assert [(row["length"], row["low"], row["answers"]) for row in failed] == [(1.0, 1.0, 1)]
-    assert reward_diagnostics.by_length({("gold", "sft"): [math.nan] * 40}, texts) == []
+    assert reward_diagnostics.bin_by_length({("gold", "sft"): [math.nan] * 40}, texts) == []

@@ -55,49 +55,38 @@ def test_a_better_policy_passes_every_criterion_with_its_margin() -> None:
     verdict = decide(champion=planted.over_champion())
     assert verdict.passed
     margins = {c.key: c.margin for c in verdict.criteria}
-    assert margins == pytest.approx({
-        "over_sft/gold": 0.32, "over_sft/reward_model": 0.3,
-        "over_champion/gold": 0.05, "over_champion/reward_model": 0.03,
-        "kl": 8.5,
+    expected = {
+        **{"over_sft/gold": 0.32, "over_sft/reward_model": 0.3},
+        **{"over_champion/gold": 0.05, "over_champion/reward_model": 0.03},
+        **{"kl": 8.5, "optimised_judges": 0},
         "perplexity/sft_text": 0.75,  # 2 − 2.0/1.6
         "response_perplexity": 0.5,  # 2 − 3.0/2.0
         "distinct_ratio": 0.5,  # 0.4/0.5 − 0.3
         "choice_change": 0.04,  # (0.97 − 0.98) + 0.05
         "failure_share": 0.01,  # 0.02 − 10/1000
         "examples": 790,  # the fewest, 990, − 200
-        "optimised_judges": 0,
-    })  # fmt: skip
+    }
+    assert margins == pytest.approx(expected)
     assert verdict.summary == "all 12 criteria are met"
 
 
 GENERAL = retention({"sft_text": 2.0, "general": 21.0}, {"sft_text": 1.6, "general": 10.0})
+PERPLEX = retention({"sft_text": 4.0}, {"sft_text": 1.6})
+FORGETFUL = retention({"sft_text": 2.0}, {"sft_text": 1.6}, accuracy=(0.9, 0.98))
+STRANGE = planted.responses((7.2, 0.5), (2.0, 0.5))
+MONOTONOUS = planted.responses((2.0, 0.1), (2.0, 0.5))
+UNKNOWN = retention({}, {"sft_text": 1.6, "general": 3.0})
 
 
 @pytest.mark.parametrize(
     ("measured", "key", "complaint"),
     [
         (results(gold=0.47), "over_sft/gold", "by gold (95% low) 0.47 ≤ 0.5"),
-        (
-            results(retention=retention({"sft_text": 4.0}, {"sft_text": 1.6})),
-            "perplexity/sft_text",
-            "over SFT's 2.5 > 2",
-        ),
+        (results(retention=PERPLEX), "perplexity/sft_text", "over SFT's 2.5 > 2"),
         (results(retention=GENERAL), "perplexity/general", "2.1 > 2"),
-        (
-            results(retention=retention({"sft_text": 2.0}, {"sft_text": 1.6}, accuracy=(0.9, 0.98))),
-            "choice_change",
-            "change from SFT -0.08 < -0.05",
-        ),
-        (
-            results(responses=planted.responses((7.2, 0.5), (2.0, 0.5))),
-            "response_perplexity",
-            "perplexity of its responses by SFT, over SFT's own 3.6 > 2",
-        ),
-        (
-            results(responses=planted.responses((2.0, 0.1), (2.0, 0.5))),
-            "distinct_ratio",
-            "different 2-grams in its responses, over SFT's 0.2 < 0.3",
-        ),
+        (results(retention=FORGETFUL), "choice_change", "change from SFT -0.08 < -0.05"),
+        (results(responses=STRANGE), "response_perplexity", "by SFT, over SFT's own 3.6 > 2"),
+        (results(responses=MONOTONOUS), "distinct_ratio", "in its responses, over SFT's 0.2 < 0.3"),
         (results(failures=(30, 10)), "failure_share", "0.02913 > 0.02"),
         (results(examples=(150, 990), failures=(0, 0)), "examples", "150 < 200"),
         (results(optimized=["gold"]), "optimised_judges", "(gold) 1 > 0"),
@@ -181,11 +170,9 @@ def test_two_disagreeing_judges_refuse() -> None:
         (results(retention={}), 1.0, "the perplexity of policy on SFT text was not measured"),
         (results(responses={}), 1.0, "corpus_distinct_2 of the responses of policy was not measured"),
         (results(retention={}), 1.0, "the multiple-choice accuracy of policy was not measured"),
-        (
-            results(retention=retention({}, {"sft_text": 1.6, "general": 3.0})),
-            1.0,
-            "the perplexity of policy on general text was not measured",
-        ),
+        (results(retention=UNKNOWN), 1.0, "the perplexity of policy on general text was not measured"),
+        (results(), math.nan, "KL is not known: the measured value is nan"),
+        (results(gold=math.inf), 1.0, "the measured value is inf"),
     ],
 )
 def test_missing_evidence_refuses_with_the_reason(
@@ -194,11 +181,6 @@ def test_missing_evidence_refuses_with_the_reason(
     verdict = decide(measured, kl)
     assert not verdict.passed
     assert reason in verdict.summary
-
-
-def test_a_value_that_is_not_finite_refuses() -> None:
-    assert "KL is not known: the measured value is nan" in decide(kl=math.nan).summary
-    assert not decide(results(gold=math.inf)).passed
 
 
 def test_the_champion_must_be_beaten_if_there_is_one() -> None:
@@ -219,12 +201,8 @@ def test_a_drop_on_a_task_is_bounded_and_shown_with_its_standard_error() -> None
     assert verdict.summary == "drop on arc (acc) from SFT 0.031 ± 0.01 > 0.03"
     assert decide(measured, max_task_drop=0.031).passed
     assert not any(c.key.startswith("task_drop") for c in decide(measured).criteria), "null in params.yaml"
-
-
-def test_a_bound_on_tasks_refuses_if_none_was_measured() -> None:
-    verdict = decide(max_task_drop=0.03)
-    assert failed(verdict) == ["task_drop"]
-    assert "no task of judge.retention.tasks was measured" in verdict.summary
+    assert failed(decide(max_task_drop=0.03)) == ["task_drop"]
+    assert "no task of judge.retention.tasks was measured" in decide(max_task_drop=0.03).summary
 
 
 def test_a_criterion_that_is_null_is_left_out() -> None:
@@ -257,20 +235,19 @@ def test_a_verdict_survives_json_and_its_metrics_agree_with_it() -> None:
     assert Verdict.of_tree(json.loads(json.dumps(tree))) == verdict
     criteria = {criterion["key"]: criterion for criterion in tree["criteria"]}
     assert criteria["kl"]["value"] is None
-
-
-def test_a_verdict_of_an_earlier_version_is_read() -> None:
-    """It had no standard errors."""
-    tree = decide().tree()
-    for criterion in tree["criteria"]:
+    earlier = decide().tree()  # without standard errors
+    for criterion in earlier["criteria"]:
         del criterion["standard_error"]
-    rows = {row["criterion"]: row for row in Verdict.of_tree(tree).rows()}
+    rows = {row["criterion"]: row for row in Verdict.of_tree(earlier).rows()}
     assert rows["KL"]["value"] == "1.5"
 
 
 # -------------------------------------------------------------------------------- configuration
 
 FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
+SCORER = {"kind": "function", "weight": 1.0, "function": "mine:short"}
+OPTIMIZED = {**HELDOUT, "name": "own", "path": "models/reward"}
+BOTH = {"kind": "all_of", "name": "reward_model", "judges": ["gold", "own"]}
 
 
 @pytest.mark.parametrize(
@@ -297,34 +274,20 @@ FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
             "promotion.second_judge='reward_model' uses models/reward/, which PPO optimizes",
         ),
         (
-            {
-                "judge.judges": [GOLD, HELDOUT, FUNCTION],
-                "promotion.judge": "short",
-                "ppo.scorers": [{"kind": "function", "weight": 1.0, "function": "mine:short"}],
-            },
+            {"judge.judges": [GOLD, HELDOUT, FUNCTION], "promotion.judge": "short", "ppo.scorers": [SCORER]},
             "promotion.judge='short' uses mine:short, which PPO optimizes",
         ),
-        (
-            {
-                "judge.judges": [
-                    GOLD,
-                    {**HELDOUT, "name": "own", "path": "models/reward"},
-                    {"kind": "all_of", "name": "reward_model", "judges": ["gold", "own"]},
-                ]
-            },
-            "uses models/reward, which PPO optimizes",
-        ),
+        ({"judge.judges": [GOLD, OPTIMIZED, BOTH]}, "uses models/reward, which PPO optimizes"),
     ],
 )
-def test_criteria_that_cannot_hold_are_config_errors(changes: dict[str, Any], problem: str) -> None:
+def test_criteria_that_cannot_hold_are_config_errors_but_for_a_trial(
+    changes: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         config.validate(shipped(changes), "test")
     assert problem in str(caught.value)
-
-
-def test_a_trial_may_have_any_bound() -> None:
-    changes = {"promotion.trial": True, "promotion.over_sft": 0.0, "promotion.over_champion": 0.0}
-    config.validate(shipped(changes), "test")
+    bounds = {"promotion.over_sft": 0.0, "promotion.over_champion": 0.0}
+    config.validate(shipped(bounds | {"promotion.trial": True}), "test")
 
 
 def test_only_verdict_and_report_read_the_criteria() -> None:

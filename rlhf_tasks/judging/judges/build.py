@@ -126,12 +126,11 @@ def build_judges(
         raise UserError(f"judge.judges has no judge {', '.join(unknown)}; it has {', '.join(known)}")
     selected, required = set(names or known), list_required_judges(settings, names)
     judges: dict[str, Judge] = {}
-    for one in settings.judges:
-        if not isinstance(one, config.CombinedJudge) and one.name in required:
-            judges[one.name] = build_judge(one, device, settings.max_failure_share, paths, columns=columns)
-    for one in settings.judges:
-        if isinstance(one, config.CombinedJudge) and one.name in selected:
+    for one in sorted(settings.judges, key=lambda one: isinstance(one, config.CombinedJudge)):
+        if isinstance(one, config.CombinedJudge) and one.name in selected:  # after its parts
             judges[one.name] = JudgePanel(one.name, RULES[one.kind], [judges[name] for name in one.judges])
+        elif not isinstance(one, config.CombinedJudge) and one.name in required:
+            judges[one.name] = build_judge(one, device, settings.max_failure_share, paths, columns=columns)
     return [judges[name] for name in known if name in selected]
 
 

@@ -249,16 +249,11 @@ def find_judges_by_weights(
     Weights identify a reward model, whatever its folder is called; folders are below `root`. Only judges that
     `names` need are considered, by default all.
     """
-    required = list_required_judges(settings, names)
-    return {
-        judge.name: judge.path
-        for judge in settings.judges
-        if rewards
-        and isinstance(judge, config.RewardModelJudge)
-        and judge.name in required
-        and contracts.has_model(root / judge.path)
-        and contracts.fingerprint(root / judge.path) in rewards
-    }
+    required = list_required_judges(settings, names) if rewards else set()
+    models = (judge for judge in settings.judges if isinstance(judge, config.RewardModelJudge))
+    folders = {judge.name: judge.path for judge in models if judge.name in required}
+    ready = {name: path for name, path in folders.items() if contracts.has_model(root / path)}
+    return {name: path for name, path in ready.items() if contracts.fingerprint(root / path) in rewards}
 
 
 def find_optimized_judges(
