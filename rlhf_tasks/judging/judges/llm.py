@@ -39,7 +39,8 @@ LONGEST_WAIT_SECONDS = 120.0  # the client library never waits longer for `Retry
 # Errors that every other question would meet too.
 REFUSED = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
 
-Request = Record = Mapping[str, Any]
+Request = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 
 class LlmComparer:
