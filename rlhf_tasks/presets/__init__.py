@@ -7,8 +7,7 @@ from rlhf_tasks.presets.overlays import (
     combine,
     names,
     read,
-    replaced,
     summary,
 )
 
-__all__ = ["BETWEEN", "Request", "apply", "combine", "names", "read", "replaced", "summary"]
+__all__ = ["BETWEEN", "Request", "apply", "combine", "names", "read", "summary"]

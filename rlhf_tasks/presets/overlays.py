@@ -173,16 +173,6 @@ def _fitting(
             yield key, dict(_fitting(value, present, own, section, (*path, key), left_off))
 
 
-def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, config.Config]:
-    """A parameter file's text with some sections replaced, and its config.
-
-    Raises:
-        ConfigError: naming every problem of the text or of the result.
-    """
-    tree = {**config.parse(text, origin), **sections}
-    return config.written(tree), config.validate(tree, origin)
-
-
 def _setting(words: str) -> dict[str, Any]:
     key, equals, value = words.partition("=")
     if not (key and equals):

@@ -105,16 +105,6 @@ def test_values_that_remain_of_a_former_preset_are_shown(project: Path, rlhf: Co
     assert "ppo.scorers: " in rlhf("preset grpo").out.partition("Earlier changes")[2]  # a list
 
 
-def test_replacing_a_section_leaves_no_key_of_the_old_one() -> None:
-    """A key that only the file's own section has is removed, even an unknown one."""
-    own = SHIPPED.replace("tracking: {", "tracking: {of_old: 1, ")
-    sections = {"tracking": {"enabled": False, "uri": None, "experiment": "b"}}
-    written, settings = presets.replaced(own, sections, "params.yaml")
-    assert settings.tracking.experiment == "b"
-    assert config.validate(config.parse(written, "params.yaml"), "params.yaml") == settings
-    assert settings.ppo == config.validate(config.parse(SHIPPED, "params.yaml"), "params.yaml").ppo
-
-
 def test_a_single_value_turns_on_a_section_that_is_null(project: Path, rlhf: Command) -> None:
     rlhf("preset --set ppo.guards=null ppo.adaptive_kl.target=3.0")
     rlhf("preset over_optimised --set ppo.kl_coef=0.01")
