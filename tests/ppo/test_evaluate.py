@@ -84,28 +84,33 @@ class Evaluations:
         self.config = config = small.ppo(num_selection_prompts=len(PROMPTS), **changes)
         self.dist = dist = dist or small.distributed()
         self.policy, self.state = policy or small.causal(), EvaluationState()
-        self.budget, self.tokenizer = TokenBudget(config.micro_batch_tokens), small.tokenizer()
-        self.ends = ends_of(self.policy, self.tokenizer, [config.stop_token])
+        self.budget, tokenizer = TokenBudget(config.micro_batch_tokens), small.tokenizer()
+        ends = ends_of(self.policy, tokenizer, [config.stop_token])
+        self._sampler = LocalSampler(
+            dist,
+            self.policy,
+            torch.Generator(),
+            num_samples=1,
+            batch_size=None,
+            max_new_tokens=config.response_length,
+            temperature=config.temperature,
+            ends=ends,
+            pad=tokenizer.pad_token_id,
+        )
         self.evaluator = Evaluator(
             dist,
             config,
             self.policy,
             reference or copy_of(7),
-            self.tokenizer,
-            self.ends,
-            Prompts(PROMPTS, encode(self.tokenizer, PROMPTS), {}),
+            tokenizer,
+            ends,
+            Prompts(PROMPTS, encode(tokenizer, PROMPTS), {}),
             ["w1 w2"] * len(PROMPTS),
             scorers=scorer or Planted(length),
             heldout=heldout,
             judge=judge and judge(dist),
             seed=1,
         )
-        self._sampler = LocalSampler(self.setup, self.policy, torch.Generator())
-
-    @property
-    def setup(self) -> Setup:
-        """What is read of it here."""
-        return cast(Setup, SimpleNamespace(**vars(self)))
 
     def evaluate(self, episode: int) -> Metrics:
         return self.evaluator.evaluate(self.state, self._sampler, self.budget, episode=episode, update=0)
@@ -114,8 +119,9 @@ class Evaluations:
         return self.evaluator.show(self.state, self._sampler, episode=episode, update=0)
 
     def rollout_rows(self, rollout: Rollout, texts: list[str], kl: Tensor) -> list[dict[str, Any]]:
-        state = cast(PpoState, SimpleNamespace(update=1, evaluation=self.state))
-        return rollout_rows(self.setup, state, rollout, Prompts(texts, rollout.queries, {}), kl)
+        setup, state = SimpleNamespace(**vars(self)), SimpleNamespace(update=1, evaluation=self.state)
+        prompts = Prompts(texts, rollout.queries, {})
+        return rollout_rows(cast(Setup, setup), cast(PpoState, state), rollout, prompts, kl)
 
 
 def copy_of(seed: int) -> ReferenceCopy:

@@ -19,7 +19,6 @@ from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.heads import TokenScores
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.ppo.evaluate import SelectionJudge
 from rlhf_tasks.project.paths import Paths
@@ -190,7 +189,7 @@ def test_metrics_have_the_fields_names_and_samples_their_columns(models_here: Pa
 
 def test_the_stage_trains_without_a_critic(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a critic nor its metrics are made; the first rollouts come from the SFT model."""
-    monkeypatch.setattr(TokenScores, "from_policy", None)
+    monkeypatch.setattr(ppo, "add_score_head", None)
     before = contracts.fingerprint(POLICY)
     metrics, history = run(**{f"ppo.{key}": value for key, value in without_critic("group").items()})
     assert contracts.fingerprint(POLICY) != before
