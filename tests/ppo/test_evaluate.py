@@ -23,7 +23,7 @@ from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.models.tensors import NonFiniteError
-from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, SelectionJudge
+from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, WinRate, selection_judge
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.reporting import rollout_rows
 from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy, Rollout, interleave
@@ -78,7 +78,7 @@ class Evaluations:
         dist: Distributed | None = None,
         scorer: Planted | None = None,
         heldout: Any = None,
-        judge: Callable[[Distributed], SelectionJudge] | None = None,
+        judge: Callable[[Distributed], WinRate] | None = None,
         **changes: Any,
     ) -> None:
         self.config = config = small.ppo(num_selection_prompts=len(PROMPTS), **changes)
@@ -108,7 +108,7 @@ class Evaluations:
             ["w1 w2"] * len(PROMPTS),
             scorers=scorer or Planted(length),
             heldout=heldout,
-            judge=judge and judge(dist),
+            win_rate=judge and judge(dist),
             seed=1,
         )
 
@@ -304,7 +304,7 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> N
     changes: dict[str, Any] = {"scorers": [HTTP]} if outside else {}
 
     def make(dist: Distributed) -> Evaluations:
-        judge = lambda dist: SelectionJudge(dist, SECTION, Paths())  # noqa: E731
+        judge = lambda dist: selection_judge(dist, SECTION, Paths())  # noqa: E731
         return Evaluations(
             dist=dist,
             scorer=scorers[dist.rank],

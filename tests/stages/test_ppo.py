@@ -20,7 +20,7 @@ from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal
-from rlhf_tasks.ppo.evaluate import SelectionJudge
+from rlhf_tasks.ppo import evaluate
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
@@ -136,7 +136,7 @@ def test_an_error_about_the_selection_judge_names_its_own_key(models_here: Path)
     settings = Selection.model_validate({"judge": judge, "max_failure_share": 0.5})
     problem = "the prompt 'none.txt' cannot be read"
     with pytest.raises(UserError, match=rf"^ppo\.select_by\.judge: {problem}"):
-        SelectionJudge(small.distributed(), settings, Paths())
+        evaluate.selection_judge(small.distributed(), settings, Paths())
     with pytest.raises(UserError, match=rf"^judge\.judges: {problem}"):
         build_judge(settings.judge, torch.device("cpu"), 0.5, Paths())
 
