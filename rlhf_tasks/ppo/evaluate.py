@@ -8,7 +8,7 @@ B prompts · R response length.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,46 +71,36 @@ class Scored(NamedTuple):
     parts: dict[str, Tensor]  # (B,) by scorer, unweighted
 
 
-class SelectionJudge:
-    """The judge of `ppo.select_by`.
+WinRate = Callable[[Sequence[str], Sequence[str], Sequence[str], Columns], float]
+"""(prompts, responses, references, columns) → the share of responses that win; a tie counts half."""
+
+
+def selection_judge(
+    dist: Distributed, settings: Selection, paths: Paths, columns: Collection[str] = ()
+) -> WinRate:
+    """The judge of `ppo.select_by`, by its win rate.
 
     The first rank judges and sends the result to the others, so that no comparison is paid for twice.
 
     Raises:
-        UserError: if the judge cannot be made.
+        UserError: if the judge cannot be made; when it judges, if it stops or fails at too many prompts.
     """
-
-    def __init__(
-        self, dist: Distributed, settings: Selection, paths: Paths, columns: Collection[str] = ()
-    ) -> None:
-        self._dist, self._max_failure_share = dist, settings.max_failure_share
-        self.name = settings.judge.name
-        self._judge = None
-        if dist.is_main:
-            self._judge = build_judge(
-                settings.judge,
-                dist.device,
-                settings.max_failure_share,
-                paths,
-                columns=columns,
-                key="ppo.select_by.judge",
-            )
+    chosen, most, judge = settings.judge, settings.max_failure_share, None
+    if dist.is_main:
+        key = "ppo.select_by.judge"
+        judge = build_judge(chosen, dist.device, most, paths, columns=columns, key=key)
 
     def win_rate(
-        self, prompts: Sequence[str], responses: Sequence[str], references: Sequence[str], columns: Columns
+        prompts: Sequence[str], responses: Sequence[str], references: Sequence[str], columns: Columns
     ) -> float:
-        """The share of prompts at which the response wins over the reference; a tie counts half.
-
-        Raises:
-            UserError: if the judge stops, or fails at too many prompts.
-        """
         rate = None
-        if self._judge is not None:
-            comparisons = self._judge.compare(prompts, responses, references, columns)
-            check_failures(self.name, comparisons, self._max_failure_share)
+        if judge is not None:
+            comparisons = judge.compare(prompts, responses, references, columns)
+            check_failures(chosen.name, comparisons, most)
             rate = statistics.rate(comparisons.outcomes).value
-        result: float = self._dist.broadcast_object(rate)
-        return result
+        return float(dist.broadcast_object(rate))
+
+    return win_rate
 
 
 class Evaluator:
@@ -129,12 +119,12 @@ class Evaluator:
         *,
         scorers: Scorers,
         heldout: Scorer | None,
-        judge: SelectionJudge | None,
+        win_rate: WinRate | None,
         seed: int,
     ) -> None:
         """The first `num_selection_prompts` of the prompts and their reference responses are used."""
         self._dist, self._config, self._policy, self._reference = dist, config, policy, reference
-        self._tokenizer, self._scorers, self._heldout, self._judge = tokenizer, scorers, heldout, judge
+        self._tokenizer, self._scorers, self._heldout, self._win_rate = tokenizer, scorers, heldout, win_rate
         self._ends, self._seed = ends, seed
         self._prompts = prompts.take(range(min(len(prompts), config.num_selection_prompts)))
         self._references = references[: len(self._prompts)]
@@ -142,7 +132,7 @@ class Evaluator:
     @property
     def selection_metric(self) -> str | None:
         """The metric by which weights are kept; None keeps those of the last evaluation."""
-        if self._judge is not None:
+        if self._win_rate is not None:
             return "eval/win_rate"
         return None if self._heldout is None else "eval/heldout_scores"
 
@@ -187,10 +177,8 @@ class Evaluator:
                     "optimized and the held-out score before training, and one of them is the same for all "
                     "selection prompts; set it to null, or change ppo.scorers"
                 )
-        if self._judge is not None:
-            metrics["eval/win_rate"] = self._judge.win_rate(
-                prompts.texts, texts, self._references, prompts.columns
-            )
+        if self._win_rate is not None:
+            metrics["eval/win_rate"] = self._win_rate(prompts.texts, texts, self._references, prompts.columns)
         name = self.selection_metric
         if name is None or metrics[name] > state.best:
             frozen = {name for name, p in self._policy.named_parameters() if not p.requires_grad}

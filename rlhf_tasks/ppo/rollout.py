@@ -9,31 +9,23 @@ B responses · R response length. In each (B, R) tensor a row starts with the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks import console
 from rlhf_tasks.data.batches import Batch, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.heads import ValueHead
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.lora import disable_adapters
 from rlhf_tasks.models.passes import TokenBudget
-from rlhf_tasks.models.sampling import Samples
-from rlhf_tasks.models.stop_tokens import close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
-from rlhf_tasks.ppo.rewards import bootstrap_values
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.distributed import Distributed, MicroRows
-
-if TYPE_CHECKING:
-    from rlhf_tasks.ppo.state import PpoState, Setup
 
 T = TypeVar("T")
 
@@ -159,90 +151,6 @@ class Scorers(Protocol):
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """(B,): the weighted sum."""
-
-
-@console.part("scoring")
-@torch.no_grad()
-def score_rollout(
-    setup: Setup, state: PpoState, prompts: Prompts, samples: Samples, minibatches: Sequence[Sequence[int]]
-) -> Rollout:
-    """The rollout of all ranks' samples, without advantages: log-probs, values and scores.
-
-    All ranks have all of the `prompts`, one for each sample, and each computes its share.
-    Where the policy in training did not sample by itself, or not in float32, its log-probs come from a pass
-    of their own: the sampler computes a token at a time and rounds otherwise, and the first ratio would
-    differ from 1. The passes read the micro-batches in which the first epoch will train on these
-    `minibatches`: in bf16 the rows of a pass decide how it rounds.
-
-    Raises:
-        NonFiniteError: on all ranks, if any number is NaN or infinite; the rollout is its `batch`.
-    """
-    dist, config, model, tokenizer = setup.dist, setup.config, state.actor_critic, setup.tokenizer
-    responses, lengths = samples.responses, torch.tensor([len(r) for r in samples.responses])
-    shape = (len(prompts), config.response_length)
-    recomputes = not state.sampler.is_policy or not dist.is_float32
-    ended = torch.tensor([has_ended(response, setup.ends) for response in responses])
-    rollout = Rollout(
-        queries=prompts.queries,
-        responses=responses,
-        ended=ended,
-        mask=torch.arange(config.response_length) < lengths[:, None],
-        logprobs=torch.zeros(shape),
-        ref_logprobs=torch.zeros(shape),
-        values=torch.zeros(shape),
-        bootstrap_values=torch.zeros(len(prompts)),
-        scores=torch.zeros(len(prompts)),
-        parts={},
-        importance=torch.ones(shape),
-        advantages=torch.zeros(shape),
-        returns=torch.zeros(shape),
-        pad=tokenizer.pad_token_id,
-        shares_queries=model.shares_queries,
-    )
-
-    def compute(batch: Batch) -> list[Tensor]:
-        ref_logprobs = state.reference.logprobs(batch, config.temperature)  # (b, r), r their longest
-        if not recomputes and not isinstance(model.critic, ValueHead):
-            return [ref_logprobs, model.values(batch)]  # (b, r + 1)
-        stats, values = model(batch, config.temperature)
-        return [ref_logprobs, values, stats.logprobs][: len(computed)]
-
-    if not recomputes:  # in float32 the other rows of a pass change a number by rounding alone
-        minibatches = [range(len(prompts))]
-    # the reference's log-probs, values, with that of the last state, and the policy's log-probs if need be
-    widths = (shape[1], shape[1] + 1, shape[1])[: 2 + recomputes]
-    computed = [torch.zeros(len(prompts), width) for width in widths]
-    with console.part("reading", len(minibatches), "minibatches") as meter:
-        for rows in minibatches:
-            rollout.read(dist, dist.slice_rows(rows), state.budget, compute, computed)
-            meter.advance()
-    # each row was read by one rank, and is zero on the others
-    ref_logprobs, values, *own_logprobs = (dist.sum(x.to(dist.device)).cpu() for x in computed)
-    last_values = values.gather(1, lengths[:, None]).squeeze(1)
-
-    local = dist.shard_rows(range(len(prompts)))
-    local_prompts, local_responses = prompts.take(local), [responses[i] for i in local]
-    to_score = local_prompts.responses(close_responses(tokenizer, local_responses, setup.ends), tokenizer)
-    local_parts = raise_on_all_ranks(
-        dist,
-        lambda: setup.scorers.parts(to_score),
-        {"queries": local_prompts.queries, "responses": local_responses},
-    )
-    parts: dict[str, Tensor] = interleave(dist.all_gather_object(local_parts))
-    rollout = replace(
-        rollout,
-        logprobs=own_logprobs[0] if recomputes else pad_rows(samples.logprobs, config.response_length),
-        ref_logprobs=ref_logprobs,
-        values=torch.where(rollout.mask, values[:, :-1], 0),
-        bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
-        scores=setup.scorers.total(parts),
-        parts=parts,
-    )
-    names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")
-    wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]
-    if wrong:
-        raise NonFiniteError(f"a rollout has NaN or infinite {', '.join(wrong)}", vars(rollout))
-    return rollout
 
 
 def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_tasks.config.ppo import VllmSampler
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.lora import merge_adapter
@@ -24,9 +25,6 @@ from rlhf_tasks.ppo.rollout import Rollout, interleave, pad_rows, raise_on_all_r
 from rlhf_tasks.ppo.vllm import VllmError, VllmServer
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed
-
-if TYPE_CHECKING:
-    from rlhf_tasks.ppo.state import Setup
 
 T = TypeVar("T")
 MAX_SEED = 2**62  # vLLM adds the number of the sample to a seed, and takes 64 bits
@@ -67,20 +65,28 @@ class LocalSampler:
 
     name, is_policy = "the policy", True
 
-    def __init__(self, setup: Setup, policy: PreTrainedModel, generator: torch.Generator) -> None:
-        """`generator` is on this rank's device, and has the same state on all ranks."""
-        self._setup, self._policy, self._generator = setup, policy, generator
+    def __init__(
+        self,
+        dist: Distributed,
+        policy: PreTrainedModel,
+        generator: torch.Generator,
+        *,
+        num_samples: int,
+        batch_size: int | None,
+        **how: Any,
+    ) -> None:
+        """`generator` is on this device, and has the same state on all ranks; `how` is for `sample`."""
+        self._dist, self._policy, self._generator = dist, policy, generator
+        self._num_samples, self._batch_size, self._how = num_samples, batch_size, how
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
-        config = self._setup.config
-        batch_size = config.sampler.batch_size if config.sampler.kind == "policy" else None
-        return self._sample(queries, config.samples_per_prompt, self._generator, batch_size)
+        return self._sample(queries, self._num_samples, self._generator, self._batch_size)
 
     def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return rollout, {}
 
     def respond(self, queries: Sequence[Ids], seed: int, update: int) -> list[Ids]:
-        generator = torch.Generator(self._setup.dist.device).manual_seed(seed)
+        generator = torch.Generator(self._dist.device).manual_seed(seed)
         return self._sample(queries, 1, generator, BATCH_SIZE).responses
 
     @torch.no_grad()
@@ -88,22 +94,18 @@ class LocalSampler:
         self, queries: Sequence[Ids], n: int, generator: torch.Generator, batch_size: int | None
     ) -> Samples:
         """`n` responses to each query, of which each rank samples those to its share of the queries."""
-        dist, config = self._setup.dist, self._setup.config
-        local = dist.shard_rows(queries)
+        dist, local = self._dist, self._dist.shard_rows(queries)
 
         def sample_local() -> Samples:
             with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
                 return sample(
                     policy,
                     local,
-                    max_new_tokens=config.response_length,
-                    temperature=config.temperature,
-                    ends=self._setup.ends,
-                    pad=self._setup.tokenizer.pad_token_id,
                     generator=generator,
                     batch_size=batch_size,
                     num_samples=n,
                     share=Share(dist.rank, dist.world_size, n * len(queries)),
+                    **self._how,
                 )
 
         found = raise_on_all_ranks(dist, sample_local, {"queries": local})
@@ -121,13 +123,19 @@ class ServedSampler:
     is_policy = False
 
     def __init__(
-        self, setup: Setup, policy: PreTrainedModel, generator: torch.Generator, server: VllmServer | None
+        self,
+        dist: Distributed,
+        settings: VllmSampler,
+        policy: PreTrainedModel,
+        generator: torch.Generator,
+        server: VllmServer | None,
+        *,
+        num_samples: int,
     ) -> None:
         """`generator`, of the same state on all ranks, draws the requests' seeds."""
-        assert setup.config.sampler.kind == "vllm"
-        assert (server is not None) == setup.dist.is_main
-        self._dist, self._settings, self._policy = setup.dist, setup.config.sampler, policy
-        self._generator, self._server, self._num_samples = generator, server, setup.config.samples_per_prompt
+        assert (server is not None) == dist.is_main
+        self._dist, self._settings, self._policy, self._server = dist, settings, policy, server
+        self._generator, self._num_samples = generator, num_samples
         self._loaded: int | None = None  # the updates that the server's weights have seen
         self._load_seconds = 0.0
         self._logprobs: list[Tensor] = []  # of the last rollout, by the server

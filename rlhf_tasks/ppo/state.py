@@ -224,9 +224,28 @@ def initial_state(
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     wrapped, optimizer = dist.prepare(actor_critic, optimizer, config.max_grad_norm)
     order_rng, token_rng = torch.Generator().manual_seed(seed), torch.Generator(dist.device).manual_seed(seed)
-    sampler: Sampler = LocalSampler(setup, actor_critic.policy, token_rng)
+    sampler: Sampler
     if config.sampler.kind == "vllm":
-        sampler = ServedSampler(setup, actor_critic.policy, token_rng, server)
+        sampler = ServedSampler(
+            dist,
+            config.sampler,
+            actor_critic.policy,
+            token_rng,
+            server,
+            num_samples=config.samples_per_prompt,
+        )
+    else:
+        sampler = LocalSampler(
+            dist,
+            actor_critic.policy,
+            token_rng,
+            num_samples=config.samples_per_prompt,
+            max_new_tokens=config.response_length,
+            temperature=config.temperature,
+            ends=setup.ends,
+            pad=setup.tokenizer.pad_token_id,
+            batch_size=config.sampler.batch_size,
+        )
     guards = None
     if config.guards is not None:
         ratio_error = FLOAT32_RATIO_ERROR

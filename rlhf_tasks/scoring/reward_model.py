@@ -37,10 +37,7 @@ class Placement(Protocol):
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
     ) -> None:
-        """Call `compute` with every micro-batch of the rows, whose tokens are given.
-
-        For an empty list it must make a pass like any other, whose result nobody reads.
-        """
+        """`RunBatches` of rows, whose tokens are given."""
 
 
 class RewardModel:

@@ -38,7 +38,7 @@ from rlhf_tasks.models.lora import add_lora, merge_adapter
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import audit, preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, call_user_estimator
-from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge
+from rlhf_tasks.ppo.evaluate import Evaluator, selection_judge
 from rlhf_tasks.ppo.losses import PolicyLoss, call_user_loss, ppo_clip
 from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy
 from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
@@ -81,9 +81,9 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         Prompts(part.texts("prompt"), token_ids(tokenizer, part)[0], columns.of_rows(part))
         for part in (rows, validation)
     )
-    judge = None
+    win_rate = None
     if settings.select_by is not None:
-        judge = SelectionJudge(dist, settings.select_by, paths, prompts.columns)
+        win_rate = selection_judge(dist, settings.select_by, paths, prompts.columns)
     every_query = Ragged(itertools.chain(prompts.queries, selection_prompts.queries))
 
     # 2. The models. They are checked while they are whole; those that are sharded are split afterwards.
@@ -117,7 +117,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         [row["reference"] for row in validation[: settings.num_selection_prompts]],
         scorers=scorers,
         heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, dist),
-        judge=judge,
+        win_rate=win_rate,
         seed=config.seed,
     )
     earnings = audit.Earnings()

@@ -23,7 +23,7 @@ from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.models.tensors import NonFiniteError
-from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, SelectionJudge
+from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, WinRate, selection_judge
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.reporting import rollout_rows
 from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy, Rollout, interleave
@@ -78,34 +78,39 @@ class Evaluations:
         dist: Distributed | None = None,
         scorer: Planted | None = None,
         heldout: Any = None,
-        judge: Callable[[Distributed], SelectionJudge] | None = None,
+        judge: Callable[[Distributed], WinRate] | None = None,
         **changes: Any,
     ) -> None:
         self.config = config = small.ppo(num_selection_prompts=len(PROMPTS), **changes)
         self.dist = dist = dist or small.distributed()
         self.policy, self.state = policy or small.causal(), EvaluationState()
-        self.budget, self.tokenizer = TokenBudget(config.micro_batch_tokens), small.tokenizer()
-        self.ends = ends_of(self.policy, self.tokenizer, [config.stop_token])
+        self.budget, tokenizer = TokenBudget(config.micro_batch_tokens), small.tokenizer()
+        ends = ends_of(self.policy, tokenizer, [config.stop_token])
+        self._sampler = LocalSampler(
+            dist,
+            self.policy,
+            torch.Generator(),
+            num_samples=1,
+            batch_size=None,
+            max_new_tokens=config.response_length,
+            temperature=config.temperature,
+            ends=ends,
+            pad=tokenizer.pad_token_id,
+        )
         self.evaluator = Evaluator(
             dist,
             config,
             self.policy,
             reference or copy_of(7),
-            self.tokenizer,
-            self.ends,
-            Prompts(PROMPTS, encode(self.tokenizer, PROMPTS), {}),
+            tokenizer,
+            ends,
+            Prompts(PROMPTS, encode(tokenizer, PROMPTS), {}),
             ["w1 w2"] * len(PROMPTS),
             scorers=scorer or Planted(length),
             heldout=heldout,
-            judge=judge and judge(dist),
+            win_rate=judge and judge(dist),
             seed=1,
         )
-        self._sampler = LocalSampler(self.setup, self.policy, torch.Generator())
-
-    @property
-    def setup(self) -> Setup:
-        """What is read of it here."""
-        return cast(Setup, SimpleNamespace(**vars(self)))
 
     def evaluate(self, episode: int) -> Metrics:
         return self.evaluator.evaluate(self.state, self._sampler, self.budget, episode=episode, update=0)
@@ -114,8 +119,9 @@ class Evaluations:
         return self.evaluator.show(self.state, self._sampler, episode=episode, update=0)
 
     def rollout_rows(self, rollout: Rollout, texts: list[str], kl: Tensor) -> list[dict[str, Any]]:
-        state = cast(PpoState, SimpleNamespace(update=1, evaluation=self.state))
-        return rollout_rows(self.setup, state, rollout, Prompts(texts, rollout.queries, {}), kl)
+        setup, state = SimpleNamespace(**vars(self)), SimpleNamespace(update=1, evaluation=self.state)
+        prompts = Prompts(texts, rollout.queries, {})
+        return rollout_rows(cast(Setup, setup), cast(PpoState, state), rollout, prompts, kl)
 
 
 def copy_of(seed: int) -> ReferenceCopy:
@@ -298,7 +304,7 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> N
     changes: dict[str, Any] = {"scorers": [HTTP]} if outside else {}
 
     def make(dist: Distributed) -> Evaluations:
-        judge = lambda dist: SelectionJudge(dist, SECTION, Paths())  # noqa: E731
+        judge = lambda dist: selection_judge(dist, SECTION, Paths())  # noqa: E731
         return Evaluations(
             dist=dist,
             scorer=scorers[dist.rank],

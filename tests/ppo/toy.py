@@ -34,9 +34,9 @@ from rlhf_tasks.ppo.rollout import (
     ReferenceCopy,
     Rollout,
     pad_rows,
-    score_rollout,
 )
 from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
+from rlhf_tasks.ppo.train import score_rollout
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker

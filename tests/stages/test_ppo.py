@@ -19,9 +19,8 @@ from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.heads import TokenScores
 from rlhf_tasks.models.load import load_causal
-from rlhf_tasks.ppo.evaluate import SelectionJudge
+from rlhf_tasks.ppo import evaluate
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
@@ -137,7 +136,7 @@ def test_an_error_about_the_selection_judge_names_its_own_key(models_here: Path)
     settings = Selection.model_validate({"judge": judge, "max_failure_share": 0.5})
     problem = "the prompt 'none.txt' cannot be read"
     with pytest.raises(UserError, match=rf"^ppo\.select_by\.judge: {problem}"):
-        SelectionJudge(small.distributed(), settings, Paths())
+        evaluate.selection_judge(small.distributed(), settings, Paths())
     with pytest.raises(UserError, match=rf"^judge\.judges: {problem}"):
         build_judge(settings.judge, torch.device("cpu"), 0.5, Paths())
 
@@ -190,7 +189,7 @@ def test_metrics_have_the_fields_names_and_samples_their_columns(models_here: Pa
 
 def test_the_stage_trains_without_a_critic(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a critic nor its metrics are made; the first rollouts come from the SFT model."""
-    monkeypatch.setattr(TokenScores, "from_policy", None)
+    monkeypatch.setattr(ppo, "add_score_head", None)
     before = contracts.fingerprint(POLICY)
     metrics, history = run(**{f"ppo.{key}": value for key, value in without_critic("group").items()})
     assert contracts.fingerprint(POLICY) != before
