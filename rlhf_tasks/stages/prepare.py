@@ -192,6 +192,8 @@ def _parts(paths: Paths, data: Data, problems: Problems) -> list[Part]:
     def function(named: str | None, key: str) -> Any:
         return load_function(named, key, paths.root) if named is not None and ":" in named else None
 
+    if data.shapes is not None:
+        data = data.model_copy(update={"shapes": str(paths.root / data.shapes)})
     if data.source == "files":
         tables = files.tables_of(paths.root / data.path, problems)
         return [Part(tables, data, function(data.format, "data.format"))]
