@@ -343,10 +343,10 @@ class Match:
         return Reading(self.role, rule, self.table, tuple(used), lambda: with_kept(self._rows(), self.data))
 
     def _rows(self) -> Iterator[tuple[Line, Any]]:
-        maker, is_pairs = MAKERS[self.entry.makes], self.role == "preferences"
+        maker, has_verdicts = MAKERS[self.entry.makes], self.role == "preferences" and bool(self.verdicts)
         groups, seen = dict[str, list[tuple[Line, Rated]]](), set[bytes]()
         for line in self.by_id.values() if self.entry.makes == "tree" else self.table.lines:
-            made = (is_pairs and self.unchosen(line.values)) or converted(maker, self, line)
+            made = (has_verdicts and self.unchosen(line.values)) or converted(maker, self, line)
             if isinstance(made, Rated):
                 groups.setdefault(made.key, []).append((line, made))
             elif isinstance(made, list):
@@ -373,6 +373,12 @@ class Match:
         return self.keys_of(self.columns["answers"])[:2]
 
     @cached_property
+    def voted(self) -> Sequence[Sequence[str]]:
+        """What a vote may say for the first and for the second answer."""
+        ends = zip(("first", "second"), self.endings or ("", ""), strict=False)
+        return self.entry.votes or [called(self.columns[slot], end) for slot, end in ends]
+
+    @cached_property
     def by_id(self) -> dict[str, Line]:
         """The messages of a tree."""
         lines = [*self.table.lines]
@@ -397,7 +403,7 @@ def with_kept(rows: Iterable[tuple[Line, Any]], data: Data) -> Iterator[tuple[Li
     """Rows with the columns of their records that `data.columns.keep` names, and `tools`."""
     keep = tuple(dict.fromkeys(name.split(".")[0] for name in data.columns.keep))
     for line, row in rows:
-        if isinstance(row, dict):
+        if isinstance(row, dict) and (keep or line.values.get("tools")):
             names = (*keep, "tools") if line.values.get("tools") else keep
             row = {name: line.values[name] for name in names if name in line.values} | row
         yield line, row
@@ -581,9 +587,7 @@ def preference(match: Match, values: Values) -> float:
     """
     columns, least = match.columns, 0.0
     if vote := columns.get("vote"):
-        value, ends = values[vote], match.endings[:2] or ("", "")
-        called_so = [called(columns[slot], end) for slot, end in zip(("first", "second"), ends, strict=True)]
-        first, second = match.entry.votes or called_so
+        value, (first, second) = values[vote], match.voted
         if value in (None, ""):
             raise LeftOut(f"{vote} is empty")
         if why := cells.unchosen(vote, name := cells.word(value).strip()):

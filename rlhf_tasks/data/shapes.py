@@ -233,7 +233,7 @@ def fit(table: Match, entry: Entry) -> Match | None:
     return match if all(is_of(match, match.columns[slot], one) for slot, one in entry.where.items()) else None
 
 
-def find(match: Match, slots: str, spec: Any, taken: Collection[str] = ()) -> Sequence[str]:
+def find(match: Match, slots: str, spec: Any, taken: Collection[str | None] = ()) -> Sequence[str]:
     """The columns of one name or two names of ours, none of them `taken`; empty where the table has none."""
     for names, types in _alternatives(spec):
         for two, ends in _candidates(match, slots, names):
