@@ -38,6 +38,7 @@ from rlhf_tasks.project.paths import Paths
 
 FILES: Mapping[str, tuple[str, ...]] = {
     "data.path": (),
+    "data.shapes": (),
     "data.mix.path": (),
     "model.base": ("scratch",),
     "sft.from": (),

@@ -132,6 +132,8 @@ def _parts(paths: Paths, config: PrepareView, problems: Problems) -> list[Part]:
         with console.part(f"calling {data.source}"):
             returned = source.rows_of(rows_function, data, config.seed)
         return [Part((), data, readings=source.readings(data, returned))]
+    if data.shapes is not None:
+        data = data.model_copy(update={"shapes": str(paths.root / data.shapes)})
     if data.source == "files":
         tables = files.tables_of(paths.root / data.path, problems)
         return [Part(tables, data, function(data.format, "data.format"))]
