@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_says_shape_unused_columns_rows_and_lengths(rlhf: Command) -> None:
     out = rlhf("data", CASES / "11_helpsteer2/HelpSteer2").out
     assert "train.jsonl.gz | none | train | 8" in out
-    assert "pairs of the rows that have the same prompt: prompt = prompt, response = response, score = help" in out
+    assert "pairs of the rows that have the same prompt: prompt = prompt, response = response, score" in out
     assert "not used: correctness, coherence, complexity, verbosity" in out
     assert "2 row(s) make no row: all scores are equal (3 and 3) (train.jsonl.gz:5, train.jsonl.gz:6)" in out
     assert "prompt (7 tokens): When|do|I|prune|an|apple|tree?" in out
