@@ -20,19 +20,7 @@ from ruamel.yaml.error import YAMLError
 from rlhf_tasks.config import Columns, Data, Split
 from rlhf_tasks.data import cells, readings
 from rlhf_tasks.data.cells import NAMES, TABLE, dialogue
-from rlhf_tasks.data.readings import (
-    SAMPLE,
-    Entry,
-    Line,
-    Lines,
-    Match,
-    Reading,
-    Row,
-    Table,
-    called,
-    converted,
-    split_of,
-)
+from rlhf_tasks.data.readings import SAMPLE, Entry, Line, Lines, Match, Reading, Row, Table, split_of
 from rlhf_tasks.data.rows import Role
 from rlhf_tasks.errors import UserError
 
@@ -272,7 +260,7 @@ def _candidates(match: Match, slots: str, names: Any) -> Iterator[tuple[Sequence
                 yield name if isinstance(name, list) else [name], ()
             elif "{}" in name and match.endings:
                 both = [
-                    called(match.columns[s], e)
+                    readings.called(match.columns[s], e)
                     for s, e in zip(("first", "second"), match.endings, strict=False)
                 ]
                 yield from (([name.format(one) for one in two], ()) for two in zip(*both, strict=True))
@@ -324,7 +312,7 @@ def is_of(match: Match, name: str, kind: str) -> bool:
             is_named = two != (Columns().prompt, Columns().completion) and {*two} <= kinds.keys()
             return not is_named and all(cells.FINAL.search(str(v.values.get(name))) for v in match.sample)
         case "repeated":  # by several rows
-            prompts = [repr(converted(Match.asked, match, line)) for line in match.table.lines]
+            prompts = [repr(readings.converted(Match.asked, match, line)) for line in match.table.lines]
             return len({*prompts}) < len(prompts)
     if kind not in BASIC:
         known = f"{', '.join(BASIC)}, any, numbers, or another one of rlhf_tasks/data/shapes.yaml"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import datetime
 import gzip
 import io
 import json
+import lzma
 from decimal import Decimal
 from pathlib import Path
 
@@ -30,10 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_says_shape_unused_columns_rows_and_lengths(rlhf: Command) -> None:
     out = rlhf("data", CASES / "11_helpsteer2/HelpSteer2").out
     assert "train.jsonl.gz | none | train | 8" in out
-    assert (
-        "pairs of the rows that have the same prompt: prompt = prompt, response = response, score = help"
-        in out
-    )
+    assert "pairs of the rows that have the same prompt: prompt = prompt, response = response, score" in out
     assert "not used: correctness, coherence, complexity, verbosity" in out
     assert "2 row(s) make no row: all scores are equal (3 and 3) (train.jsonl.gz:5, train.jsonl.gz:6)" in out
     assert "prompt (7 tokens): When|do|I|prune|an|apple|tree?" in out
@@ -104,10 +103,13 @@ def test_a_packed_file_is_read_whatever_its_name(rlhf: Command) -> None:
     zstd = pa.Codec("zstd").compress(text, asbytes=True)
     Path("plain.jsonl.gz").write_bytes(text)
     Path("table.parquet").write_bytes(gzip.compress(table.getvalue()))
-    Path("gz.jsonl").write_bytes(gzip.compress(text))
-    Path("zstd.jsonl").write_bytes(zstd)
-    for name in ("plain.jsonl.gz", "gz.jsonl", "zstd.jsonl", "table.parquet"):
+    packed = {"gz": gzip.compress(text), "bz2": bz2.compress(text), "xz": lzma.compress(text), "zstd": zstd}
+    for name, content in packed.items():
+        Path(f"{name}.jsonl").write_bytes(content)
+    for name in ("plain.jsonl.gz", "gz.jsonl", "bz2.jsonl", "xz.jsonl", "zstd.jsonl", "table.parquet"):
         assert ":1\n    prompt (2 tokens): q|0\n" in rlhf("data", name).out
+    Path("zip.jsonl").write_bytes(b"PK\3\4" + text)
+    assert rlhf("data zip.jsonl", status=2).err.startswith("rlhf: zip.jsonl is packed by ZIP; unpack it")
 
 
 DAY = datetime.datetime(2024, 5, 6, 7, 8, 9)
