@@ -83,6 +83,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"launch.offload": True}, "has nothing to move with launch.parallelism: ddp"),
     ({"data.source": "mine:rows", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
     ({"data.source": "hub"}, "names the data sets of `source: hub`"),
+    ({"data.pairs": "all"}, "`data.pairs` is not read with `source: synthetic`, which has rows"),
     ({"model.scratch": None}, "the shape of `base: scratch`"),
     ({"model.base": "some/name", "model.scratch": None}, "needs `revision`"),
     ({"sft.from": "some/name"}, "needs `revision`"),
