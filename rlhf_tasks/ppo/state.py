@@ -224,28 +224,14 @@ def initial_state(
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     wrapped, optimizer = dist.prepare(actor_critic, optimizer, config.max_grad_norm)
     order_rng, token_rng = torch.Generator().manual_seed(seed), torch.Generator(dist.device).manual_seed(seed)
-    sampler: Sampler
-    if config.sampler.kind == "vllm":
-        sampler = ServedSampler(
-            dist,
-            config.sampler,
-            actor_critic.policy,
-            token_rng,
-            server,
-            num_samples=config.samples_per_prompt,
-        )
+    policy, num_samples, sampler = actor_critic.policy, config.samples_per_prompt, config.sampler
+    how: dict[str, Any] = {"temperature": config.temperature, "max_new_tokens": config.response_length}
+    source: Sampler
+    if sampler.kind == "vllm":
+        source = ServedSampler(dist, sampler, policy, token_rng, server, num_samples=num_samples)
     else:
-        sampler = LocalSampler(
-            dist,
-            actor_critic.policy,
-            token_rng,
-            num_samples=config.samples_per_prompt,
-            max_new_tokens=config.response_length,
-            temperature=config.temperature,
-            ends=setup.ends,
-            pad=setup.tokenizer.pad_token_id,
-            batch_size=config.sampler.batch_size,
-        )
+        how |= {"pad": setup.tokenizer.pad_token_id, "ends": setup.ends, "batch_size": sampler.batch_size}
+        source = LocalSampler(dist, policy, token_rng, num_samples=num_samples, **how)
     guards = None
     if config.guards is not None:
         ratio_error = FLOAT32_RATIO_ERROR
@@ -258,7 +244,7 @@ def initial_state(
         optimizer=optimizer,
         num_policy_groups=num_policy_groups,
         reference=reference,
-        sampler=sampler,
+        sampler=source,
         order_rng=order_rng,
         token_rng=token_rng,
         prompt_order=ShuffledRows(len(setup.prompts), order_rng),
