@@ -22,7 +22,8 @@ def data(
     The section `data` of params.yaml decides, and the tokenizer is the base model's; for a model from
     scratch, which has none yet, words stand for tokens. Nothing is changed.
     """
-    from rlhf_tasks.data import preview, tokenizer
+    from rlhf_tasks.data import tokenizer
+    from rlhf_tasks.data.readers import preview
     from rlhf_tasks.project.imports import load_function
 
     params = Path("params.yaml")

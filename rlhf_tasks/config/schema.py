@@ -159,8 +159,8 @@ class Data(Section):
     the column of the vote or score that pairs answers; or a function of yours, `module:function`, that gets
     a record and returns a row; null: by columns and types."""
     shapes: str | None = None
-    """File of shapes of your own, in the form of rlhf_tasks/data/shapes.yaml, which are tried before those
-    that are known; null: none."""
+    """File of shapes of your own, in the form of rlhf_tasks/data/readers/shapes.yaml, which are tried before
+    those that are known; null: none."""
     pairs: Literal["best_worst", "best_each", "adjacent", "all"] | None = None
     """The pairs made of ranked or scored answers to a prompt: the best against the worst, the best against
     each other, neighbors, or all; null: `best_each` for trees of messages, else `best_worst`."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from rlhf_tasks.data.files import read_file
+from rlhf_tasks.data.readers.files import read_file
 from rlhf_tasks.data.rows import Problems
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics

@@ -16,9 +16,10 @@ import numpy as np
 
 from rlhf_tasks import console
 from rlhf_tasks.config import PrepareView, Split
-from rlhf_tasks.data import columns, files, hub, positions, rows, source, splits, synthetic, tokenizer
+from rlhf_tasks.data import columns, positions, rows, splits, synthetic, tokenizer
+from rlhf_tasks.data.readers import files, hub, source
+from rlhf_tasks.data.readers.tables import Part, assemble
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SET, SPLITS, TEXTS, Corpus, Lengths, Problems, Role
-from rlhf_tasks.data.tables import Part, assemble
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.imports import load_function

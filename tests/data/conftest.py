@@ -11,12 +11,13 @@ import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.config import Split
-from rlhf_tasks.data import files, tokenizer
+from rlhf_tasks.data import tokenizer
 from rlhf_tasks.data.chat import Rendering, Unusable
+from rlhf_tasks.data.readers import files
+from rlhf_tasks.data.readers.shapes import Line, Reading
+from rlhf_tasks.data.readers.tables import Part, assemble
 from rlhf_tasks.data.rows import Corpus, Problems, Role, Row
-from rlhf_tasks.data.shapes import Line, Reading
 from rlhf_tasks.data.splits import fill_splits
-from rlhf_tasks.data.tables import Part, assemble
 
 NAMED = config.Columns(
     prompt="prompt", completion="completion", chosen="chosen", rejected="rejected", keep=()

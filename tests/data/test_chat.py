@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from rlhf_tasks.config import Data, Model, Split
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.data.chat import DATE, Rendering
+from rlhf_tasks.data.readers.shapes import Line, Table
+from rlhf_tasks.data.readers.tables import Part, assemble
 from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Row
-from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.data.splits import complete, fill_splits
-from rlhf_tasks.data.tables import Part, assemble
 from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.contracts import check_same_tokenizer

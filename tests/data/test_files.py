@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks.config import Columns, Data, Split
-from rlhf_tasks.data import files
+from rlhf_tasks.data.readers import files
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems
 from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.config import Data
-from rlhf_tasks.data import chat, shapes
-from rlhf_tasks.data.shapes import Line, Reading, Table, dialogue
+from rlhf_tasks.data import chat
+from rlhf_tasks.data.readers import shapes
+from rlhf_tasks.data.readers.shapes import Line, Reading, Table, dialogue
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import inputs
 from tests import small

@@ -204,7 +204,7 @@ def test_the_point_of_resuming_is_that_of_the_newest_snapshot_of_the_same_parame
     assert checkpoint.point(Paths(), "sft") == "step 3 of loop", "the one that was saved last"
     yaml = YAML()
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
-    params["sft"]["learning_rate"] *= 2
+    params["sft"]["learning_rate"] = 6e-3
     with Path("params.yaml").open("w", encoding="utf-8") as file:
         yaml.dump(params, file)
     assert checkpoint.point(Paths(), "sft") is None

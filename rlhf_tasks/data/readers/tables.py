@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Columns, Data, Split
-from rlhf_tasks.data import shapes
 from rlhf_tasks.data.chat import (
     LONE_SURROGATE,
     Message,
@@ -31,6 +30,8 @@ from rlhf_tasks.data.chat import (
 )
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.columns import fault as value_fault
+from rlhf_tasks.data.readers import shapes
+from rlhf_tasks.data.readers.shapes import Line, Reading, Table, split_of
 from rlhf_tasks.data.rows import (
     BATCH,
     CONVERSATION,
@@ -43,7 +44,6 @@ from rlhf_tasks.data.rows import (
     Writer,
     evaluated_role,
 )
-from rlhf_tasks.data.shapes import Line, Reading, Table, split_of
 from rlhf_tasks.errors import UserError
 
 HAVE_REFERENCES = {"reference", "completion", "messages"}

@@ -10,10 +10,11 @@ from typing import Any
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, Split, is_hub_id
-from rlhf_tasks.data import files, hub, rows, tables
+from rlhf_tasks.data import rows
 from rlhf_tasks.data.chat import Rendering
+from rlhf_tasks.data.readers import files, hub, tables
+from rlhf_tasks.data.readers.shapes import Table
 from rlhf_tasks.data.rows import SPLITS, TEXTS, Corpus, Problems, Role, Row, Rows
-from rlhf_tasks.data.shapes import Table
 from rlhf_tasks.errors import UserError
 
 SHOWN = 3  # rows

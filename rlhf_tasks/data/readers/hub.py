@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from rlhf_tasks import console
 from rlhf_tasks.config import HubSet, HubSources, Split
-from rlhf_tasks.data.files import plain_value
+from rlhf_tasks.data.readers.files import plain_value
+from rlhf_tasks.data.readers.shapes import Line, Lines, Table
 from rlhf_tasks.data.rows import ROLES, Role
-from rlhf_tasks.data.shapes import Line, Lines, Table
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
 

@@ -18,9 +18,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_tasks.config import Columns, Data, Split
-from rlhf_tasks.data import cells, readings
-from rlhf_tasks.data.cells import NAMES, TABLE, dialogue
-from rlhf_tasks.data.readings import SAMPLE, Entry, Line, Lines, Match, Reading, Row, Table, split_of
+from rlhf_tasks.data.readers import cells, readings
+from rlhf_tasks.data.readers.cells import NAMES, TABLE, dialogue
+from rlhf_tasks.data.readers.readings import SAMPLE, Entry, Line, Lines, Match, Reading, Row, Table, split_of
 from rlhf_tasks.data.rows import Role
 from rlhf_tasks.errors import UserError
 
@@ -315,7 +315,7 @@ def is_of(match: Match, name: str, kind: str) -> bool:
             prompts = [repr(readings.converted(Match.asked, match, line)) for line in match.table.lines]
             return len({*prompts}) < len(prompts)
     if kind not in BASIC:
-        known = f"{', '.join(BASIC)}, any, numbers, or another one of rlhf_tasks/data/shapes.yaml"
+        known = f"{', '.join(BASIC)}, any, numbers, or another one of rlhf_tasks/data/readers/shapes.yaml"
         raise UserError(f"data.shapes: {match.entry.name} has the type {kind!r}; give {known}")
     return kinds.get(name) == kind
 

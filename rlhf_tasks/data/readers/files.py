@@ -28,8 +28,8 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Split
+from rlhf_tasks.data.readers.shapes import Line, Lines, Table
 from rlhf_tasks.data.rows import BATCH, ROLES, Problems, Role
-from rlhf_tasks.data.shapes import Line, Lines, Table
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
 

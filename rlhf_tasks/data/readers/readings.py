@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from rlhf_tasks.config import Data, Split
-from rlhf_tasks.data import cells
-from rlhf_tasks.data.cells import NAMES, RATINGS, TABLE, TEXTS, dialogue
 from rlhf_tasks.data.chat import Message, Unusable, message
+from rlhf_tasks.data.readers import cells
+from rlhf_tasks.data.readers.cells import NAMES, RATINGS, TABLE, TEXTS, dialogue
 from rlhf_tasks.data.rows import Role, digest
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
