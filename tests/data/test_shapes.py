@@ -31,7 +31,9 @@ TALK = [
 def read(*records: Record, chat: bool = True, **data: Any) -> Reading:
     columns = tuple(dict.fromkeys(key for record in records for key in record))
     lines = [Line(f"f:{number}", record) for number, record in enumerate(records, start=1)]
-    [(_, reading)] = shapes.read([(None, "train", Table("f", columns, lines))], Data(**data), chat=chat)
+    [(_, reading)] = shapes.read(
+        [(None, "train", Table("f", columns, lines))], Data(source="files", **data), chat=chat
+    )
     return reading
 
 
