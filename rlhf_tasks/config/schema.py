@@ -201,10 +201,6 @@ class Data(Section):
             yield "`data.mix` names the data sets of `source: mix`: set both, or `mix: null`"
         if self.options and ":" not in self.source:
             yield "`data.options` are arguments of a function in `source`: set both, or remove the options"
-        unread = [name for name in ("format", "shapes", "pairs") if getattr(self, name) is not None]
-        if unread and self.source not in ("files", "hub", "mix"):
-            key = f"`data.{unread[0]}`"
-            yield f"{key} is not read with `source: {self.source}`, which has rows; set it to null"
         names = [one.name for one in self.mix or ()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield f"`data.mix`: several sets have the name {', '.join(twice)}; give each its own name"

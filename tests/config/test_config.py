@@ -83,7 +83,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"launch.offload": True}, "has nothing to move with launch.parallelism: ddp"),
     ({"data.source": "mine:rows", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
     ({"data.source": "hub"}, "names the data sets of `source: hub`"),
-    ({"data.pairs": "all"}, "`data.pairs` is not read with `source: synthetic`, which has rows"),
     ({"ppo.guards.action": "raise_kl", "ppo.kl_coef": 0.0}, "0 would stay 0"),
     ({"ppo.guards.action": "roll_back"}, "use raise_kl, which raises kl_coef and continues"),
     ({"ppo.guards.kl_min": 12.0}, "must be below"),

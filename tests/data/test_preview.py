@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import bz2
 import datetime
 import gzip
 import io
 import json
-import lzma
 from decimal import Decimal
 from pathlib import Path
 
@@ -103,13 +101,12 @@ def test_a_packed_file_is_read_whatever_its_name(rlhf: Command) -> None:
     zstd = pa.Codec("zstd").compress(text, asbytes=True)
     Path("plain.jsonl.gz").write_bytes(text)
     Path("table.parquet").write_bytes(gzip.compress(table.getvalue()))
-    packed = {"gz": gzip.compress(text), "bz2": bz2.compress(text), "xz": lzma.compress(text), "zstd": zstd}
-    for name, content in packed.items():
-        Path(f"{name}.jsonl").write_bytes(content)
-    for name in ("plain.jsonl.gz", "gz.jsonl", "bz2.jsonl", "xz.jsonl", "zstd.jsonl", "table.parquet"):
+    Path("gz.jsonl").write_bytes(gzip.compress(text))
+    Path("zstd.jsonl").write_bytes(zstd)
+    for name in ("plain.jsonl.gz", "gz.jsonl", "zstd.jsonl", "table.parquet"):
         assert ":1\n    prompt (2 tokens): q|0\n" in rlhf("data", name).out
     Path("zip.jsonl").write_bytes(b"PK\3\4" + text)
-    assert rlhf("data zip.jsonl", status=2).err.startswith("rlhf: zip.jsonl is packed by ZIP; unpack it")
+    assert rlhf("data zip.jsonl", status=2).err.startswith("rlhf: zip.jsonl is packed by ZIP, or an")
 
 
 DAY = datetime.datetime(2024, 5, 6, 7, 8, 9)
