@@ -7,11 +7,11 @@
         manifest.json                    the sha256 of every file, and the settings of the run
         shared.pt  rank-0.pt  training/  the state that all ranks share, that of each, and sharded weights
 
-What a loop keeps is its `TrainState` (`ppo/state.py`, `training/supervised.py`) and the tracker's curves:
-weights, moments, generators, the position in the data, the best weights, and for PPO coefficients, guards
-and scaling. `resume.keep` says how many, and `resume.every_seconds` how often. One process copies the state
-in memory, and trains on while a thread writes the copy. Several processes wait for the disk, as does one
-without room for the copy, and save less often. A stage says how much work a kill can lose.
+What a loop keeps is its state (`PpoState`, or `TrainState` of `training/supervised.py`) and the tracker's
+curves: weights, moments, generators, the position in the data, the best weights, and for PPO coefficients,
+guards and scaling. `resume.keep` says how many, and `resume.every_seconds` how often. One process copies the
+state in memory, and trains on while a thread writes the copy. Several processes wait for the disk, as does
+one without room for the copy, and save less often. A stage says how much work a kill can lose.
 
 The digest covers all that decides what the stage writes (`lineage.fingerprint`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It

@@ -356,7 +356,7 @@ class Distributed:
     def attempts(
         self, budget: TokenBudget, optimizer: Optimizer | None = None
     ) -> Iterator[AbstractContextManager[None]]:
-        """`memory.attempts` under a budget, which is halved after out-of-memory; the gradients are dropped.
+        """`passes.attempts` under a budget, which is halved after out-of-memory; the gradients are dropped.
 
         Raises:
             UserError: if the memory does not suffice for one row, or on several ranks.

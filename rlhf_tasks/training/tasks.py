@@ -83,7 +83,7 @@ def plain_text(texts: Sequence[Ids], pad: int, sets: Sequence[str] = ()) -> Lang
 
 @dataclass
 class PreferencePairs:
-    """Chosen and rejected responses of each query, as token ids: a `supervised.Task`."""
+    """Chosen and rejected responses of each query, as token ids: a `Task`."""
 
     queries: Sequence[Ids]
     chosen: Sequence[Ids]

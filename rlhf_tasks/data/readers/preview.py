@@ -21,7 +21,6 @@ SHOWN = 3  # rows
 SAMPLE = 1000  # rows of a file
 MOST_CHARACTERS = 600  # of a text
 BARS = "▁▂▃▄▅▆▇█"
-Given = Sequence[tuple[Role | None, Split, Table]]
 Tokens = Callable[[str, str], tuple[Sequence[str], Sequence[str]]]
 """Prompt and response → the tokens of each, as texts."""
 
