@@ -40,7 +40,7 @@ NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
-class Service:
+class ProjectService:
     """The programs of one project."""
 
     root: Path
@@ -48,7 +48,7 @@ class Service:
     ready_seconds: float = READY_SECONDS
 
     @classmethod
-    def here(cls) -> Service:
+    def here(cls) -> ProjectService:
         """The service of the project in the working folder.
 
         Raises UserError if there is no project here, or this is a git worktree, not the main checkout.

@@ -58,9 +58,9 @@ class Meter:
             self.follow()
 
     def skip(self, n: float) -> None:
-        """Count work that another process has done, or take back what was undone; no matter of the speed."""
+        """Count work that an earlier process has done, which is no matter of the speed."""
         self.done, self.skipped = self.done + n, self.skipped + n
-        self.printed = self.done if n > 0 else min(self.printed, self.done)
+        self.printed = self.done
 
     def restart_speed(self) -> None:
         """Measure the speed from now on: what came before was other work, such as a critic's warm-up."""

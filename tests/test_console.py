@@ -102,17 +102,6 @@ def test_a_stage_writes_its_own_progress_for_whoever_started_it(
         assert not file.exists(), "once a second at most"
 
 
-def test_work_that_is_undone_is_shown_again_and_counts_for_the_speed(clock: Clock) -> None:
-    out = io.StringIO()
-    with Console(out).progress("ppo", 4, unit="episodes") as bar:
-        for n in (1, 1, -2, 1, 1, 1, 1):
-            clock.now += 10.0 * (n > 0)
-            (bar.advance if n > 0 else bar.skip)(n)
-    shares = [line.split("  ")[1] for line in out.getvalue().splitlines()]
-    assert shares == [f"{share}% of 4 episodes" for share in (25, 50, 25, 50, 75, 100)]
-    assert "25% of 4 episodes  30s left" in out.getvalue()
-
-
 def test_the_time_left_does_not_count_a_warm_up(clock: Clock) -> None:
     out = io.StringIO()
     with Console(out).progress("ppo", 4, unit="episodes") as bar:

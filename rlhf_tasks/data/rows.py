@@ -59,7 +59,7 @@ BATCH_CHARACTERS = 2**26  # of texts, in rows that are written at a time
 ROW_GROUP = 2**16  # rows of a Parquet row group
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Some rows that follow each other in a role and split."""
 
     role: Role
@@ -107,7 +107,7 @@ class Rows(Sequence[Row]):
         if isinstance(i, slice):
             return Rows(self.role, self.split, self.table, self.numbers[i])
         one = self.table.slice(int(self.numbers[i]), 1)  # `take` would copy the table
-        return Batch(self.role, self.split, 1, self.numbers, one).rows[0]
+        return RowBatch(self.role, self.split, 1, self.numbers, one).rows[0]
 
     def texts(self, name: str) -> Texts:
         return Texts(self, name)
@@ -116,7 +116,7 @@ class Rows(Sequence[Row]):
         """Some of the rows, by a mask or by positions."""
         return Rows(self.role, split or self.split, self.table, self.numbers[which])
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[RowBatch]:
         first = 1
         for start in range(0, self.table.num_rows if len(self) else 0, BATCH):
             low, high = np.searchsorted(self.numbers, (start, start + BATCH))
@@ -125,7 +125,7 @@ class Rows(Sequence[Row]):
                 continue
             if not np.array_equal(numbers, np.arange(start, start + table.num_rows)):
                 table = table.take(numbers - start)
-            yield Batch(self.role, self.split, first, numbers, table)
+            yield RowBatch(self.role, self.split, first, numbers, table)
             first += len(numbers)
 
 
@@ -257,7 +257,7 @@ class Problems:
         """Add a fault of a record; equal ones may both be bad."""
         self._bad.setdefault(("", id(record)), BadRow(where, record)).faults.append((reason, detail))
 
-    def add_row(self, batch: Batch, i: int, reason: Reason, detail: str) -> None:
+    def add_row(self, batch: RowBatch, i: int, reason: Reason, detail: str) -> None:
         """Add a fault of a row."""
         key = batch.role, int(batch.numbers[i])
         if key not in self._bad:
@@ -313,7 +313,7 @@ class Problems:
 # ------------------------------------------------------------------------------------------ views
 
 
-def batches(corpus: Corpus) -> Iterator[Batch]:
+def batches(corpus: Corpus) -> Iterator[RowBatch]:
     """All rows of a corpus."""
     for tables in corpus.values():
         for rows in tables.values():

@@ -87,7 +87,7 @@ TOO_LONG_PENALTY = 0.1
 
 
 @dataclass(frozen=True)
-class Writer:
+class WriterErrors:
     """The errors of a summarizer: the chance to omit a fact, to get it wrong, and to ramble."""
 
     omit: float
@@ -95,7 +95,7 @@ class Writer:
     ramble: float
 
 
-WRITERS = (Writer(0.20, 0.05, 0.05), Writer(0.05, 0.20, 0.05), Writer(0.10, 0.05, 0.50))
+WRITERS = (WriterErrors(0.20, 0.05, 0.05), WriterErrors(0.05, 0.20, 0.05), WriterErrors(0.10, 0.05, 0.50))
 
 
 @dataclass(frozen=True)
