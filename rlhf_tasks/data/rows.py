@@ -198,18 +198,6 @@ class Writer:
         }
 
 
-def store(rows_by_role: Mapping[Role, Mapping[Split, Iterable[Row]]]) -> Corpus:
-    """Rows of a generator as a corpus."""
-    corpus: Corpus = {}
-    for role, tables in rows_by_role.items():
-        writer = Writer(role)
-        for split, rows in tables.items():
-            for row in rows:
-                writer.add(split, row)
-        corpus[role] = writer.finish(tables)
-    return corpus
-
-
 def read(file: Path, role: Role, split: Split) -> Rows:
     """The rows of Parquet, which is unpacked for it into a temporary file of Arrow."""
     with pq.ParquetFile(file) as packed, tempfile.NamedTemporaryFile(prefix="rlhf-rows-") as copy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from rlhf_tasks.data.chat import Rendering, Unusable
 from rlhf_tasks.data.readers import files
 from rlhf_tasks.data.readers.shapes import Line, Reading
 from rlhf_tasks.data.readers.tables import Part, assemble
-from rlhf_tasks.data.rows import Corpus, Problems, Role, Row
+from rlhf_tasks.data.rows import Corpus, Problems, Role, Row, Writer
 from rlhf_tasks.data.splits import fill_splits
 
 NAMED = config.Columns(
@@ -47,6 +47,17 @@ def converted(reading: Reading) -> Converted:
 def load(path: Path, data: config.Data, rendering: Rendering, problems: Problems, **split: Any) -> Corpus:
     """The rows of a file or folder, in splits."""
     return fill_splits(assemble([Part(files.tables_of(path, problems), data)], rendering, problems), **split)
+
+
+def store(rows_by_role: Mapping[Role, Mapping[Split, Iterable[Row]]]) -> Corpus:
+    corpus: Corpus = {}
+    for role, tables in rows_by_role.items():
+        writer = Writer(role)
+        for split, rows in tables.items():
+            for row in rows:
+                writer.add(split, row)
+        corpus[role] = writer.finish(tables)
+    return corpus
 
 
 def as_lists(corpus: Corpus) -> dict[Role, dict[Split, list[Row]]]:

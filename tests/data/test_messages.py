@@ -11,10 +11,10 @@ from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.readers.shapes import Line, Table
 from rlhf_tasks.data.readers.tables import Part, assemble
-from rlhf_tasks.data.rows import Problems, Role, Row, check_texts, store
+from rlhf_tasks.data.rows import Problems, Role, Row, check_texts
 from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError
-from tests.data.conftest import NAMED, as_lists
+from tests.data.conftest import NAMED, as_lists, store
 
 
 def user(text: str) -> dict[str, str]:

@@ -12,9 +12,9 @@ from rlhf_tasks.data.rows import (
     check_lengths,
     check_texts,
     measure,
-    store,
     without,
 )
+from tests.data.conftest import store
 
 
 def row(prompt: str, completion: str = " yes", source: str = "sft.jsonl:1") -> dict[str, str]:

@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Role, Row, check_leaks, store
+from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Role, Row, check_leaks
 from rlhf_tasks.data.splits import cap_train, complete, fill_splits
 from rlhf_tasks.errors import UserError
+from tests.data.conftest import store
 
 SIZES: dict[Split, int] = {"validation": 5, "test": 10}
 

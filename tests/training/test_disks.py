@@ -27,6 +27,7 @@ from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking.record import Record
 from rlhf_tasks.training import checkpoint, failures
 from tests import small
+from tests.data.conftest import store
 from tests.training.stages import loop
 from tests.training.test_resume import workspace, written
 
@@ -134,7 +135,7 @@ def test_a_full_disk_of_temporary_files_is_named_with_tmpdir(
     monkeypatch.setenv(failures.FAILURE, str(little / "failure.json"))
     one = {"prompt": "word " * 100, "completion": "", "source": "a:1"}
     write: dict[str, Callable[[], object]] = {
-        "rows to write": lambda: rows.store({"sft": {"train": [one] * 9000}}),
+        "rows to write": lambda: store({"sft": {"train": [one] * 9000}}),
         "rows to read": lambda: rows.read(Path("rows.parquet"), "sft", "train"),
         "tokens": lambda: Ragged([range(100_000)] * 9),
     }
