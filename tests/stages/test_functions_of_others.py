@@ -110,7 +110,7 @@ def ppo(project_with: Callable[..., None]) -> Callable[[str], str]:
     def run(code: str) -> str:
         project_with(code)
         program = start("ppo")
-        said, _ = program.communicate(timeout=120)
+        said, _ = program.communicate()
         assert program.returncode == 0, said
         assert Path("metrics/ppo.json").exists(), said
         return said
