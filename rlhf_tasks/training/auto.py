@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -45,17 +45,25 @@ def keys(settings: Config) -> list[str]:
     return [key for key in KEYS if values[key] == "auto"]
 
 
-def resolve(settings: Config, root: Path, recorded: Mapping[str, Any] | None = None) -> Config:
-    """The parameters with what `auto` stands for: values `recorded` by dotted key, else this machine's."""
-    known, launch = recorded or {}, settings.launch
-    recorded_format = known.get(PRECISION) if launch.precision == "auto" else None
-    number_format = recorded_format or choose_precision(settings, root)
-    changed: dict[str, Any] = {"launch": launch.model_copy(update={"precision": number_format})}
+def resolve(
+    settings: Config, root: Path, recorded: Mapping[str, Any] | None = None, needed: Collection[str] = KEYS
+) -> Config:
+    """The parameters with what `auto` stands for: values `recorded` by dotted key, else this machine's.
+
+    Only those `needed`: where a machine has GPUs, to ask for them takes as long as loading torch.
+    """
+    known, launch, changed = recorded or {}, settings.launch, dict[str, Any]()
+    if launch.precision == "auto" and PRECISION in needed:
+        number_format = known.get(PRECISION) or choose_precision(settings, root)
+        changed["launch"] = launch.model_copy(update={"precision": number_format})
     for name in TRAINED:
-        section = getattr(settings, name)
-        if section.micro_batch_tokens == AUTO:
-            tokens = known.get(f"{name}.micro_batch_tokens")
-            tokens = tokens or choose_tokens(settings, root, number_format, name)
+        section, key = getattr(settings, name), f"{name}.micro_batch_tokens"
+        if section.micro_batch_tokens == AUTO and key in needed:
+            if (tokens := known.get(key)) is None:
+                number_format = changed.get("launch", launch).precision
+                if number_format == "auto":
+                    number_format = choose_precision(settings, root)
+                tokens = choose_tokens(settings, root, number_format, name)
             changed[name] = section.model_copy(update={"micro_batch_tokens": tokens})
     return settings.model_copy(update=changed)
 
@@ -69,7 +77,8 @@ def resolve_for(paths: Paths, stage: Stage, settings: Config, *, check: bool = T
         UserError: if something has changed since the file was written, or this machine lacks the precision.
     """
     record = inputs.read_record(paths, stage)
-    values = resolve(settings, paths.root, None if record is None else record.values)
+    needed = VIEWS[stage].of(settings).declared
+    values = resolve(settings, paths.root, None if record is None else record.values, needed)
     if record is None or not check:
         return values
     is_auto = settings.launch.precision == "auto"
