@@ -136,6 +136,10 @@ def test_the_record_holds_the_tokens_in_force_and_a_stage_uses_them(
     paths, settings = Paths(tmp_path), config.load()
     assert auto.resolve_for(paths, "ppo", settings).ppo.micro_batch_tokens == auto.MOST_TOKENS["cpu"]
     assert auto.resolve_for(paths, "sft", settings).sft.micro_batch_tokens == 128, "what is set is kept"
+    with monkeypatch.context() as patch:
+        patch.delattr(auto, "gpus")  # which would load torch, where there are some
+        for stage in config.VIEWS:
+            auto.resolve_for(paths, stage, settings, check=False)
     (tmp_path / "inputs/ppo.json").unlink()
     assert auto.resolve_for(paths, "ppo", settings).ppo.micro_batch_tokens == auto.LEAST_TOKENS
 
