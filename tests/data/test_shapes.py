@@ -339,6 +339,20 @@ def test_votes_of_another_kind_are_read_by_an_entry_that_names_them(tmp_path: Pa
             "- {name: x, columns: {ticket: text}}",
             "By `makes`, the columns are row: prompt or completion, prompt",
         ),
+        *(
+            (f"- {{name: x, columns: {{prompt: {spec}}}{more}}}", "is no shape; give a list of shapes")
+            for spec, more in [
+                ("3", ""),
+                ("{names: '[', types: text}", ""),
+                ("{names: 3, types: text}", ""),
+                ("{nmes: [q], types: text}", ""),
+                ("text", ", where: repeated"),
+                ("text", ", where: {chosen: answers}"),
+                ("text", ", unless: {chosen: 3}"),
+                ("text", ", votes: l"),
+            ]
+        ),
+        ("- {name: x, columns: 3}", "is no shape; give a list of shapes"),
         (
             "- {name: x, columns: {prompt: {names: [q], types: txt}}}",
             "x has the type 'txt'; give text, messages",

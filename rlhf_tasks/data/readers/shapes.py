@@ -361,6 +361,33 @@ def _refusal(match: Match) -> str:
     )
 
 
+def _is_entry(one: Any) -> bool:
+    """Whether a part of YAML has the form of an entry, and each of its columns names and types."""
+    if not (isinstance(one, dict) and {"name", "columns"} <= one.keys() <= {*Entry._fields}):
+        return False
+    wanted = {key: type(default) for key, default in Entry._field_defaults.items()}
+    wanted |= {"name": str, "columns": dict, "votes": list}
+    if not all(isinstance(value, wanted[key]) for key, value in one.items()):
+        return False
+    where = one.get("where", {})
+    return (
+        where.keys() <= {slot for slots in one["columns"] if "?" not in slots for slot in slots.split(", ")}
+        and all(isinstance(types, str) for types in where.values())
+        and all(map(_is_column, [*one["columns"].values(), *one.get("unless", {}).values()]))
+    )
+
+
+def _is_column(spec: Any) -> bool:
+    for one in spec if isinstance(spec, list) else [spec]:
+        named = one if isinstance(one, dict) else {"names": [], "types": one}
+        try:
+            re.compile(named["names"]) if isinstance(named["names"], str) else iter(named["names"])
+            named["types"].split()
+        except (KeyError, TypeError, AttributeError, re.error):
+            return False
+    return True
+
+
 def _users_entries(path: str) -> list[Entry]:
     """The shapes of the user's file.
 
@@ -373,7 +400,7 @@ def _users_entries(path: str) -> list[Entry]:
         raise UserError(f"data.shapes={path} cannot be read: {error}") from None
     entries = given if isinstance(given, list) else [given]
     for one in entries:
-        is_entry = isinstance(one, dict) and {"name", "columns"} <= one.keys() <= {*Entry._fields}
+        is_entry = _is_entry(one)
         slots = {slot for slots in one["columns"] for slot in slots.split(", ")} if is_entry else set()
         if not is_entry or slots not in NEEDS.get(one.get("makes", "row"), ()):
             ways = (f"{m}: {' or '.join(', '.join(sorted(s)) for s in sets)}" for m, sets in NEEDS.items())
