@@ -206,7 +206,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
             code, foreign = code_of(paths.root, module, name, (*deps, *NO_RESULT))
             packages |= _read_by(paths.root, module) if key == "data.source" else {}
         except UserError as error:
-            problems.append(f"{key}: {error}")
+            problems.append(f"{key}: {str(error).removeprefix(f'{key}: ')}")
             continue
         files |= code
         packages |= {name: _version(name) for name in _distributions(foreign)}

@@ -321,7 +321,7 @@ def test_only_stage_prepare_depends_on_the_code_of_a_source_and_on_what_it_reads
     assert "scipy" in of["prepare", "mine"].packages
     assert not of["judge", "known"].files
     write(tmp_path, {"wrong.py": "def rows(): ...\ndef reads(): return 7"})
-    with pytest.raises(UserError, match=r"data\.source: wrong:reads raised TypeError: 'int' object is not"):
+    with pytest.raises(UserError, match=r"^data\.source: wrong:reads raised TypeError: 'int'"):
         inputs.collect(Paths(tmp_path), "prepare", {"data.source": "wrong:rows"})
 
 
