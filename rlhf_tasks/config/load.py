@@ -87,7 +87,7 @@ def parse(text: str, origin: str) -> Mapping[str, Any]:
         reason = str(error).partition("\nTo suppress this check")[0].rstrip()  # advice for programmers
         raise ConfigError(f"{origin} is not readable as YAML: {reason}") from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{origin} must hold sections (a mapping), but holds {type(tree).__name__}")
+        raise ConfigError(f"{origin} must hold sections (a mapping), but holds {_shown(tree)}")
     return tree
 
 
@@ -103,7 +103,7 @@ def validate(tree: Mapping[str, Any], origin: str) -> Config:
         lines = []
         for problem in error.errors():
             key = ".".join(_place(problem["loc"])[0])
-            message = problem["msg"].removeprefix("Value error, ")
+            message = problem["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
             if key in RENAMED and problem["type"] in ("extra_forbidden", "model_attributes_type"):
                 message = f"has moved to {RENAMED[key]}"
             elif problem["type"] == "extra_forbidden":
