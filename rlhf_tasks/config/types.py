@@ -230,9 +230,10 @@ def one_of(*words: str, example: str) -> BeforeValidator:
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a model source is an id of the hub, OWNER/NAME, and no local folder or GGUF file."""
+    """Whether a model source is an id of the hub, OWNER/NAME, and no local folder or name of a file."""
+    files = (".gguf", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst")
     return (
-        not (Path(source).exists() or source.endswith(".gguf"))
+        not (Path(source).exists() or source.endswith(files))
         and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
     )
 

@@ -91,6 +91,7 @@ def test_a_path_that_is_nothing_is_named(rlhf: Command, monkeypatch: pytest.Monk
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     message = rlhf("data no/such", status=2).err
     assert "no/such is no file or folder here, and could not be read from the hub" in message
+    assert "data.path=no/such.jsonl does not exist" in rlhf("data no/such.jsonl", status=2).err
 
 
 def test_a_packed_file_is_read_whatever_its_name(rlhf: Command) -> None:
