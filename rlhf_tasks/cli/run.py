@@ -103,7 +103,9 @@ def explain_changes(paths: Paths) -> dict[str, str]:
                 changes.append(f"the code of {', '.join(code)}")
             # The outs of other stages are left to those stages.
             changes += [dep for dep in deps if not dvc_files.is_code(dep) and dep not in outs]
-            changes += ["its results are not here"] if change.get("changed outs") else []
+            if states := change.get("changed outs", {}).values():
+                changed = "have changed" if "modified" in states else "are not here"
+                changes.append(f"its results {changed}")
         makers = [name for name in reasons if {*node.deps} & {*graph[name].outs}]
         if not dvc_files.locked_by(paths.root, stage):
             reasons[stage] = "it has not run yet"

@@ -59,7 +59,11 @@ def test_a_run_says_what_will_run_and_why(project: Path, rlhf: Command) -> None:
     head = rlhf("run").out.splitlines()[:3]
     assert re.fullmatch(r"default-[0-9a-f]{4}: 2 of 2 stages run: sft, report", head[0])
     assert "not known yet" in head[1]
-    assert Path("page").exists()
+    Path("page").write_text("y", encoding="utf-8")
+    assert run.explain_changes(Paths()) == {"report": "its results have changed"}
+    Path("page").unlink()
+    assert run.explain_changes(Paths()) == {"report": "its results are not here"}
+    Path("page").write_text("x", encoding="utf-8")
     Path("given").write_text("two", encoding="utf-8")
     for stage in ("sft", "report"):
         durations.record(Paths().home, stage, 40.0)
