@@ -105,9 +105,9 @@ def run_variant(folder: Path, changes: Sequence[str], finished: Path, split: str
 
 def judge(split: str, seconds: float) -> None:
     """Write the results of models/policy of this folder on the posts of a split to result.json."""
-    from rlhf_tasks.data.batches import load_tokenizer, read_table
+    from rlhf_tasks.data.batches import read_table
     from rlhf_tasks.data.synthetic import gold, gold_scores
-    from rlhf_tasks.data.tokenizer import encode, response_texts
+    from rlhf_tasks.data.tokenizer import encode, load_tokenizer, response_texts
     from rlhf_tasks.judging import statistics
     from rlhf_tasks.models.load import load_causal, load_reward
     from rlhf_tasks.models.sampling import sample_responses

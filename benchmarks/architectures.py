@@ -25,9 +25,10 @@ from rlhf_tasks.config import Lora
 from rlhf_tasks.data import positions
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models import checks
-from rlhf_tasks.models.checks import Result
-from rlhf_tasks.models.load import TokenScores, add_lora
+from rlhf_tasks.models.checks import CheckResult
+from rlhf_tasks.models.load import add_score_head
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.lora import add_lora
 from tests import families
 
 SECONDS = 60
@@ -117,7 +118,7 @@ def outcome(family: str) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
-            scores = TokenScores.from_policy(Path(folder), torch.Generator().manual_seed(1))
+            scores = add_score_head(Path(folder), torch.Generator().manual_seed(1))
         except Exception as error:  # the same here
             note = f"no reward model of it, and no separate critic: {_first_line(error)}"
             return Outcome(family, NOTED, _largest(results), note)
@@ -148,12 +149,12 @@ def _wrong_with_lora(model: PreTrainedModel) -> str:
     return f"with LoRA: {_brief(wrong[0])}" if wrong else ""
 
 
-def _largest(results: Sequence[Result]) -> float | None:
+def _largest(results: Sequence[CheckResult]) -> float | None:
     finite = [result.deviation for result in results if result.deviation < float("inf")]
     return max(finite, default=None)
 
 
-def _brief(result: Result) -> str:
+def _brief(result: CheckResult) -> str:
     if result.deviation == float("inf"):
         return result.cause[:160]
     return f"{result.name}: off by {result.deviation:.2g}"

@@ -44,7 +44,7 @@ def run(kind: str, seed: int, work: Path) -> dict[str, Any]:
         params["data"]["num_test"] = params["judge"]["num_examples"] = 200
         params["promotion"].update({"min_examples": 194, "trial": False})
         for section, changes in SHUFFLED.items() if kind == "shuffled" else ():
-            params[section].update(changes)
+            params.setdefault(section, {}).update(changes)
         YAML().dump(params, folder / "params.yaml")
         dvc = ["dvc", "repro", "--quiet", "verdict"]
         subprocess.run(dvc, cwd=folder, env=environment, check=True, capture_output=True)

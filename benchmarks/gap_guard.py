@@ -16,12 +16,6 @@ SHARED = {"ppo.kl_coef": "0.003", "ppo.guards.kl_max": "1000.0"}  # the guard on
 VARIANTS: Mapping[str, Mapping[str, str]] = {
     "none": {**SHARED, "ppo.guards.action": "warn", "ppo.guards.gap_max": "null"},
     "raise_kl": {**SHARED, "ppo.guards.action": "raise_kl", "ppo.guards.gap_max": "1.0"},
-    "roll_back": {
-        **SHARED,
-        "ppo.guards.action": "roll_back",
-        "ppo.guards.gap_max": "1.0",
-        "ppo.guards.max_roll_backs": "10",  # raise_kl has no bound either
-    },
 }
 
 

@@ -130,7 +130,7 @@ def docstrings_table(found: Sequence[cells.Cell]) -> str:
 
 
 def sentiment_cell(folder: Path) -> cells.Cell:
-    from rlhf_tasks.scoring.sentiment import vader
+    from examples.sentiment import vader
 
     judge, cell = cells.metrics(folder, "judge"), shared(folder)
     cell["win_rate"] = [judge[f"vader/policy_vs_sft/{name}"] for name in ("win_rate", "low", "high")]

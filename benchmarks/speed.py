@@ -165,7 +165,7 @@ def _ppo_ours(shape: Shape, updates: int) -> list[float]:
 
 
 def _sft_ours(shape: Shape, updates: int) -> list[float]:
-    from rlhf_tasks.training.supervised import LanguageModeling
+    from rlhf_tasks.training.tasks import LanguageModeling
 
     data = rows(shape, updates)
     task = LanguageModeling(data.queries, data.chosen, PAD)
@@ -173,24 +173,24 @@ def _sft_ours(shape: Shape, updates: int) -> list[float]:
 
 
 def _reward_ours(shape: Shape, updates: int) -> list[float]:
-    from rlhf_tasks.models.load import TokenScores, supports_shared_prefix
-    from rlhf_tasks.stages.reward import Learner, Pairs
+    from rlhf_tasks.models.heads import TokenScores, supports_shared_prefix
+    from rlhf_tasks.training.tasks import PreferencePairs, RewardLearner
 
     data, model = rows(shape, updates), shapes.models(shape).reward
     shares_prefix = supports_shared_prefix(model)  # as the stage does
-    pairs = Pairs(data.queries, data.chosen, data.rejected, PAD, shares_prefix=shares_prefix)
-    return _train(Learner(TokenScores(model), None), pairs, shape)
+    pairs = PreferencePairs(data.queries, data.chosen, data.rejected, PAD, shares_prefix=shares_prefix)
+    return _train(RewardLearner(TokenScores(model), None), pairs, shape)
 
 
 def _train(model: Any, task: Any, shape: Shape) -> list[float]:
     from rlhf_tasks.tracking import NullTracker
-    from rlhf_tasks.training.checkpoint import Nowhere
+    from rlhf_tasks.training.checkpoint import Snapshots
     from rlhf_tasks.training.supervised import train
     from tests import small
 
     marks = [time.perf_counter()]
 
-    class Marks(Nowhere):
+    class Marks(Snapshots):
         def due(self) -> bool:  # after each step
             marks.append(time.perf_counter())
             return False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks import shapes
@@ -16,18 +17,19 @@ from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
 from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import TokenScores, place
+from rlhf_tasks.models.heads import ActorCritic, NoCritic, TokenScores
+from rlhf_tasks.models.load import place
+from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Reference, ReferenceCopy
-from rlhf_tasks.ppo.sampler import response_ends
-from rlhf_tasks.ppo.state import initial_state
+from rlhf_tasks.ppo.rollout import Prompts, Reference, ReferenceCopy
+from rlhf_tasks.ppo.state import Setup, initial_state
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.scoring.build import WeightedSum
 from rlhf_tasks.scoring.build import build as build_scorers
 from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 
 
@@ -43,7 +45,14 @@ class NoEvaluator(Evaluator):
     def show(self, *_: object, **__: object) -> list[dict[str, Any]]:
         return []
 
-    rollout_rows = show
+    def texts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> list[str]:
+        return [""] * len(responses)
+
+    def under_eos_rule(self, scores: Tensor, responses: Sequence[Ids]) -> Tensor:
+        return scores
+
+    def heldout_scores(self, *_: object) -> None:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,35 +69,23 @@ class Workload:
 
     def updates(self) -> Iterator[Metrics]:
         """Train; the metrics of each update."""
-        dist, settings = self.dist, self.settings
-        state = initial_state(
-            dist,
-            settings,
-            self.actor_critic,
-            self.reference,
-            self.tokenizer,
-            num_prompts=len(self.prompts),
-            num_demonstrations=0,
-            seed=1,
-        )
-        return train(
-            dist,
-            settings,
-            state,
-            queries=self.prompts,
-            prompts=[str(self.tokenizer.decode(ids)) for ids in self.prompts],
-            columns=NONE,
+        settings, texts = self.settings, [str(self.tokenizer.decode(ids)) for ids in self.prompts]
+        setup = Setup(
+            dist=self.dist,
+            config=settings,
+            prompts=Prompts(texts, self.prompts, NONE),
             scorers=self.scorers,
-            loss=policy_loss_of(settings, Path()),
-            estimator=estimator_of(settings, Path()),
+            loss=policy_loss_of(settings.loss, Path()),
+            estimator=estimator_of(settings.advantages, Path()),
             evaluator=NoEvaluator(),
             ptx=None,
             tokenizer=self.tokenizer,
-            ends=response_ends(settings, self.actor_critic.policy, self.tokenizer),
+            ends=ends_of(self.actor_critic.policy, self.tokenizer, [settings.stop_token]),
             tracker=NullTracker("ppo"),
-            snapshots=Nowhere(),
+            snapshots=Snapshots(),
             faults=Path("faults"),
         )
+        return train(setup, initial_state(setup, self.actor_critic, self.reference, seed=1))
 
 
 def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -> Workload:

@@ -58,8 +58,7 @@ def apply(
         makes_pool: Make a process pool of that name if there is none.
         is_shared: Other projects may use this server; their deployments are not overwritten.
 
-    Raises:
-        UserError: if the pool does not exist, or another project has deployments of these names.
+    Raises UserError if the pool does not exist, or another project has deployments of these names.
     """
     nightly = Cron("0 2 * * *", slug="nightly", active=False)
     hourly = Interval(timedelta(hours=1), slug="hourly", active=False)

@@ -24,8 +24,7 @@ def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
     The list is empty where there is no `nvidia-smi`, or no GPU. An instance of a GPU in MIG mode is one only
     if CUDA_VISIBLE_DEVICES names it.
 
-    Raises:
-        UserError: if `nvidia-smi` does not answer.
+    Raises UserError if `nvidia-smi` does not answer.
     """
     chosen, program = environment.get(VISIBLE), shutil.which("nvidia-smi")
     if chosen == "" or program is None:

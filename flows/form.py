@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from rlhf_tasks import config, presets
 from rlhf_tasks.config import Config
-from rlhf_tasks.config.types import LAST_SEED, descriptions, section_of
+from rlhf_tasks.config.types import LAST_SEED, description, section_of
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, git
@@ -56,7 +56,7 @@ def _field(key: str) -> Any:
     assert owner is not None
     field = owner.model_fields[name]
     kind: Any = Annotated[field.annotation, *field.metadata]
-    return kind | None, Field(None, title=key, description=descriptions(owner)[name])
+    return kind | None, Field(None, title=key, description=description(owner, name))
 
 
 Common: Any = create_model(
@@ -68,11 +68,7 @@ NONE = Common()
 def build_request(
     preset: str | None, seed: int | None, common: Any, overrides: dict[str, Any] | None
 ) -> Request:
-    """The request of the form's fields.
-
-    Raises:
-        UserError: for a value that is given twice.
-    """
+    """The request of the form's fields. Raises UserError for a value that is given twice."""
     fields = Common.model_validate(common or {}).model_dump(exclude_none=True)
     given, overrides = {COMMON[name]: value for name, value in fields.items()}, overrides or {}
     if twice := [*given.keys() & overrides]:
@@ -90,8 +86,7 @@ def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Conf
 
     `commit`: the commit of the run; None for a run in the checkout.
 
-    Raises:
-        UserError: for values that config refuses, and for stages that dvc.yaml does not have.
+    Raises UserError for values that config refuses, and for stages that dvc.yaml does not have.
     """
     if commit is not None:
         text, values, changes = request.resolve(git.committed(root, "params.yaml", commit))
@@ -116,8 +111,7 @@ def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Conf
 def commit_of(root: Path, where: Where, revision: str | None, name: str | None) -> str | None:
     """The hash of the commit that the run works on; None for a run in the checkout.
 
-    Raises:
-        UserError: for an invalid revision, or a field that has no effect where the run works.
+    Raises UserError for an invalid revision, or a field that has no effect where the run works.
     """
     if where == "workspace":
         return git.resolve(root, revision)

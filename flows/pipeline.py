@@ -161,8 +161,8 @@ def pipeline(
             if outcome.unpushed:
                 notes.append(f"not pushed to the DVC remote, and kept here: {outcome.unpushed}")
             if outcome.verdict == results.DEFERRED:
-                which = f" {saved}" if experiment else ""
-                notes.append(f"the gate has not decided; `rlhf promote{which}` decides later")
+                apply = f"`dvc exp apply {saved}`, then " if experiment else ""
+                notes.append(f"the gate has not decided; to decide later: {apply}`rlhf promote`")
             pages = tracked.pages(results.run_keys(folder, list(how)))
             results.show(replace(outcome, notes=notes), folder, pages)
             watch.note(root, request, values, data)
@@ -261,8 +261,7 @@ def run_in_checkout() -> int:
 
     Where PREFECT_API_URL names no server, Prefect starts one that ends with this process.
 
-    Raises:
-        UserError: if params.yaml is invalid, before Prefect starts anything; and if the server is gone.
+    Raises UserError if params.yaml is invalid, before Prefect starts anything; and if the server is gone.
     """
     form.resolve(Path.cwd(), Request(), None)
     for variable, value in settings.QUIET.items():

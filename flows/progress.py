@@ -20,8 +20,7 @@ class Progress:
 
     def __init__(self, stages: Sequence[str], home: Path) -> None:
         self._artifact: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description="comparing")
-        self.ends = dict[str, str]()
-        """Of each stage that is over: `ran` or `cached`."""
+        self.ends = dict[str, str]()  # of each stage that is over: `ran` or `cached`
         self.stage, self.share = dvc_files.INPUTS, 0.0
         """The present stage, and how much of it is done."""
         self._stages = [stage for stage in stages if stage != dvc_files.INPUTS]

@@ -19,7 +19,6 @@ from flows.slots import Slots
 from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.command import (
     DEFERRED,
     DONE,
@@ -29,6 +28,7 @@ from rlhf_tasks.promotion.command import (
     UNDECIDED,
     verdict_file,
 )
+from rlhf_tasks.promotion.verdict import Verdict
 
 NAMES: Mapping[int, str] = dict(zip((DONE, REFUSED, DEFERRED), results.VERDICTS, strict=True))
 
@@ -78,4 +78,4 @@ def criteria(folder: Path) -> list[dict[str, str]]:
     file = verdict_file(Paths(folder).home, dvc_files.locked(folder).get(POLICY, "none"))
     if not file.exists():
         return []
-    return gate.Verdict.of_tree(json.loads(file.read_text(encoding="utf-8"))).rows()
+    return Verdict.of_tree(json.loads(file.read_text(encoding="utf-8"))).rows()

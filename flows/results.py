@@ -15,7 +15,7 @@ from prefect.states import Completed
 
 from rlhf_tasks import config
 from rlhf_tasks.project import dvc_files
-from rlhf_tasks.promotion import gate
+from rlhf_tasks.promotion.verdict import OPPONENTS, make_table
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.record import PIPELINE, REPORT
 
@@ -28,23 +28,17 @@ METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-p
 class Outcome:
     """Of a run in which no stage failed."""
 
-    name: str
-    """Of the experiment, or of the run if it has none."""
-    how: Mapping[str, str]
-    """Per stage: `ran` or `cached`."""
+    name: str  # of the experiment, or of the run if it has none
+    how: Mapping[str, str]  # per stage: `ran` or `cached`
     revision: str
-    experiment: str | None = None
-    """Its commit."""
-    changes: Sequence[str] = ()
-    """Of the parameters, as the user requested them."""
+    experiment: str | None = None  # its commit
+    changes: Sequence[str] = ()  # of the parameters, as the user requested them
     notes: Sequence[str] = ()
     verdict: str | None = None
     """The state of the promotion (one of VERDICTS), if there was something to promote."""
-    reason: str = ""
-    """Of the verdict."""
+    reason: str = ""  # of the verdict
     criteria: Sequence[Mapping[str, Any]] = ()
-    unpushed: str | None = None
-    """Why the DVC remote lacks outs of the run, although they were to be pushed."""
+    unpushed: str | None = None  # why the DVC remote lacks outs of the run, although they were to be pushed
 
     @property
     def promotion(self) -> str:
@@ -98,7 +92,7 @@ def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
 def summary(outcome: Outcome, values: Mapping[str, float], pages: Mapping[str, str]) -> str:
     """The verdict, the policy's win rates and the links: what the list of artifacts shows of a run."""
     rates = [
-        f"{values[name]:.1%} over {gate.OPPONENTS.get(parts[2], parts[2])}, by {parts[1]}"
+        f"{values[name]:.1%} over {OPPONENTS.get(parts[2], parts[2])}, by {parts[1]}"
         for name in catalogue.headlines(values)
         if (parts := re.fullmatch(r"judge/([^/]+)/policy_vs_([^/]+)/win_rate", name))
     ]
@@ -152,10 +146,10 @@ def page(
         if stage != dvc_files.INPUTS
     ]
     sections = {
-        "Promotion": [outcome.promotion, gate.table(outcome.criteria)] if outcome.verdict else [],
-        "Metrics": [gate.table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
+        "Promotion": [outcome.promotion, make_table(outcome.criteria)] if outcome.verdict else [],
+        "Metrics": [make_table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
         "Changes": ["\n".join(f"- `` {change} ``" for change in outcome.changes)],
-        "Stages": [gate.table(stages)],
+        "Stages": [make_table(stages)],
     }
     for title, content in sections.items():
         if any(content):

@@ -40,11 +40,10 @@ def open_folder(
 
     `text` is the params.yaml of the run.
 
-    Raises:
-        UserError: if another flow run works in the checkout.
+    Raises UserError if another flow run works in the checkout.
     """
     if commit is not None:
-        workspace = workspaces.create(root, workspace_name(run), text, values, commit)
+        workspace = workspaces.create(root, name_workspace(run), text, values, commit)
         try:
             yield workspace
         finally:
@@ -87,12 +86,12 @@ def save_experiment(workspace: Workspace | None, name: str, given: bool, run: st
         return name, None
     if not given and workspace.like is not None and workspace.is_like():
         return workspace.like[1], workspace.like[0]
-    if not given and not git.changed(workspace.folder):
+    if not given and not git.list_changes(workspace.folder):
         return name, None
     return workspace.save(name, instead=f"{name}-{run[-4:]}")
 
 
-def workspace_name(flow_run: str) -> str:
+def name_workspace(flow_run: str) -> str:
     """The name of a flow run's worktree. A retry of the run first removes what is left of it.
 
     It has the end of the id, since the ids of runs that were scheduled together begin alike.
@@ -122,5 +121,5 @@ def clean_run(flow_run: UUID, end: State[Any]) -> None:
             if state is None or not state.is_final() or (state.is_crashed() and end.is_cancelled()):
                 client.set_task_run_state(task.id, end.fresh_copy(), force=True)
     if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
-        workspaces.remove(Path.cwd(), workspace_name(str(flow_run)))
+        workspaces.remove(Path.cwd(), name_workspace(str(flow_run)))
         tracking.close_killed(Paths(Path.cwd()).home, str(flow_run))

@@ -40,7 +40,7 @@ NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
-class Service:
+class ProjectService:
     """The programs of one project."""
 
     root: Path
@@ -48,11 +48,10 @@ class Service:
     ready_seconds: float = READY_SECONDS
 
     @classmethod
-    def here(cls) -> Service:
+    def here(cls) -> ProjectService:
         """The service of the project in the working folder.
 
-        Raises:
-            UserError: if there is no project here, or this is a git worktree, not the main checkout.
+        Raises UserError if there is no project here, or this is a git worktree, not the main checkout.
         """
         root = Path.cwd()
         dvc_files.graph(root)
@@ -72,8 +71,6 @@ class Service:
     def _lock(self) -> FileLock:
         return FileLock(self.home / "service/lock")
 
-    # -------------------------------------------------------------------------------------- up
-
     def up(
         self, requested: Mapping[str, int | None], gpu_slots: int | None, webhook: str | None = None
     ) -> None:
@@ -84,8 +81,7 @@ class Service:
             gpu_slots: The size of the limit `gpu`; None: unchanged.
             webhook: The address that is notified of the ends of runs; None: unchanged; empty: none.
 
-        Raises:
-            UserError: for a requested port that a server cannot have, and if a program does not start.
+        Raises UserError for a requested port that a server cannot have, and if a program does not start.
         """
         with self._lock():
             for name, port in self.choose_ports(requested).items():
@@ -145,8 +141,7 @@ class Service:
 
         If the last one is taken, it is the next free one. What an earlier start left is stopped.
 
-        Raises:
-            UserError: for a requested port that the server cannot have.
+        Raises UserError for a requested port that the server cannot have.
         """
         ports: dict[str, int | None] = {name: self.daemon(name).record().get("port") for name in PORTS}
         running = [name for name in PORTS if self.daemon(name).is_running()]
@@ -191,8 +186,6 @@ class Service:
 
         with console.part(f"{name} is starting"):
             self.daemon(name).wait_until_ready(is_ready, self.ready_seconds)
-
-    # ---------------------------------------------------------------------------------- status
 
     def is_healthy(self, name: str) -> bool:
         """Whether our own program does its work: it is alive, and it is the one that answers on its port."""
@@ -245,8 +238,6 @@ class Service:
         address = f"{self.url('prefect')}/api/{path}"
         response = httpx.post(address, json=dict(body), timeout=10.0, auth=settings.login(os.environ))
         return response.raise_for_status().json()
-
-    # ------------------------------------------------------------------------------------ down
 
     def down(self) -> None:
         """Stop all programs. Runs in progress save their state, and are resumed when they are run again.

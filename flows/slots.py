@@ -58,8 +58,7 @@ class Slots:
     """Context manager: a run's GPU slots and devices, released on exit."""
 
     def __init__(self, deadline: float = math.inf) -> None:
-        self._deadline = deadline
-        """When a wait for slots ends, by `time.monotonic`."""
+        self._deadline = deadline  # when a wait for slots ends, by `time.monotonic`
         self._leases: list[tuple[str, ExitStack]] = []
         """The GPU of each slot, and what ends its lease; without GPUs it is an empty text."""
 

@@ -45,10 +45,8 @@ class Dvc:
 
     folder: Path
     environment: Mapping[str, str]
-    grace_seconds: float
-    """Time that an interrupted stage has to save its state."""
-    deadline: float = math.inf
-    """When a stage is interrupted, by `time.monotonic`."""
+    grace_seconds: float  # time that an interrupted stage has to save its state
+    deadline: float = math.inf  # when a stage is interrupted, by `time.monotonic`
     follow: Callable[[Mapping[str, Any]], None] = lambda doing: None
     """Is called every few seconds with what a stage does, as `console` writes it."""
 
@@ -99,7 +97,7 @@ class Dvc:
                 deadline=self.deadline,
                 follow=follow,
             )
-            failure = failures.reported(report)
+            failure = failures.read_failure(report)
         if status == 0:
             return
         deps = dvc_files.graph(self.folder)[stage].deps if failure is None else ()
@@ -138,12 +136,11 @@ def stage_task(name: str, policy: TaskPolicy) -> Task[Any, Any]:
 def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[Any]:
     """Run or restore one stage. The state is `Cached` if nothing had to run, `Out of time` at the deadline.
 
-    Raises:
-        StageFailed: if the stage fails.
+    Raises StageFailed if the stage fails.
     """
     if plan == "unchanged":
         return Completed(name="Cached", message="nothing it depends on has changed")
-    begin = beginning(name, dvc.folder, int(task_run.get_run_count())) if plan == "run" else ""
+    begin = describe_beginning(name, dvc.folder, int(task_run.get_run_count())) if plan == "run" else ""
     for line in (begin, f"uses {', '.join(gpus)}" if gpus else ""):
         if line:
             get_run_logger().info("%s", line)
@@ -156,7 +153,7 @@ def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[An
     return Completed(message=f"ran; {begin}" if begin else "ran")
 
 
-def beginning(name: str, folder: Path, attempt: int) -> str:
+def describe_beginning(name: str, folder: Path, attempt: int) -> str:
     """Where this attempt resumes, or "": `attempt 2 resumes from update 12`."""
     point = checkpoint.point(Paths(folder), name)
     if attempt > 1:

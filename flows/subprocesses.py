@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from prefect import get_run_logger
@@ -19,7 +18,7 @@ from rlhf_tasks.project import processes
 from rlhf_tasks.tracking.context import STAGE_RUN
 
 DRAIN_SECONDS = 5.0  # for the last lines: a process that outlives the program may hold its output open
-POLL_SECONDS, FOLLOW_SECONDS = 0.1, 3.0
+FOLLOW_SECONDS = 3.0
 # DVC's advice for people at a terminal, after every stage
 HINT = re.compile(
     r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`"
@@ -75,6 +74,10 @@ def run(
                     lines.append(line)
                     logger.info("%s", line)
 
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise OutOfTime
+
     def show() -> None:
         while not ended.wait(FOLLOW_SECONDS):
             follow()
@@ -85,23 +88,14 @@ def run(
     reader.start()
     follower.start()
     try:
-        # Not one long wait: a signal that the kernel hands to another thread would not end it.
-        while process.poll() is None:
-            time.sleep(POLL_SECONDS)
-            if time.monotonic() > deadline:
-                raise OutOfTime
+        status = processes.supervise(
+            process, partial(processes.interrupt_group, process), grace_seconds, check
+        )
     except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(grace_seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
         processes.end(STAGE_RUN, environment[STAGE_RUN], signal.SIGTERM, 1.0)  # those in other groups
-        process.wait()
         raise
     finally:
         ended.set()
         for thread in (reader, follower):
             thread.join(DRAIN_SECONDS)
-    return process.returncode, lines
+    return status, lines

@@ -54,8 +54,7 @@ class Cell:
     seed: int
     overrides: Mapping[str, Any] = field(hash=False)
     experiment: str
-    data: str
-    """The fingerprint of its data at the start of the sweep."""
+    data: str  # the fingerprint of its data at the start of the sweep
     values: Config = field(hash=False)
 
     @property
@@ -182,8 +181,7 @@ def cells(
 ) -> list[Cell]:
     """All runs of the sweep, checked before any starts.
 
-    Raises:
-        UserError: with the problems of every invalid setting.
+    Raises UserError with the problems of every invalid setting.
     """
     valid, problems, data = list[Cell](), list[str](), dict[str, str]()
     for overrides, seed in itertools.product(listed, seeds):

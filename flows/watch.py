@@ -109,8 +109,7 @@ def data_watch(
 def parameters_of(deployment: str) -> dict[str, Any]:
     """The parameters that a deployment gives its runs.
 
-    Raises:
-        UserError: if the name is malformed, or no deployment has it.
+    Raises UserError if the name is malformed, or no deployment has it.
     """
     problem = f"give FLOW/DEPLOYMENT, such as {settings.PIPELINE}/pipeline"
     if re.fullmatch(r"[^/]+/[^/]+", deployment):

@@ -29,7 +29,8 @@ from rlhf_tasks.data.batches import Batch, collate
 from rlhf_tasks.data.synthetic import generate
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import TokenScores, from_scratch, save_checkpoint
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import add_score_head, from_scratch, save_checkpoint
 from rlhf_tasks.training.distributed import Distributed
 
 ROOT = Path(__file__).parents[1]
@@ -253,7 +254,7 @@ def workspace(root: Path) -> Path:
         _save(root, name, causal("gpt_neox", number, words), words, {})
     sft = {"parents": {"sft": contracts.fingerprint(root / "models/sft")}}
     for number, name in enumerate(("reward", "reward_heldout")):
-        made = TokenScores.from_policy(root / "models/sft", torch.Generator().manual_seed(number))
+        made = add_score_head(root / "models/sft", torch.Generator().manual_seed(number))
         _save(root, name, made.model, words, sft)
     return root
 

@@ -173,11 +173,12 @@ def _names(tree: ast.AST) -> set[str]:
     return imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
-def test_params_yaml_is_short_has_every_section_and_sets_no_value_but_the_defaults() -> None:
-    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 70
-    assert config.parse(text, "params.yaml").keys() == Config.model_fields.keys()
-    assert config.load(ROOT / "params.yaml") == Config()
+def test_params_yaml_is_short_and_has_a_comment_with_each_value() -> None:
+    """A default stands there only where its line says why a reader wants to see it."""
+    lines = (ROOT / "params.yaml").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 50
+    values = [line for line in lines if line.strip() and not line.endswith(":") and " - " not in line]
+    assert [line for line in values if "#" not in line] == []
 
 
 REVISION = {"revision": "0123456789abcdef0123456789abcdef01234567"}
@@ -190,7 +191,7 @@ UNPINNED: Mapping[str, Mapping[str, Any]] = {
 @pytest.mark.parametrize("name", presets.names())
 def test_a_preset_parses_and_holds_only_what_differs(name: str) -> None:
     tree = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    shipped, overlay = config.flatten(tree), config.flatten(presets.read(name))
+    shipped, overlay = config.in_force(Config()), config.flatten(presets.read(name))
     same = [key for key, value in overlay.items() if key in shipped and shipped[key] == value]
     assert [key for key in same if not key.endswith(".kind")] == []
     config.merge(tree, presets.read(name))

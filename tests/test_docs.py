@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from dvc.cli.parser import get_main_parser
 from ruamel.yaml import YAML
 from typer import Exit, TyperException
 
@@ -20,6 +21,7 @@ from docs.generator.__main__ import pages
 from rlhf_tasks import config, presets
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.config import STAGES, Config
+from rlhf_tasks.config.types import field_of, section_of
 from rlhf_tasks.tracking import catalogue
 
 ROOT = Path(__file__).parents[1]
@@ -32,23 +34,9 @@ SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PLACE = re.compile(r"(?:rlhf_tasks|flows|infra|tests|docs)/[\w./-]*")
 PLACEHOLDERS = {
-    "rlhf_tasks/presets/NAME.yaml",
-    "rlhf_tasks/stages/STAGE.py",
-    "rlhf_tasks/tracking/metrics/STAGE.toml",
+    f"rlhf_tasks/{name}" for name in ("presets/NAME.yaml", "stages/STAGE.py", "tracking/metrics/STAGE.toml")
 }
-ELSEWHERE = (
-    "pip",
-    "cp",
-    "docker",
-    "export",
-    "git",
-    "hf",
-    "mkdir",
-    "prefect",
-    "sbatch",
-    "source",
-    "transformers",
-)
+ELSEWHERE = "pip|cp|docker|export|git|hf|mkdir|prefect|sbatch|source|transformers"
 """Programs of the shown commands that are not the project's own, nor DVC."""
 
 
@@ -162,17 +150,6 @@ def check_rlhf(words: list[str], params: Path) -> None:
         presets.apply([w for w in words if "=" not in w], params, [w for w in words if "=" in w])
 
 
-def check_make(words: list[str]) -> None:
-    targets = re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE)
-    assert {word for word in words if "=" not in word} <= set(targets)
-
-
-def check_dvc(words: list[str]) -> None:
-    from dvc.cli.parser import get_main_parser
-
-    get_main_parser().parse_args(words)
-
-
 @pytest.mark.parametrize("shown", COMMANDS, ids=lambda shown: " ".join(shown.words))
 def test_a_command_that_a_page_shows_is_accepted(shown: Shown, tmp_path: Path) -> None:
     program, *words = shown.words
@@ -182,13 +159,14 @@ def test_a_command_that_a_page_shows_is_accepted(shown: Shown, tmp_path: Path) -
         if program == "rlhf":
             check_rlhf(words, params)
         elif program == "make":
-            check_make(words)
+            targets = re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE)
+            assert {word for word in words if "=" not in word} <= set(targets)
         elif program == "dvc":
-            check_dvc(words)
+            get_main_parser().parse_args(words)
         elif program == "python":
             assert words[0] == "-m"
             assert importlib.util.find_spec(words[1]) is not None
-        elif program not in ELSEWHERE:
+        elif not re.fullmatch(ELSEWHERE, program):
             assert (ROOT / program).is_file(), f"{shown.page}: {program} is unknown"
     except (SystemExit, Exit, TyperException) as error:
         if getattr(error, "exit_code", getattr(error, "code", 0)):  # 0: its help was printed
@@ -197,16 +175,12 @@ def test_a_command_that_a_page_shows_is_accepted(shown: Shown, tmp_path: Path) -
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_parameters_that_a_page_names_exist(page: Path) -> None:
-    sections = {
-        n: f.annotation for n, f in Config.model_fields.items() if hasattr(f.annotation, "model_fields")
-    }
     unknown = []
     for span in SPAN.findall(FENCE.sub("", text_of(page))):
         match = re.match(r"([a-z]+)\.([a-z_]+)(?![\w./])", span)
-        if match and match[1] in sections and match[2] not in ("jsonl", "md", "safetensors"):
-            fields = sections[match[1]].model_fields  # type: ignore[union-attr]
-            names = {name for key, field in fields.items() for name in (key, field.alias)}
-            unknown += [] if match[2] in names else [match[0]]
+        owner = section_of(Config, match[1], {}) if match else None
+        if match and owner and match[2] not in ("jsonl", "md", "safetensors"):
+            unknown += [] if field_of(owner, match[2]) else [match[0]]
     assert unknown == []
 
 

@@ -22,9 +22,9 @@ SHORTER = {"kind": "function", "name": "shorter", "function": "examples.judge:sh
 BREVITY = {"kind": "function", "weight": 1.0, "function": "examples.reward:brevity"}
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda file: file.name)
-def test_an_example_is_short_and_imports_nothing_private(file: Path) -> None:
-    text = file.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["estimator", "gspo", "judge", "reward"])
+def test_an_example_is_short_and_imports_nothing_private(name: str) -> None:
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(text)
     (start, *_) = (node.lineno for node in tree.body[1:])  # after the docstring
     assert len([line for line in text.splitlines()[start - 1 :] if line.strip()]) <= 15

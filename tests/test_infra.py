@@ -29,9 +29,6 @@ def yaml(path: Path) -> list[Any]:
     return list(YAML(typ="safe", pure=True).load_all(path.read_text(encoding="utf-8")))
 
 
-# --------------------------------------------------------------------------------------- compose
-
-
 def compose() -> dict[str, Any]:
     found: dict[str, Any] = yaml(INFRA / "compose.yaml")[0]
     return found
@@ -89,9 +86,6 @@ def test_compose_as_docker_reads_it() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# ----------------------------------------------------------------------------------------- image
-
-
 def test_the_image_runs_without_root_and_copies_existing_files() -> None:
     lines = (INFRA / "Dockerfile").read_text(encoding="utf-8").splitlines()
     words = [line.split() for line in lines if line and not line.startswith(("#", " "))]
@@ -121,9 +115,6 @@ def test_every_image_has_a_version_and_ours_is_the_projects() -> None:
     assert own == template()["variables"]["properties"]["image"]["default"]
     assert own in defaults
     assert compose()["x-image"]["build"]["args"]["BASE"] == f"${{RLHF_BASE:-{base[1]}}}"
-
-
-# ------------------------------------------------------------------------------------ Kubernetes
 
 
 def template() -> dict[str, Any]:
@@ -188,9 +179,8 @@ def test_the_manifests_fit_together() -> None:
             texts = [entry["name"] for entry in pod["containers"][0]["env"] if SECRET.search(entry["name"])]
             held = [text for text in texts if not text.endswith(("_SECRET_NAME", "_SECRET_KEY"))]
             assert held == [], f"{name} has secrets in the manifest"
-            mounted = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]
-                       if "persistentVolumeClaim" in volume]  # fmt: skip
-            assert set(mounted) <= claims, name
+            volumes = [volume.get("persistentVolumeClaim") for volume in pod["volumes"]]
+            assert {volume["claimName"] for volume in volumes if volume} <= claims, name
         if kind == "Service" and name != "rlhf-nodes":  # whose pods are those of jobs
             deployment = found["Deployment", name]["spec"]["template"]
             assert tree["spec"]["selector"].items() <= deployment["metadata"]["labels"].items()
@@ -291,8 +281,6 @@ def test_the_manifests_as_kustomize_reads_them() -> None:
     assert len(made) == len(manifests()) + 2, "and the two config maps"
 
 
-# ----------------------------------------------------------------------------------------- Slurm
-
 SRUN = """\
 #!/bin/bash
 while [[ $1 == --* ]]; do shift; done
@@ -391,9 +379,6 @@ def test_slurms_warning_lets_the_stage_save_its_state_and_requeues_the_job(tmp_p
 def restore_interrupts() -> None:
     """SIGINT works as in a job of Slurm, wherever the tests run."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-# --------------------------------------------------------------------------------------- remotes
 
 
 @pytest.mark.e2e

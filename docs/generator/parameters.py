@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from docs.generator.text import Lines, prose, sentence
 from rlhf_tasks.config import Config, Section
-from rlhf_tasks.config.types import descriptions, kinds, sections
+from rlhf_tasks.config.types import description, kinds, sections
 
 BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", "≥"), (Lt, "lt", "<"), (Le, "le", "≤"))
 
@@ -146,6 +146,6 @@ def _value(value: Any) -> str:
 
 def _described(section: type[Section], key: str) -> str:
     """A parameter's description as a sentence, `null` as code."""
-    pieces = sentence(descriptions(section)[key]).split("`")
+    pieces = sentence(description(section, key)).split("`")
     pieces[::2] = [re.sub(r"\bnull\b", "`null`", piece) for piece in pieces[::2]]
     return "`".join(pieces)

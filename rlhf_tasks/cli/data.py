@@ -22,7 +22,8 @@ def data(
     The section `data` of params.yaml decides, and the tokenizer is the base model's; for a model from
     scratch, which has none yet, words stand for tokens. Nothing is changed.
     """
-    from rlhf_tasks.data import preview, tokenizer
+    from rlhf_tasks.data import tokenizer
+    from rlhf_tasks.data.readers import preview
     from rlhf_tasks.project.imports import load_function
 
     params = Path("params.yaml")
@@ -32,7 +33,7 @@ def data(
         own = load_function(settings.data.format, "data.format", Path())
     rendering, split = tokenizer.scratch_rendering(), preview.words
     if settings.model.base != "scratch":
-        model = tokenizer.ready(settings.model, settings.data)
+        model = tokenizer.load_base(settings.model, settings.data)
         rendering = tokenizer.ready_rendering(model, settings.model.base)
         rendering = replace(rendering, train_on=settings.sft.train_on)
 

@@ -18,35 +18,22 @@ from typing import Any
 
 import typer
 
-from rlhf_tasks import console
+from rlhf_tasks import config, console
 from rlhf_tasks.cli import data, params, promote, review, run, serve
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import OutsideFault
 from rlhf_tasks.project import dvc_files, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, launch, signals
+from rlhf_tasks.training import auto, failures, launch, signals
 
 # How many rounds torch's threads wait for each other before they sleep; read when torch loads. With the
 # default of 300,000 they keep both cores from other programs: an update beside two took 24 seconds, not 8.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
-    "Run the pipeline": (
-        run.run,
-        data.data,
-        params.preset,
-        params.params,
-        params.check_model,
-        params.plan,
-    ),
-    "Review results": (
-        review.mlflow,
-        review.compare,
-        review.lineage,
-        review.generate,
-        review.sync,
-    ),
+    "Run the pipeline": (run.run, data.data, params.preset, params.params, params.check_model, params.plan),
+    "Review results": (review.mlflow, review.compare, review.lineage, review.generate, review.sync),
     "Promote a policy": (promote.promote, promote.export),
     "Run the service": (serve.up, serve.status, serve.down),
 }
@@ -143,7 +130,8 @@ def run_inputs() -> int:
     """Write down what each stage reads beside its deps, which are parameters and what they name."""
     try:
         with signals.listening(dvc_files.INPUTS):  # which says how much of a model it has hashed
-            inputs.write(Paths())
+            paths = Paths()
+            inputs.write(paths, auto.resolve(config.load(paths.params), paths.root))
     except Exception as error:
         failures.report(error)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, packaged
+from rlhf_tasks.project import packaged
 
 GPUS = {"l4": 24.0, "l40s": 48.0, "a100": 80.0, "h100": 80.0, "h200": 141.0}
 """GB of memory, as published."""
@@ -36,6 +36,7 @@ def preset(
 ) -> int:
     """Change params.yaml by presets or single values, and keep its comments. Alone, list all presets."""
     from rlhf_tasks import presets
+    from rlhf_tasks.project import git
 
     given = [name for name in names or () if "=" not in name]
     changes = [*(values or ()), *(name for name in names or () if "=" in name)]
@@ -44,59 +45,32 @@ def preset(
         return 0
     changed = presets.apply(given, FILE, changes)
     console.say("\n  ".join([f"{FILE}: {len(changed)} values changed", *changed]))
-    if given and (committed := _committed()):
-        remaining = presets.remaining(committed, config.in_force(config.load(FILE)), given, changes)
-        again = "`git checkout params.yaml` first, if you do not want that"
-        if remaining:
-            console.say("\n  ".join([f"Earlier changes since the last commit remain ({again}):", *remaining]))
+    if given:
+        with suppress(UserError):  # there is no commit, or its file is not valid
+            _, alone, _ = presets.combine(git.show(Path(), "HEAD", str(FILE)), given, changes)
+            remaining = config.differences(config.in_force(alone), config.in_force(config.load(FILE)))
+            again = "`git checkout params.yaml` first, if you do not want that"
+            if remaining:
+                title = f"Earlier changes since the last commit remain ({again}):"
+                console.say("\n  ".join([title, *remaining]))
     return 0
 
 
-def _committed() -> Mapping[str, Any]:
-    """All values of the last commit's params.yaml; none where there is no such file, or an older one."""
-    from rlhf_tasks.project import git
-
-    try:
-        return config.in_force(
-            config.validate(config.parse(git.show(Path(), "HEAD", str(FILE)), str(FILE)), str(FILE))
-        )
-    except UserError:
-        return {}
-
-
-def params(
-    upgrade: bool = Option(False, "--upgrade", help="move keys of an older params.yaml to their places"),
-) -> int:
+def params() -> int:
     """Print all values in force, and whether each is from params.yaml or a default.
 
     What `auto` stands for is that of this machine.
     """
-    if upgrade:
-        return _upgrade()
-    from rlhf_tasks.project import inputs
+    from rlhf_tasks.training import auto
 
     given = config.parse(config.read_text(FILE), str(FILE))
     settings = config.validate(given, str(FILE))
-    auto, here = inputs.auto_keys(settings), config.in_force(inputs.resolved(Path(), settings))
+    keys, here = auto.keys(settings), config.in_force(auto.resolve(settings, Path()))
     rows = []
     for key, value in here.items():
         source = str(FILE) if config.is_given(given, key) else "default"
-        rows.append([key, config.in_yaml(value), f"{source}: auto" if key in auto else source])
+        rows.append([key, config.in_yaml(value), f"{source}: auto" if key in keys else source])
     console.table("values in force", ["key", "value", "from"], rows)
-    return 0
-
-
-def _upgrade() -> int:
-    from rlhf_tasks.config import migrate
-
-    text = config.read_text(FILE)
-    config.parse(text, str(FILE))
-    tree = config.round_trip().load(text)
-    if moved := migrate.upgrade(tree):
-        upgraded = config.written(tree)
-        config.validate(config.parse(upgraded, f"{FILE}, upgraded,"), f"{FILE}, upgraded,")
-        atomic.write_text(FILE, upgraded)
-    console.say("\n".join(moved) if moved else f"{FILE} has the present shape: nothing to move")
     return 0
 
 
@@ -118,11 +92,14 @@ def check_model(
         )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports DeepSpeed, which would look for a GPU
-    from rlhf_tasks.data import positions
-    from rlhf_tasks.models import checks
-    from rlhf_tasks.models.load import load_config
+    from rlhf_tasks.training import signals
 
-    results = checks.check_source(source, revision or None)
+    with signals.listening("check-model"), console.part(f"checking {source}"):  # and says what it does
+        from rlhf_tasks.data import positions
+        from rlhf_tasks.models import checks
+        from rlhf_tasks.models.load import load_config
+
+        results = checks.check_source(source, revision or None)
     rows = [(r.name, r.deviation, r.tolerance, "passed" if r.passed else "FAILED") for r in results]
     console.table(source, ["check", "largest difference", "rounding allows", "result"], rows)
     failed = [result for result in results if not result.passed]

@@ -15,9 +15,7 @@ from rlhf_tasks.tracking import context
 
 
 def promote(
-    model: str = Argument(
-        "models/policy", metavar="MODEL", help="a checkpoint's folder, or an experiment of `dvc exp list`"
-    ),
+    model: str = Argument("models/policy", metavar="MODEL", help="a checkpoint's folder"),
     again: bool = Option(False, "--again", help="also promote a policy that was rolled back"),
     unless_judging: bool = Option(
         False, "--unless-judging", help="do nothing if a judge must run first (exit status 5)"

@@ -16,11 +16,7 @@ from rlhf_tasks.project.paths import Paths
 
 
 def project() -> Paths:
-    """The project in the working folder.
-
-    Raises:
-        UserError: in a folder without one.
-    """
+    """The project in the working folder. Raises UserError in a folder without one."""
     paths = Paths()
     dvc_files.graph(paths.root)
     return paths
@@ -29,8 +25,7 @@ def project() -> Paths:
 def check_output_file(out: Path) -> None:
     """Check that a file can be written, before anything is sampled or paid for. Makes its folder.
 
-    Raises:
-        UserError: if the file cannot be written.
+    Raises UserError if the file cannot be written.
     """
     if out.is_dir():
         raise UserError(f"--out {out}: this is a folder; give the name of a file")
@@ -71,8 +66,8 @@ def compare(
 def lineage(
     target: str = Argument(
         ...,
-        metavar="MODEL_OR_RUN",
-        help="a path, an experiment, a git revision, a run key, or a flow or MLflow run's id",
+        metavar="MODEL_OR_COMMIT",
+        help="an out of dvc.yaml, an experiment, or a git revision",
     ),
 ) -> int:
     """Show the data, code and runs that made a model, its verdict, and how to restore it."""

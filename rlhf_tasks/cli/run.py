@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from rlhf_tasks import config, console, presets
 from rlhf_tasks.cli.review import project
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, inputs
+from rlhf_tasks.project import durations, dvc_cli, dvc_files, git, inputs, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, signals
+from rlhf_tasks.training import auto, failures, signals
 
 
 def run(
@@ -38,17 +39,19 @@ def run(
         return run_in_checkout()
     settings = config.load(paths.params)
     with signals.listening(dvc_files.INPUTS):
-        inputs.write(paths)  # for `dvc status`
-    reasons, seconds = changed(paths), durations.read(paths.home)
+        inputs.write(paths, auto.resolve(settings, paths.root))  # for `dvc status`
+    reasons, seconds = explain_changes(paths), durations.read(paths.home)
     total = len({*dvc_files.graph(paths.root)} - {dvc_files.INPUTS})
     if dry:
-        rows = [[name, why, took(seconds, [name])] for name, why in reasons.items()]
+        rows = [[name, why, format_time(seconds, [name])] for name, why in reasons.items()]
         console.table(f"{len(rows)} of {total} stages would run", ["stage", "why", "last time"], rows)
         return 0
     name = run_name(paths, settings)
     if reasons:
         console.say(f"{name}: {len(reasons)} of {total} stages run: {', '.join(reasons)}")
-        console.say(f"They took, when they last ran: {took(seconds, [*reasons])}. Ctrl-C keeps their state.")
+        console.say(
+            f"They took, when they last ran: {format_time(seconds, [*reasons])}. Ctrl-C keeps their state."
+        )
         console.say(f"Tables and samples: {paths.home / 'logs'}/STAGE-….log")
     else:
         console.say(f"Nothing has changed: the results of all {total} stages are here")
@@ -60,61 +63,54 @@ def run(
 
 
 def run_name(paths: Paths, settings: Config) -> str:
-    """The name of a run: its presets, and what else differs from the last commit's params.yaml.
-
-    A preset of which a few values were changed again is named too, with these.
-    """
-    values = config.in_force(settings)
-    chosen = presets.matching(values)
-    by_preset = {k: v for name in chosen for k, v in config.flatten(presets.read(name)).items()}
-    for name in presets.matching(values, presets.MOSTLY):
-        own = config.flatten(presets.read(name))
-        if not own.keys() & by_preset.keys():
-            chosen, by_preset = [*chosen, name], by_preset | own
-    now = config.flatten(config.parse(config.read_text(paths.params), str(paths.params)))
-    try:
-        before = config.flatten(config.parse(git.show(paths.root, "HEAD", "params.yaml"), "params.yaml"))
-    except UserError:  # there is no commit
-        before = now
-    known = before | by_preset  # what no preset sets counts from the last commit
-    changes = {k: v for k, v in now.items() if k not in known or v != known[k]}
-    return presets.Request("+".join(chosen) or None, overrides=changes).name(secrets.token_hex(2))
+    """The name of a run: its presets, and what else differs from the last commit's params.yaml."""
+    chosen = settings.preset.split(presets.BETWEEN) if settings.preset else []
+    values = expected = config.in_force(settings)
+    for name in chosen:
+        presets.read(name)
+    with suppress(UserError):  # there is no commit, or its file is not valid
+        committed = git.show(paths.root, "HEAD", "params.yaml")
+        expected = config.in_force(presets.combine(committed, chosen)[1])
+    changes = {k: v for k, v in values.items() if k not in expected or v != expected[k]}
+    return presets.Request(settings.preset, overrides=changes).name(secrets.token_hex(2))
 
 
-def took(seconds: Mapping[str, float], stages: list[str]) -> str:
+def format_time(seconds: Mapping[str, float], stages: list[str]) -> str:
     """How long these stages took when they last ran here."""
     if any(stage not in seconds for stage in stages):
         return "not known yet"
     return console.duration(sum(seconds[stage] for stage in stages))
 
 
-def changed(paths: Paths) -> dict[str, str]:
+def explain_changes(paths: Paths) -> dict[str, str]:
     """The stages that `dvc repro` would run or restore, in their order, and why."""
     status: dict[str, list[Any]] = json.loads(dvc_cli.run(paths.root, "status", "--json"))
     graph, reasons = dvc_files.graph(paths.root), dict[str, str]()
-    made = {out for node in graph.values() for out in node.outs}
+    outs = {out for node in graph.values() for out in node.outs}
     for stage, node in graph.items():
         if stage == dvc_files.INPUTS:
             continue
-        found = list[str]()
+        changes = list[str]()
         for change in status.get(stage, []):
             if isinstance(change, str):  # "always changed", "changed command"
-                found.append(change)
+                changes.append(change)
                 continue
             deps = change.get("changed deps", {})
-            now, before = inputs.recorded(paths, stage), inputs.used(paths.root, stage).flat()
+            now, before = inputs.read_record(paths, stage), inputs.used(paths.root, stage).flat()
             if f"{dvc_files.INPUTS}/{stage}.json" in deps and now is not None:
-                found.append(inputs.differences(before, now.flat()) if before else "its parameters")
+                changes.append(inputs.differences(before, now.flat()) if before else "its parameters")
             if code := [dep for dep in deps if dvc_files.is_code(dep)]:
-                found.append(f"the code of {', '.join(code)}")
+                changes.append(f"the code of {', '.join(code)}")
             # The outs of other stages are left to those stages.
-            found += [dep for dep in deps if not dvc_files.is_code(dep) and dep not in made]
-            found += ["its results are not here"] if change.get("changed outs") else []
+            changes += [dep for dep in deps if not dvc_files.is_code(dep) and dep not in outs]
+            if states := change.get("changed outs", {}).values():
+                changed = "have changed" if "modified" in states else "are not here"
+                changes.append(f"its results {changed}")
         makers = [name for name in reasons if {*node.deps} & {*graph[name].outs}]
         if not dvc_files.locked_by(paths.root, stage):
             reasons[stage] = "it has not run yet"
-        elif found or makers:
-            reasons[stage] = "; ".join(found or [f"after {', '.join(makers)}"])
+        elif changes or makers:
+            reasons[stage] = "; ".join(changes or [f"after {', '.join(makers)}"])
     return reasons
 
 
@@ -131,25 +127,26 @@ def _repro(paths: Paths, name: str) -> int:
         command = [sys.executable, "-P", "-m", "dvc", "--wait-for-lock", "repro", "--quiet"]
         environment = {**os.environ, failures.FAILURE: str(failure), context.RUN_NAME: name}
         process = subprocess.Popen(command, cwd=paths.root, env=environment, process_group=0)
-        stopped, heard = 0, signal.getsignal(signal.SIGTERM)
-        while True:
-            try:
-                signal.signal(signal.SIGTERM, heard)  # a second one ends the stage at once
-                status = process.wait()
-                break
-            except signals.Stopped as error:
-                stopped = error.status - 128
-            except KeyboardInterrupt:
-                stopped = signal.SIGINT
-            os.killpg(process.pid, signal.SIGINT)
-        report, begun = failures.reported(failure), Path(f"{failure}.stage")
-        stage = begun.read_text(encoding="utf-8") if begun.exists() else ""
+        heard = signal.getsignal(signal.SIGTERM)
+
+        def interrupt() -> None:
+            signal.signal(signal.SIGTERM, heard)  # a second one ends the stage at once
+            processes.interrupt_group(process)
+
+        stopped = 0
+        try:
+            processes.supervise(process, interrupt)
+        except KeyboardInterrupt as error:
+            stopped = error.status if isinstance(error, signals.Stopped) else 128 + signal.SIGINT
+        status = process.returncode
+        report = failures.read(failure)
     if stopped and status:
-        return 128 + stopped
-    if status and report is None:  # DVC is quiet
+        return stopped
+    kind, stage = report.get("kind"), report.get("stage")
+    if status and kind is None:  # DVC is quiet
         who = f"stage {stage}" if stage else "DVC, or a stage of dvc.yaml that is not of rlhf,"
         why = f"it crashed, or was killed (SIGKILL): {failures.OUT_OF_MEMORY}"
         print(f"rlhf: {who} ended without a word: {why}; `dvc repro` shows the status", file=sys.stderr)
     if status:
-        return 2 if report is not None and report["kind"] == "user" else 1
+        return 2 if kind == "user" else 1
     return 0

@@ -34,8 +34,7 @@ def up(
         help="address to notify of failures and promotions; '' removes it",
     ),
     pool: str | None = Option(
-        None,
-        help="start no server: register the deployments at that of PREFECT_API_URL, for this work pool",
+        None, help="start no server: register the deployments at that of PREFECT_API_URL, for this work pool"
     ),
     work: bool = Option(
         False,
@@ -53,10 +52,10 @@ def up(
         if work:  # this process becomes the worker
             os.execv(sys.executable, worker.command(pool or POOL))
         return 0
-    from flows.service import Service
+    from flows.service import ProjectService
 
     try:
-        Service.here().up({"prefect": prefect_port, "mlflow": mlflow_port}, gpu_slots, webhook)
+        ProjectService.here().up({"prefect": prefect_port, "mlflow": mlflow_port}, gpu_slots, webhook)
     except KeyboardInterrupt:
         print("rlhf: interrupted; `rlhf down` stops what was started", file=sys.stderr)
         return 130
@@ -65,14 +64,14 @@ def up(
 
 def status() -> int:
     """Show whether servers and worker work, and the runs in progress (exit status 1: one does not work)."""
-    from flows.service import Service
+    from flows.service import ProjectService
 
-    return Service.here().status()
+    return ProjectService.here().status()
 
 
 def down() -> int:
     """Stop the service; runs in progress save their state first."""
-    from flows.service import Service
+    from flows.service import ProjectService
 
-    Service.here().down()
+    ProjectService.here().down()
     return 0

@@ -17,7 +17,7 @@ from rlhf_tasks.config.types import Section, check_source
 
 RESERVED = (
     "agreement|calibration|choice|corpus_distinct_2|distinct_1|distinct_2|ended|human|kappa|length|perplexity"
-    "|repetition|reward_gap|sft_perplexity|task|task_drop"
+    "|repetition|sft_perplexity|task|task_drop"
 )
 """Pattern of the first parts of the names of the other metrics of stage judge, which no judge may have."""
 LISTED = "judge.judges"
@@ -237,8 +237,6 @@ class Judging(Section):
     responses are sampled too, or the references."""
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of SFT and policy."""
-    num_samples_shown: t.Count = 20
-    """Number of prompts whose responses MLflow shows."""
     labels: str | None = None
     """File of human labels, rows with the texts prompt, answer_a and answer_b and an outcome (1: A is better,
     0.5, 0, or null); null: none."""

@@ -18,7 +18,6 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from rlhf_tasks.config.migrate import MISSING, REMOVED, inside, new_place
 from rlhf_tasks.config.schema import Config
 from rlhf_tasks.config.types import Section, field_of, flatten, kinds, section_of, sections
 from rlhf_tasks.errors import ConfigError
@@ -26,7 +25,31 @@ from rlhf_tasks.errors import ConfigError
 PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # texts without quotes in YAML
 
 MAX_SHOWN_VALUE = 200  # characters of a wrong value in a message
-UPGRADE = "`rlhf params --upgrade` writes the file in the present shape, with the same values in force"
+CRITIC = "ppo.advantages.critic"
+RENAMED: Mapping[str, str] = {
+    "prepare.docstrings_max_pairs": "data.options.max_pairs",
+    "reward.centring_coef": "reward.centering_coef",
+    "launch.layout": "launch.parallelism",
+    "ppo.kl_in": "ppo.kl.kind",
+    "ppo.kl_estimator": "ppo.kl.estimator",
+    "ppo.truncation": "ppo.truncation.kind",
+    "ppo.missing_eos_score": "ppo.truncation.missing_eos_score",
+    "ppo.engine": "ppo.sampler",
+    "ppo.sampling_batch_size": "ppo.sampler.batch_size",
+    "ppo.advantages": "ppo.advantages.kind",
+    "ppo.samples_per_prompt": "ppo.advantages.samples_per_prompt",
+    "ppo.gamma": "ppo.advantages.gamma",
+    "ppo.lam": "ppo.advantages.lam",
+    "ppo.whiten_rewards": "ppo.advantages.whiten_rewards",
+    "ppo.value_model": f"{CRITIC}.kind",
+    "ppo.critic_init": f"{CRITIC}.init",
+    "ppo.value_learning_rate": f"{CRITIC}.learning_rate",
+    "ppo.critic_warmup": f"{CRITIC}.warmup",
+    "ppo.vf_coef": f"{CRITIC}.vf_coef",
+    "ppo.cliprange_value": f"{CRITIC}.cliprange_value",
+    "ppo.lora.value": f"{CRITIC}.lora",
+}
+"""The present key of what had another one in 0.1; `ppo.advantages` and `ppo.truncation` held a text."""
 
 
 def load(path: Path = Path("params.yaml")) -> Config:
@@ -64,7 +87,7 @@ def parse(text: str, origin: str) -> Mapping[str, Any]:
         reason = str(error).partition("\nTo suppress this check")[0].rstrip()  # advice for programmers
         raise ConfigError(f"{origin} is not readable as YAML: {reason}") from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{origin} must hold sections (a mapping), but holds {type(tree).__name__}")
+        raise ConfigError(f"{origin} must hold sections (a mapping), but holds {_shown(tree)}")
     return tree
 
 
@@ -77,23 +100,20 @@ def validate(tree: Mapping[str, Any], origin: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines, is_older = [], False
+        lines = []
         for problem in error.errors():
-            path, _ = _place(problem["loc"])
-            message = problem["msg"].removeprefix("Value error, ")
-            if place := new_place(path, problem["input"]):
-                message, is_older = f"has moved to {place}", True
-            elif ".".join(path) in REMOVED:
-                message, is_older = "was removed; delete it", True
+            key = ".".join(_place(problem["loc"])[0])
+            message = problem["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+            if key in RENAMED and problem["type"] in ("extra_forbidden", "model_attributes_type"):
+                message = f"has moved to {RENAMED[key]}"
             elif problem["type"] == "extra_forbidden":
                 message = _did_you_mean(problem["loc"])
             elif problem["type"] == "missing":
                 message = "is missing"
             elif not isinstance(problem["input"], Mapping):
                 message = f"{message} (given: {_shown(problem['input'])})"
-            lines.append(f"  {'.'.join(path) or 'params'}: {message}")
-        advice = f"\n{UPGRADE}" if is_older else ""
-        raise ConfigError(f"{origin} has {len(lines)} problem(s):\n" + "\n".join(lines) + advice) from None
+            lines.append(f"  {key or 'params'}: {message}")
+        raise ConfigError("\n".join([f"{origin} has {len(lines)} problem(s):", *lines])) from None
 
 
 def _shown(value: Any) -> str:
@@ -141,7 +161,12 @@ def values(tree: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 def is_given(tree: Mapping[str, Any], key: str) -> bool:
     """Whether a parsed file has the value of a dotted key."""
-    return inside(tree, key) is not MISSING
+    value: Any = tree
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def merge(
@@ -149,8 +174,11 @@ def merge(
 ) -> None:
     """Merge sections key by key; values and lists replace, and so does a section of another kind.
 
-    A key inside a section that the tree does not have changes the default of that section.
+    A key inside a section that the tree does not have changes the default of that section. Another source of
+    data drops the options of the former one.
     """
+    if "source" in tree and overlay.get("source", tree["source"]) != tree["source"]:
+        tree.pop("options", None)
     for key, value in overlay.items():
         present, field = tree.get(key), field_of(owner, key)
         if isinstance(value, Mapping) and isinstance(present, MutableMapping):
@@ -158,7 +186,7 @@ def merge(
             if kind is None or value.get("kind", kind) == kind:
                 merge(present, value, section_of(owner, key, present))
                 continue
-        if key not in tree and tree and isinstance(tree, CommentedMap):
+        if key not in tree and tree and isinstance(tree, CommentedMap) and not tree.fa.flow_style():
             tree.insert(len(tree) - 1, key, None)  # the last key keeps the empty line below the section
         tree[key] = copy.deepcopy(value)
 

@@ -291,13 +291,21 @@ class Ptx(Section):
     """File of pretraining text with an empty line between documents; null: the demonstrations."""
 
 
+def _no_roll_back(value: Any) -> Any:
+    if value == "roll_back":
+        raise ValueError(
+            "no guard goes back to an earlier state any more; use raise_kl, which raises kl_coef and "
+            "continues, or stop, and train again with a higher kl_coef"
+        )
+    return value
+
+
 class Guards(Section):
     """Checks of the metrics after each update."""
 
-    action: Literal["warn", "stop", "roll_back", "raise_kl"] = "stop"
-    """What a trip does: print a warning, stop the stage, return to the last good checkpoint and multiply
-    kl_coef, or multiply kl_coef and continue (`raise_kl`); NaN and infinity stop the stage even with `warn`
-    and `raise_kl`."""
+    action: Annotated[Literal["warn", "stop", "raise_kl"], BeforeValidator(_no_roll_back)] = "stop"
+    """What a trip does: print a warning, stop the stage, or multiply kl_coef and continue (`raise_kl`). NaN
+    and infinity stop the stage whatever it is."""
     kl_min: t.FiniteFloat = 0.0
     """Smallest objective/kl_k1, in nats per response; two standard errors below it are allowed."""
     kl_max: t.PositiveFloat = 10.0
@@ -316,12 +324,8 @@ class Guards(Section):
     patience: t.PositiveInt = 3
     """Updates in a row outside a limit after which the guard trips; NaN, infinity and gap_max trip at
     once."""
-    checkpoint_every: t.PositiveInt = 8
-    """Updates between two checkpoints for a roll back; with gap_max checkpoints are at the evaluations."""
     kl_coef_factor: Annotated[float, Field(gt=1)] = 2.0
-    """Factor by which kl_coef grows at each roll back, or with `raise_kl` at each trip."""
-    max_roll_backs: t.PositiveInt = 3
-    """Number of roll backs after which a trip stops the stage."""
+    """Factor by which kl_coef grows at each trip with `raise_kl`."""
 
     def problems(self) -> Iterator[str]:
         if self.kl_min >= self.kl_max or self.ratio_min >= self.ratio_max:
@@ -426,7 +430,7 @@ class Ppo(Section):
     """Language-model loss on other text beside PPO's (PPO-ptx); null: no such loss."""
 
     guards: Guards | None = Guards()
-    """Checks that warn, stop, roll back or raise the KL coefficient; null: no checks."""
+    """Checks that warn, stop or raise the KL coefficient; null: no checks."""
 
     num_sample_generations: t.Count = 10
     """Times that responses to validation prompts are shown and stored, evenly from start to end, with
@@ -514,9 +518,8 @@ class Ppo(Section):
             yield "kl.kind=in_loss with kl_coef=0 is no penalty at all; raise kl_coef, or set it to in_reward"
         if adaptive is not None and is_zero:
             yield "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; set it to a small value"
-        action = None if self.guards is None else self.guards.action
-        if action in ("roll_back", "raise_kl") and is_zero:
-            yield f"guards.action={action} multiplies kl_coef, and kl_coef=0 would stay 0; raise it"
+        if self.guards is not None and self.guards.action == "raise_kl" and is_zero:
+            yield "guards.action=raise_kl multiplies kl_coef, and kl_coef=0 would stay 0; raise it"
         if adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon:
             yield "adaptive_kl.horizon must exceed rollout_batch_size · clip: kl_coef would turn negative"
         if sync is not None and sync.every > self.total_episodes // self.rollout_batch_size:

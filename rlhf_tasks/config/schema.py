@@ -21,7 +21,9 @@ from rlhf_tasks.config.types import Section, check_source
 
 Schedule = Literal["constant", "linear", "cosine"]
 NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
-Source = Literal["synthetic", "arithmetic", "constraints", "opinions", "docstrings", "files", "hub", "mix"]
+Source = Annotated[
+    str, t.import_path("synthetic", "files", "hub", "mix", example="examples.arithmetic:arithmetic")
+]
 NumProcesses = Annotated[int, Field(ge=1, le=2**16)]
 
 # ------------------------------------------------------------------------------------- data and model
@@ -46,8 +48,7 @@ class Columns(Section):
     """Column of a system message that stands before the prompt; null: the column `system`, if it exists."""
     keep: t.Names = ()
     """List of further columns of the prompts' rows for scorers and judges. The built-in task has `who`,
-    `thing`, `place` and `plan`, arithmetic has `answer`, constraints have `rule`, `about`, `form`,
-    `kind`, `seen` and `topic`, opinions have `topic`, docstrings have `package` and `summary`."""
+    `thing`, `place` and `plan`."""
 
     def problems(self) -> Iterator[str]:
         roles = "prompt", "completion", "chosen", "rejected", "system"
@@ -138,9 +139,10 @@ class Data(Section):
     """The data that stage prepare reads, checks and splits."""
 
     source: Source = "synthetic"
-    """Origin: the built-in TL;DR task, sums and products, instructions with constraints, questions about
-    opinions, docstrings of installed packages, the user's files, data sets of the Hugging Face hub, or a
-    mixture of sets."""
+    """Origin: the built-in TL;DR task (`synthetic`), the user's `files`, data sets of the Hugging Face `hub`,
+    a mixture of sets (`mix`), or a function that returns rows, such as `examples.arithmetic:arithmetic`."""
+    options: dict[str, Any] = Field(default={})
+    """Arguments of the function in `source`, by name."""
     path: str = "rlhf_tasks/data/examples"
     """File or folder that `source: files` reads; a DVC dependency of stage prepare."""
     hub: HubSources | None = None
@@ -156,6 +158,9 @@ class Data(Section):
     """How rows are read: `demonstrations`, `good_answers` or `label_pairs` for answers marked good or bad;
     the column of the vote or score that pairs answers; or a function of yours, `module:function`, that gets
     a record and returns a row; null: by columns and types."""
+    shapes: str | None = None
+    """File of shapes of your own, in the form of rlhf_tasks/data/readers/shapes.yaml, which are tried before
+    those that are known; null: none."""
     pairs: Literal["best_worst", "best_each", "adjacent", "all"] | None = None
     """The pairs made of ranked or scored answers to a prompt: the best against the worst, the best against
     each other, neighbors, or all; null: `best_each` for trees of messages, else `best_worst`."""
@@ -187,19 +192,15 @@ class Data(Section):
             return ", ".join(f"{one.name} ({one.weight:g})" for one in self.mix)
         if self.hub is not None:
             return ", ".join(f"{one.id} at {one.revision[:10]}" for one in self.hub.by_role.values())
-        return {
-            "synthetic": "the built-in task",
-            "arithmetic": "sums and products",
-            "constraints": "instructions with verifiable constraints",
-            "opinions": "questions about opinions",
-            "docstrings": "docstrings of installed packages",
-        }.get(self.source, self.path)
+        return {"synthetic": "the built-in task", "files": self.path}.get(self.source, self.source)
 
     def problems(self) -> Iterator[str]:
         if (self.source == "hub") != (self.hub is not None):
             yield "`data.hub` names the data sets of `source: hub`: set both, or `hub: null`"
         if (self.source == "mix") != (self.mix is not None):
             yield "`data.mix` names the data sets of `source: mix`: set both, or `mix: null`"
+        if self.options and ":" not in self.source:
+            yield "`data.options` are arguments of a function in `source`: set both, or remove the options"
         names = [one.name for one in self.mix or ()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield f"`data.mix`: several sets have the name {', '.join(twice)}; give each its own name"
@@ -218,8 +219,8 @@ class Scratch(Section):
     """Number of attention heads; it divides hidden_size."""
     vocab_size: t.PositiveInt = 1024
     """Largest vocabulary of the trained tokenizer, in tokens."""
-    tokenizer: Literal["words", "bpe", "bpe_uncased"] = "words"
-    """Kind of the trained tokenizer: whole words, or byte-pair encoding, also of lower-cased text."""
+    tokenizer: Literal["words", "bpe"] = "words"
+    """Kind of the trained tokenizer: whole words, or byte-pair encoding."""
 
     def problems(self) -> Iterator[str]:
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
@@ -260,16 +261,14 @@ class Model(Section):
 
 
 class Prepare(Section):
-    """The sizes of the data that stage prepare generates or mines."""
+    """The sizes of the data of `data.source: synthetic`."""
 
     synthetic_prompt_rows: t.NumRows = 2000
-    """Number of train prompts of a generated source: `synthetic`, `arithmetic`, `constraints`, `opinions`."""
+    """Number of train prompts."""
     synthetic_sft_rows: t.NumRows = 600
-    """Number of those prompts that have a demonstration; `constraints` and `opinions` have none."""
+    """Number of those prompts that have a demonstration."""
     synthetic_preference_rows: t.NumRows = 20_000
-    """Number of train preference pairs of `data.source: synthetic`."""
-    docstrings_max_pairs: t.NumRows = 40_000
-    """Largest number of pairs that `data.source: docstrings` mines."""
+    """Number of train preference pairs."""
 
     def problems(self) -> Iterator[str]:
         if self.synthetic_sft_rows > self.synthetic_prompt_rows:
@@ -342,9 +341,7 @@ class Preferences(Section):
     """
 
     num_prompts: t.Count = 2000
-    """Number of train prompts to which the SFT model samples responses; 0: only the pairs of the data."""
-    pairs_per_prompt: t.PositiveInt = 1
-    """Number of pairs made for each of those prompts."""
+    """Number of train prompts for each of which a pair is made; 0: only the pairs of the data."""
     samples_per_pair: Annotated[int, Field(ge=2, le=64, multiple_of=2)] = 2
     """Even number of samples of which the ones with the highest and the lowest score are the pair. With more
     than two the order of a pair is less often chance, and there is more to sample."""
@@ -600,6 +597,9 @@ class Service(TaskPolicy):
 class Config(Section):
     """All of `params.yaml`."""
 
+    preset: str | None = None
+    """The presets that were applied last, which `rlhf preset` writes here: they name the run and change
+    nothing; null: none."""
     seed: Annotated[int, Field(ge=0, le=t.LAST_SEED)] = 1
     """Seed of every random number of the pipeline."""
     data: Data = Data()
@@ -607,7 +607,7 @@ class Config(Section):
     model: Model = Model()
     """The base model, trained or fetched."""
     prepare: Prepare = Prepare()
-    """Sizes of generated or mined data."""
+    """Sizes of the built-in task's data."""
     base: Base = Base()
     """Training of the base model."""
     sft: Sft = Sft()
@@ -639,13 +639,8 @@ class Config(Section):
             yield from self.promotion.conflicts(self.judge, self.ppo)
 
     def _launch_problems(self) -> Iterator[str]:
-        launch, guards = self.launch, self.ppo.guards
+        launch = self.launch
         how, processes = f"launch.parallelism: {launch.parallelism}", launch.num_processes
-        if launch.parallelism != "ddp" and guards is not None and guards.action == "roll_back":
-            yield (
-                f"ppo.guards.action: roll_back keeps a checkpoint in memory, and with {how} no process holds "
-                "all of it; set ppo.guards.action to stop, or launch.parallelism to ddp"
-            )
         if launch.parallelism == "ddp" and launch.offload:
             yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
         rollout = self.ppo.rollout_batch_size

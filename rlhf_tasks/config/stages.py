@@ -176,6 +176,7 @@ class VerdictView(StageView):
 class ReportView(StageView):
     stage = "report"
 
+    preset: str | None
     seed: int
     data: s.Data
     model: s.Model

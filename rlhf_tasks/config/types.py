@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
@@ -53,7 +49,7 @@ MicroBatchTokens = Annotated[
     BeforeValidator(_tokens_or_auto),
     PlainSerializer(lambda value: value or "auto", return_type=int | str),
 ]
-"""Tokens, or `auto`, which is AUTO until the stage begins: project/precision.py says what it stands for."""
+"""Tokens, or `auto`, which is AUTO until the stage begins: training/auto.py says what it stands for."""
 Width = Annotated[int, Field(ge=1, le=2**16)]  # a side of a weight matrix
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -67,7 +63,7 @@ class Section(BaseModel):
     The docstring below a field is its description in the reference.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -120,17 +116,11 @@ def section_of(owner: type[Section] | None, key: str, given: Mapping[str, Any]) 
     return next((one for one in found if kind is None or kind in kinds(one)), None)
 
 
-@cache
-def descriptions(section: type[Section]) -> Mapping[str, str]:
-    """The docstrings below the fields of a section, by field; Python does not keep them at run time."""
-    found: dict[str, str] = {}
-    for owner in reversed(section.__mro__):
-        if issubclass(owner, Section):
-            body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
-            for field, below in pairwise(body):
-                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    found[ast.unparse(field.target)] = ast.literal_eval(below.value)
-    return found
+def description(section: type[Section], name: str) -> str:
+    """The docstring below a field, or below the inherited one of which it only changes the default."""
+    owners = (owner for owner in section.__mro__ if issubclass(owner, Section))
+    fields = (owner.model_fields[name] for owner in owners if name in owner.model_fields)
+    return next(field.description for field in fields if field.description)
 
 
 def pinned_revision(value: str) -> str:
@@ -190,13 +180,14 @@ Address = Annotated[str, AfterValidator(_address)]
 KeyVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
-def import_path(built_in: str | None = None) -> AfterValidator:
+def import_path(*built_in: str, example: str = "") -> AfterValidator:
     """For a function of the user's, as `module:function`, or the name of a built-in one."""
-    allowed = "a function of yours as module:function"
+    own = f"a function of yours as module:function{example and f', such as {example}'}"
+    allowed = ", ".join([*built_in, f"or {own}"]) if built_in else own
 
     def check(value: str) -> str:
-        if value != built_in and not re.fullmatch(r"[\w.]+:\w+", value):
-            raise ValueError(f"must be {allowed if built_in is None else f'{built_in}, or {allowed}'}")
+        if value not in built_in and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError(f"must be {allowed}")
         return value
 
     return AfterValidator(check)
@@ -239,9 +230,10 @@ def one_of(*words: str, example: str) -> BeforeValidator:
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a model source is an id of the hub, OWNER/NAME, and no local folder or GGUF file."""
+    """Whether a model source is an id of the hub, OWNER/NAME, and no local folder or name of a file."""
+    files = (".gguf", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst")
     return (
-        not (Path(source).exists() or source.endswith(".gguf"))
+        not (Path(source).exists() or source.endswith(files))
         and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
     )
 

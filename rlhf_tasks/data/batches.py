@@ -16,26 +16,20 @@ Where several responses follow one query, and the model allows it, they share a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks import console
-from rlhf_tasks.config import Data, Split
-from rlhf_tasks.data import rows as tables
-from rlhf_tasks.data.chat import DATE, end_with_turns
+from rlhf_tasks.config import Split
 from rlhf_tasks.data.ragged import Ragged
-from rlhf_tasks.data.rows import SET, Rows
+from rlhf_tasks.data.rows import SET, Role, Rows
+from rlhf_tasks.data.rows import read as read_rows
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
-from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
-
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -258,10 +252,10 @@ def micro_batches(rows: Sequence[int], max_tokens: int, count: int | None = None
     for stop, last in enumerate(order, start=1):
         fewest = max(0, stop - max(1, max_tokens // max(1, rows[last])))
         padded = [(stop - start) * rows[last] for start in range(fewest, stop)]
-        found = [cost + x + EVENNESS * x**2 for cost, x in zip(costs[fewest:], padded, strict=True)]
-        cheapest = min(found)
+        cuts = [cost + x + EVENNESS * x**2 for cost, x in zip(costs[fewest:], padded, strict=True)]
+        cheapest = min(cuts)
         costs.append(cheapest + PASS_TOKENS)
-        starts.append(fewest + found.index(cheapest))
+        starts.append(fewest + cuts.index(cheapest))
     groups: list[list[int]] = []
     stop = len(rows)
     while stop:
@@ -277,79 +271,6 @@ def micro_batches(rows: Sequence[int], max_tokens: int, count: int | None = None
     return groups
 
 
-class TokenBudget:
-    """The bound on a micro-batch's padded tokens. Out of memory lowers it, for the rest of the run."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens, self.is_lowered = max_tokens, False
-        self._largest = 0  # tokens of the largest micro-batch that could be cut in two
-
-    def cut(self, rows: Sequence[int], count: int | None = None) -> list[list[int]]:
-        """`micro_batches` under the present bound."""
-        groups = micro_batches(rows, self.max_tokens, count)
-        self._largest = max(
-            [self._largest, *(padded_tokens(rows, group) for group in groups if len(group) > 1)]
-        )
-        return groups
-
-    def half(self) -> int:
-        """Half of the tokens of the largest micro-batch that could be cut in two.
-
-        Raises:
-            UserError: if no micro-batch had more than one row.
-        """
-        if not self._largest:
-            raise UserError(f"the GPU is out of memory with one row at a time; {LESS_MEMORY}")
-        return self._largest // 2
-
-    def lower(self) -> None:
-        """Halve what the largest micro-batch may have.
-
-        Raises:
-            UserError: if no micro-batch had more than one row.
-        """
-        self.max_tokens, self._largest, self.is_lowered = self.half(), 0, True
-        console.say(f"out of memory: a micro-batch now has at most {self.max_tokens} tokens")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"max_tokens": self.max_tokens, "is_lowered": self.is_lowered}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The smaller bound counts: what did not suffice once does not suffice after a roll back either."""
-        self.max_tokens = min(self.max_tokens, state["max_tokens"])
-        self.is_lowered = self.is_lowered or state["is_lowered"]
-
-    def each(self, rows: Sequence[int], compute: Callable[[list[int]], None]) -> None:
-        """Call `compute` with every micro-batch. One that is out of memory lowers the bound.
-
-        It is then cut anew, with all that wait. So the bound is halved once for each failure, and not once
-        more for every waiting micro-batch that is as large.
-
-        Raises:
-            UserError: if the memory does not suffice for one row.
-        """
-        waiting = self.cut(rows)
-        with console.part("reading", len(rows), "rows") as meter:
-            while waiting:
-                group = waiting.pop()
-                try:
-                    compute(group)
-                    meter.advance(len(group))
-                    continue
-                except torch.OutOfMemoryError:
-                    pass  # its traceback holds tensors, and ends here
-                torch.cuda.empty_cache()
-                self._largest = padded_tokens(rows, group) if len(group) > 1 else 0
-                self.lower()
-                left = [i for part in [*waiting, group] for i in part]
-                waiting = [[left[i] for i in part] for part in self.cut([rows[i] for i in left])]
-
-
-def padded_tokens(rows: Sequence[int], group: Sequence[int]) -> int:
-    """The tokens of a group, padding included."""
-    return len(group) * max((rows[i] for i in group), default=0)
-
-
 def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
     """Row numbers of one shuffled epoch, `batch_size` at a time; the short last batch is kept.
 
@@ -358,11 +279,8 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
     """
     order: list[int] = torch.randperm(len(rows), generator=generator).tolist()
     pool = 8 * batch_size
-    order = [
-        row
-        for start in range(0, len(rows), pool)
-        for row in sorted(order[start : start + pool], key=rows.__getitem__)
-    ]
+    pools = [sorted(order[i : i + pool], key=rows.__getitem__) for i in range(0, len(rows), pool)]
+    order = [row for rows_of_pool in pools for row in rows_of_pool]
     batches = [order[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     for i in torch.randperm(len(batches), generator=generator).tolist():
         yield batches[i]
@@ -371,44 +289,16 @@ def epoch_batches(rows: Sequence[int], batch_size: int, generator: torch.Generat
 # ----------------------------------------------------------------------------------------- files
 
 
-@console.part("loading the tokenizer")
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; a missing pad token is read as EOS (masks don't come from values).
-
-    EOS is the end of a turn, where the chat template writes one, as in the tokenizer of the data. A template
-    that prints today's date prints that of `data.chat_date` which the folder keeps, or else its default.
-
-    Raises:
-        UserError: if the folder holds no tokenizer, or one without an EOS token, so that answers cannot end.
-    """
-    if not any((folder / name).exists() for name in VOCABULARIES):  # transformers would create one
-        raise UserError(f"{folder} holds no tokenizer; a checkpoint folder must hold its tokenizer too")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer in {folder} has no EOS token: answers could not end; give it an eos_token"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.chat_template:
-        tokenizer.init_kwargs.setdefault(DATE, Data().chat_date)
-    end_with_turns(tokenizer)
-    return tokenizer
-
-
-def sets_of(*given: Rows) -> list[str]:
+def sets_of(*tables: Rows) -> list[str]:
     """The name of each row's set; empty unless there are several."""
-    sets = [name for rows in given if SET in rows.table.column_names for name in rows.texts(SET)]
+    sets = [name for rows in tables if SET in rows.table.column_names for name in rows.texts(SET)]
     return sets if len({*sets}) > 1 else []
 
 
 def read_table(paths: Paths, role: str, split: Split) -> Rows:
     """The rows of data/ROLE/SPLIT.parquet; `columns` holds the kept columns, where there are any."""
-    known = "preferences" if role == "comparisons" else cast(tables.Role, role)
-    return tables.read(paths.table(role, split), known, split)
+    known = "preferences" if role == "comparisons" else cast(Role, role)
+    return read_rows(paths.table(role, split), known, split)
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, rows: Rows, *answers: str) -> list[Ragged]:

@@ -131,18 +131,18 @@ class Unmarked(Unusable):
 def template(tokenizer: PreTrainedTokenizerBase) -> Chat:
     """The chat template of a tokenizer; today's date, where it prints one, is the tokenizer's DATE."""
     render = _renderer(tokenizer)
-    return lambda messages, answer_follows, /, tools=None: render(messages, answer_follows, tools, False)[0]
+    return lambda messages, answer_follows, /, tools=None: render(messages, answer_follows, tools)[0]
 
 
 def generated_spans(tokenizer: PreTrainedTokenizerBase) -> Spans | None:
     """Where its chat template marks what is to be trained on; None for a template without such marks."""
     if not GENERATION.search(str(tokenizer.chat_template)):
         return None
-    render = _renderer(tokenizer)
-    return lambda messages, tools: render(messages, False, tools, True)[1]
+    render = _renderer(tokenizer, return_assistant_tokens_mask=True)
+    return lambda messages, tools: render(messages, False, tools)[1]
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, list[tuple[int, int]]]]:
+def _renderer(tokenizer: PreTrainedTokenizerBase, **how: bool) -> Callable[..., tuple[str, Any]]:
     """Renders messages: the text, and the spans that the template marks, if they are asked for."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -156,24 +156,17 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[str, li
         codes = "".join(f" | replace({code!r}, {written!r})" for code, written in dates.items())
         source = f"{{% macro strftime_now(format) %}}{{{{ format{codes} }}}}{{% endmacro %}}\n{source}"
 
-    def render(
-        messages: list[Message], answer_follows: bool, tools: Sequence[Any] | None, with_spans: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def render(messages: list[Message], answer_follows: bool, tools: Sequence[Any] | None) -> tuple[str, Any]:
+        given = None if tools is None else list(tools)
+        settings: Any = {"chat_template": source, "add_generation_prompt": answer_follows, **how, **names}
         try:
-            found: Any = render_jinja_template(  # its annotation is wrong
-                conversations=[messages],
-                tools=None if tools is None else list(tools),
-                chat_template=source,
-                return_assistant_tokens_mask=with_spans,
-                add_generation_prompt=answer_follows,
-                **names,
-            )
+            result: Any = render_jinja_template([messages], given, **settings)
         except MemoryError:
             raise
         except Exception as error:  # a template is a program: it expects fields, and may divide by 0
             raise ValueError(str(error)) from error
-        [text], spans = found
-        return text, spans[0] if with_spans else []
+        [text], spans = result  # its annotation is wrong
+        return text, spans[0] if spans else []
 
     return render
 
@@ -259,7 +252,7 @@ def message(name: str, number: int, item: Any) -> Message:
     where = f"{name}[{number}]"
     if not isinstance(item, Mapping):
         raise Unusable("malformed", f"{where} is of type {type(item).__name__}, not {{role, content}}")
-    found = {key: value for key, value in _without_nulls(item).items() if value not in ([], {})}
+    found = {key: value for key, value in _drop_nulls(item).items() if value not in ([], {})}
     for ours, *others in (WHAT, WHO):
         known = item if ours == "content" and "role" in found else found  # beside a call content may be null
         key = next((name for name in others if name in item), "")
@@ -309,11 +302,11 @@ def _call(where: str, call: Any) -> Any:
     return {**call, "function": function} if "function" in call else function
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """The value without keys that hold null: `datasets` and pandas give every row the keys of all rows."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(part) for key, part in value.items() if part is not None}
+    return [_drop_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def tools_of(value: Any) -> list[Any] | None:
@@ -333,7 +326,7 @@ def tools_of(value: Any) -> list[Any] | None:
         isinstance(tool, Mapping) and isinstance(tool.get("function", tool), Mapping) for tool in value
     ):
         raise Unusable("malformed", "tools is not a list of objects")
-    return [_without_nulls(tool) for tool in value]
+    return [_drop_nulls(tool) for tool in value]
 
 
 def common_start(first: list[Message], second: list[Message]) -> list[Message]:
@@ -361,18 +354,18 @@ def plain_row(
         # the blank with which plain answers follow their prompt is no part of a turn
         turns = {name: re.sub(r"\A (?=\S)", "", text) for name, text in answers.items()}
         given = {name: [{"role": "assistant", "content": text}] for name, text in turns.items()}
-        return rendered([{"role": "user", "content": prompt}], given, None, rendering, table)
+        return render_turns([{"role": "user", "content": prompt}], given, None, rendering, table)
     if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
         prompt = rendering.bos + prompt
-    return {"prompt": prompt} | {name: _without_eos(text, rendering.eos) for name, text in answers.items()}
+    return {"prompt": prompt} | {name: _remove_eos(text, rendering.eos) for name, text in answers.items()}
 
 
-def _without_eos(text: str, eos: str) -> str:
+def _remove_eos(text: str, eos: str) -> str:
     bare = text.rstrip()
     return bare.removesuffix(eos) if bare.endswith(eos) else text
 
 
-def rendered(
+def render_turns(
     prompt: list[Message],
     answers: Mapping[str, list[Message]],
     tools: list[Any] | None,
@@ -394,12 +387,12 @@ def rendered(
         raise Unusable("empty", "prompt is empty")
     try:
         head = rendering.chat(prompt, True, tools)
-        marked_prompt, marked_tools = _marked(prompt), _marked_tools(tools)
+        marked_prompt, marked_tools = _mark_turns(prompt), _mark_tools(tools)
         marked = rendering.chat(marked_prompt, True, marked_tools)
         _check_all_is_written(marked, marked_prompt, marked_tools, rendering, table)
         row = {"prompt": head}
         for name, following in answers.items():
-            before, row[name] = _answer(prompt, following, name, head, tools, rendering, table)
+            before, row[name] = _render_answer(prompt, following, name, head, tools, rendering, table)
             row["prompt"] += before
         return row
     except Unusable:
@@ -409,7 +402,7 @@ def rendered(
         raise Unusable("malformed", detail) from None
 
 
-def _answer(
+def _render_answer(
     prompt: list[Message],
     turns: list[Message],
     name: str,
@@ -436,17 +429,11 @@ def _answer(
         raise Unusable("malformed", f"{whose} renders the prompt differently when the {name} follows it")
 
     # 1. All of it is written, and ends at the first end after its last text.
-    marked_turns = _marked([*prompt, *turns])
-    marked = rendering.chat(marked_turns, False, _marked_tools(tools))
+    marked_turns = _mark_turns([*prompt, *turns])
+    marked = rendering.chat(marked_turns, False, _mark_tools(tools))
     _check_all_is_written(marked, marked_turns, None, rendering, table)
-    last = max(
-        (
-            found.end()
-            for found in MARK.finditer(marked)
-            if found[2] != "tool" and int(found[1]) >= len(prompt)
-        ),
-        default=0,
-    )
+    marks = (mark for mark in MARK.finditer(marked) if mark[2] != "tool" and int(mark[1]) >= len(prompt))
+    last = max((mark.end() for mark in marks), default=0)
     tail = marked[last:] if last else full[len(begins) :]
     if not full.endswith(tail):
         raise Unusable("malformed", f"{whose} ends the {name} in another way than other texts")
@@ -463,24 +450,21 @@ def _answer(
         if not spans:
             raise Unmarked("malformed", f"{whose} marks nothing of the {name} for training")
         start = spans[0][0]
-        if [end for _, end in spans] != [*(first for first, _ in spans[1:]), stop] or (
-            start > len(begins) != len(head)
-        ):
-            raise Unusable(
-                "malformed", f"{whose} marks parts of the {name} for training that are not its end"
-            )
+        are_the_end = [end for _, end in spans] == [*(first for first, _ in spans[1:]), stop]
+        if not are_the_end or start > len(begins) != len(head):
+            detail = f"{whose} marks parts of the {name} for training that are not its end"
+            raise Unusable("malformed", detail)
     before, text = full[len(begins) : start], full[start:stop]
 
     # 3. The thoughts of the first turn, where the template leaves them out.
-    given = THOUGHTS.match(turns[0]["content"])
-    thoughts = turns[0].get(THOUGHT_KEYS[0]) or (given.group(1) if given else "")
+    written = THOUGHTS.match(turns[0]["content"])
+    thoughts = turns[0].get(THOUGHT_KEYS[0]) or (written.group(1) if written else "")
     is_left_out = bool(thoughts.strip()) and f"mark{len(prompt)}thought" not in marked
-    if begins != head:
-        text = f"{thoughts}\n</think>\n\n{THOUGHTS.sub('', text, count=1).lstrip()}"
-    elif is_left_out and opened is not None:
+    if is_left_out and begins == head and opened is not None:
         raise Unusable("malformed", f"{whose} leaves out the thoughts of the {name}")
-    elif is_left_out:
-        text = f"<think>\n{thoughts}\n</think>\n\n{THOUGHTS.sub('', text, count=1).lstrip()}"
+    if is_left_out or begins != head:
+        start_tag = "<think>\n" if begins == head else ""
+        text = f"{start_tag}{thoughts}\n</think>\n\n{THOUGHTS.sub('', text, count=1).lstrip()}"
     return before, text
 
 
@@ -493,7 +477,7 @@ def _find_end(tail: str, rendering: Rendering) -> int:
     return min(ends, default=len(tail))
 
 
-def _marked(turns: Sequence[Message]) -> list[Message]:
+def _mark_turns(turns: Sequence[Message]) -> list[Message]:
     """The messages with MARKs in place of their texts; TAGS stay, since templates act on them."""
     marked = []
     for number, turn in enumerate(turns):
@@ -512,7 +496,7 @@ def _marked(turns: Sequence[Message]) -> list[Message]:
     return marked
 
 
-def _marked_tools(tools: Sequence[Any] | None) -> list[Any] | None:
+def _mark_tools(tools: Sequence[Any] | None) -> list[Any] | None:
     """The tools with MARKs in place of their names."""
     count = itertools.count()
     return None if tools is None else [_mark_function(tool, "0tool", count) for tool in tools]
@@ -541,10 +525,10 @@ def _check_all_is_written(
         UserError: for a template that knows no tools: no row with tools could be rendered.
         Unusable: for a message that is left out.
     """
-    given = [found for found in MARK.finditer(str([marked, tools])) if found[2] != "thought"]
-    lost = [found for found in given if found[0] not in text]
-    calls = [found for found in given if found[2] == "call"]
-    if any(found[2] == "tool" for found in lost) or (calls and all(found in lost for found in calls)):
+    marks = [mark for mark in MARK.finditer(str([marked, tools])) if mark[2] != "thought"]
+    lost = [mark for mark in marks if mark[0] not in text]
+    calls = [mark for mark in marks if mark[2] == "call"]
+    if any(mark[2] == "tool" for mark in lost) or (calls and all(mark in lost for mark in calls)):
         raise UserError(
             f"{table} has `tools` or `tool_calls`, which the chat template of {rendering.tokenizer} does not "
             "write; use a model whose template knows tools, or leave these rows out"

@@ -1,4 +1,4 @@
-"""How long the rows of a model can be, by its config. No torch."""
+"""How long the rows of a model can be, by its config."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def read_config(model: Model, longest_prompt: int) -> PretrainedConfig | None:
 def max_positions(config: PretrainedConfig) -> int | None:
     """The number of positions that a config declares."""
     text = config.get_text_config(decoder=True)
-    name = "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings"
-    return getattr(text, name, None)
+    return getattr(text, "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings", None)
 
 
 def check(config: PretrainedConfig, rollout: int, subject: str, data: int = 0) -> str | None:

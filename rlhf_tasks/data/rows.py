@@ -13,6 +13,7 @@ Problems are collected, so that one report names every bad row.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import tempfile
@@ -58,7 +59,7 @@ BATCH_CHARACTERS = 2**26  # of texts, in rows that are written at a time
 ROW_GROUP = 2**16  # rows of a Parquet row group
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Some rows that follow each other in a role and split."""
 
     role: Role
@@ -69,8 +70,7 @@ class Batch(NamedTuple):
     table: pa.Table
 
     def column(self, name: str) -> list[Any]:
-        values: list[Any] = self.table.column(name).to_pylist()
-        return values
+        return list(self.table.column(name).to_pylist())
 
     @property
     def rows(self) -> list[Row]:
@@ -107,17 +107,16 @@ class Rows(Sequence[Row]):
         if isinstance(i, slice):
             return Rows(self.role, self.split, self.table, self.numbers[i])
         one = self.table.slice(int(self.numbers[i]), 1)  # `take` would copy the table
-        return Batch(self.role, self.split, 1, self.numbers, one).rows[0]
+        return RowBatch(self.role, self.split, 1, self.numbers, one).rows[0]
 
     def texts(self, name: str) -> Texts:
-        """A column, of which a text is read from the map when it is asked for."""
         return Texts(self, name)
 
     def take(self, which: npt.NDArray[Any], split: Split | None = None) -> Rows:
         """Some of the rows, by a mask or by positions."""
         return Rows(self.role, split or self.split, self.table, self.numbers[which])
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[RowBatch]:
         first = 1
         for start in range(0, self.table.num_rows if len(self) else 0, BATCH):
             low, high = np.searchsorted(self.numbers, (start, start + BATCH))
@@ -126,12 +125,12 @@ class Rows(Sequence[Row]):
                 continue
             if not np.array_equal(numbers, np.arange(start, start + table.num_rows)):
                 table = table.take(numbers - start)
-            yield Batch(self.role, self.split, first, numbers, table)
+            yield RowBatch(self.role, self.split, first, numbers, table)
             first += len(numbers)
 
 
 class Texts(Sequence[str]):
-    """A column of rows."""
+    """A column of rows, of which a text is read from the map when it is asked for."""
 
     def __init__(self, rows: Rows, name: str) -> None:
         self._rows, self._name, self._column = rows, name, rows.table.column(name)
@@ -140,7 +139,9 @@ class Texts(Sequence[str]):
         return len(self._rows)
 
     def __iter__(self) -> Iterator[str]:
-        for batch in self._rows.batches():
+        rows = self._rows
+        column = rows.table.select([self._name])
+        for batch in Rows(rows.role, rows.split, column, rows.numbers).batches():
             yield from batch.column(self._name)
 
     def __getitem__(self, i: Any) -> Any:
@@ -168,17 +169,13 @@ class Writer:
     def add(self, split: Split, row: Row) -> None:
         self._waiting.append(encoded(row))
         self._splits.append(split)
-        for name in TEXTS[self._role]:
-            self._characters += len(row[name] or "")
+        self._characters += sum(len(row[name] or "") for name in TEXTS[self._role])
         if len(self._waiting) == BATCH or self._characters > BATCH_CHARACTERS:
             self._flush()
 
     def _flush(self) -> None:
-        columns = [
-            pa.array([row.get(name) for row in self._waiting], pa.string()) for name in self._schema.names
-        ]
         with disk.temporary(self._file):
-            self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+            self._stream.write_batch(pa.RecordBatch.from_pylist(self._waiting, self._schema))
         splits = np.array(self._splits)
         for split in set(self._splits):
             numbers = np.flatnonzero(splits == split) + self._count
@@ -194,23 +191,11 @@ class Writer:
             self._file.flush()
         table = pa.ipc.open_stream(pa.memory_map(self._file.name)).read_all()
         self._file.close()
-        found: dict[Split, Rows] = {}
-        for split in dict.fromkeys((*splits, *self._numbers)):
-            numbers = [np.empty(0, np.int64), *self._numbers.get(split, [])]
-            found[split] = Rows(self._role, split, table, np.concatenate(numbers))
-        return found
-
-
-def stored(given: Mapping[Role, Mapping[Split, Iterable[Row]]]) -> Corpus:
-    """Rows of a generator as a corpus."""
-    corpus: Corpus = {}
-    for role, tables in given.items():
-        writer = Writer(role)
-        for split, rows in tables.items():
-            for row in rows:
-                writer.add(split, row)
-        corpus[role] = writer.finish(tables)
-    return corpus
+        none = np.empty(0, np.int64)
+        return {
+            split: Rows(self._role, split, table, np.concatenate([none, *self._numbers.get(split, [])]))
+            for split in dict.fromkeys((*splits, *self._numbers))
+        }
 
 
 def read(file: Path, role: Role, split: Split) -> Rows:
@@ -260,7 +245,7 @@ class Problems:
         """Add a fault of a record; equal ones may both be bad."""
         self._bad.setdefault(("", id(record)), BadRow(where, record)).faults.append((reason, detail))
 
-    def add_row(self, batch: Batch, i: int, reason: Reason, detail: str) -> None:
+    def add_row(self, batch: RowBatch, i: int, reason: Reason, detail: str) -> None:
         """Add a fault of a row."""
         key = batch.role, int(batch.numbers[i])
         if key not in self._bad:
@@ -278,8 +263,8 @@ class Problems:
 
     def counts(self) -> dict[Reason, int]:
         """Faults by reason, every reason present."""
-        found = Counter(reason for bad in self._bad.values() for reason, _ in bad.faults)
-        return {reason: found[reason] for reason in REASONS}
+        counts = Counter(reason for bad in self._bad.values() for reason, _ in bad.faults)
+        return {reason: counts[reason] for reason in REASONS}
 
     def report(self) -> str:
         """The faults as `where: reason: detail`, by reason and in the order of the source.
@@ -291,15 +276,12 @@ class Problems:
         lines = [f"{len(self):,} row(s) of the data cannot be used ({tally}):"]
         bads, left = self._in_order(), self.MAX_SHOWN
         for number, (reason, count) in enumerate(sorted(counts.items(), key=lambda one: one[1])):
-            shown = [
-                f"  {bad.where}: {reason}: {detail}"
-                for bad in bads
-                for found, detail in bad.faults
-                if found == reason
-            ][: max(1, left // (len(counts) - number))]
+            faults = ((bad.where, detail) for bad in bads for name, detail in bad.faults if name == reason)
+            shown = [*itertools.islice(faults, max(1, left // (len(counts) - number)))]
+            lines += [f"  {where}: {reason}: {detail}" for where, detail in shown]
             left -= len(shown)
-            more = [f"  … and {count - len(shown):,} more: {reason}"] if count > len(shown) else []
-            lines += [*shown, *more]
+            if count > len(shown):
+                lines.append(f"  … and {count - len(shown):,} more: {reason}")
         return "\n".join(lines)
 
     def lines(self) -> Iterator[str]:
@@ -310,9 +292,8 @@ class Problems:
 
     def _in_order(self) -> list[BadRow]:
         def natural(bad: BadRow) -> list[tuple[int, str]]:
-            return [
-                (int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", bad.where)
-            ]
+            parts = re.split(r"(\d+)", bad.where)
+            return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
         return sorted(self._bad.values(), key=natural)
 
@@ -320,7 +301,7 @@ class Problems:
 # ------------------------------------------------------------------------------------------ views
 
 
-def batches(corpus: Corpus) -> Iterator[Batch]:
+def batches(corpus: Corpus) -> Iterator[RowBatch]:
     """All rows of a corpus."""
     for tables in corpus.values():
         for rows in tables.values():
@@ -368,16 +349,14 @@ def check_texts(corpus: Corpus, eos: str, problems: Problems) -> None:
                 if not text.strip():
                     problems.add_row(batch, i, "empty", f"{name} is empty")
                 elif name != "prompt" and eos in text:
-                    detail = (
-                        f"{name} contains the end-of-sequence text {eos!r}, after which nothing is generated"
-                    )
-                    problems.add_row(batch, i, "malformed", detail)
+                    end = f"the end-of-sequence text {eos!r}, after which nothing is generated"
+                    problems.add_row(batch, i, "malformed", f"{name} contains {end}")
         if batch.role == "preferences":
             pairs = zip(batch.column("chosen"), batch.column("rejected"), strict=True)
             for i, (chosen, rejected) in enumerate(pairs):
                 if chosen.strip() == rejected.strip():
-                    detail = "chosen and rejected are the same text"
-                    problems.add_row(batch, i, "chosen_is_rejected", detail)
+                    same = "chosen and rejected are the same text"
+                    problems.add_row(batch, i, "chosen_is_rejected", same)
 
 
 def check_duplicates(corpus: Corpus, problems: Problems) -> None:
@@ -419,27 +398,25 @@ def check_leaks(corpus: Corpus, problems: Problems) -> None:
     }
     seen: dict[tuple[Role, Split], dict[bytes, str]] = {}
     for batch in batches(corpus):
-        found = seen.setdefault((batch.role, batch.split), {})
+        places = seen.setdefault((batch.role, batch.split), {})
         for i, prompt in enumerate(batch.column("prompt")):
             key = digest(prompt_key(prompt))
-            if key in held and key not in found:
-                found[key] = batch.where(i)
+            if key in held and key not in places:
+                places[key] = batch.where(i)
     for batch in batches(corpus):
         if batch.split == "train":
             continue
         role, conversations = batch.role, batch.column(CONVERSATION)
-        trained: Sequence[Role] = [r for r in ROLES if r in corpus] if role == judged else [role]
-        places: list[tuple[Role, Split]] = [(other, "train") for other in trained]
-        places += [(role, "validation")] if batch.split == "test" else []
+        others: list[tuple[Role, Split]] = [(r, "train") for r in corpus if role in (r, judged)]
+        others += [(role, "validation")] if batch.split == "test" else []
         for i, prompt in enumerate(batch.column("prompt")):
             if prompt.strip() == "" or conversations[i] is not None:
                 continue
             key = digest(prompt_key(prompt))
-            for other_role, other_split in places:
-                if (clash := seen.get((other_role, other_split), {}).get(key)) is not None:
-                    detail = f"this {batch.split} prompt is also in {other_split} of {other_role} ({clash})"
-                    problems.add_row(batch, i, "leak", detail)
-                    break
+            clash = next((other for other in others if key in seen.get(other, {})), None)
+            if clash is not None:
+                where = f"{clash[1]} of {clash[0]} ({seen[clash][key]})"
+                problems.add_row(batch, i, "leak", f"this {batch.split} prompt is also in {where}")
 
 
 # ---------------------------------------------------------------------------------------- lengths
@@ -465,21 +442,15 @@ def measure(
     lengths: dict[Role, Lengths] = {}
     for batch in batches(corpus):
         names, size = TEXTS[batch.role], corpus[batch.role][batch.split].table.num_rows
-        own = lengths.setdefault(
-            batch.role, Lengths(np.full((size, len(names)), -1, np.int32), np.zeros(size, bool))
-        )
+        none = Lengths(np.full((size, len(names)), -1, np.int32), np.zeros(size, bool))
+        tokens, merged = lengths.setdefault(batch.role, none)
         prompts = batch.column("prompt")
-        answers = [batch.column(name) for name in names[1:]]
-        texts = [text or "" for column in answers for text in column]
-        of_prompts, of_answers, merges = count(prompts * len(answers), texts)
-        own.tokens[batch.numbers, 0] = of_prompts[: len(prompts)]
-        for k, column in enumerate(answers):
-            part, given = (
-                slice(k * len(prompts), (k + 1) * len(prompts)),
-                [text is not None for text in column],
-            )
-            own.tokens[batch.numbers, k + 1] = np.where(given, of_answers[part], -1)
-            own.merged[batch.numbers] |= np.array(merges[part], bool) & given
+        answers = [text for name in names[1:] for text in batch.column(name)]
+        counts = count(prompts * (len(names) - 1), [text or "" for text in answers])
+        has_text = np.array([text is not None for text in answers]).reshape(-1, len(prompts))
+        tokens[batch.numbers, 0] = counts[0][: len(prompts)]
+        tokens[batch.numbers, 1:] = np.where(has_text, np.reshape(counts[1], has_text.shape), -1).T
+        merged[batch.numbers] = (has_text & np.reshape(counts[2], has_text.shape)).any(axis=0)
         advance(len(prompts))
     return lengths
 
@@ -496,24 +467,18 @@ def check_sizes(corpus: Corpus, max_prompt: int, max_completion: int, problems: 
         for name, most in zip(TEXTS[batch.role], bounds, strict=True):
             for i, text in enumerate(batch.column(name)):
                 if len(text or "") > most * LONGEST_TOKEN:
-                    key = _length_key(name)
-                    detail = f"{name} has {len(text):,} characters, too many for data.{key}={most} tokens"
+                    bound = f"data.{_length_key(name)}={most} tokens"
+                    detail = f"{name} has {len(text):,} characters, too many for {bound}"
                     problems.add_row(batch, i, "too_long", detail)
 
 
 def check_lengths(
-    corpus: Corpus,
-    lengths: Mapping[Role, Lengths],
-    max_prompt: int,
-    max_completion: int,
-    problems: Problems,
+    corpus: Corpus, lengths: Mapping[Role, Lengths], max_prompt: int, max_completion: int, problems: Problems
 ) -> None:
     """Reports texts longer than data.max_prompt_tokens or data.max_completion_tokens (EOS included)."""
     for batch in batches(corpus):
-        tokens, most = (
-            lengths[batch.role].tokens[batch.numbers],
-            limits(batch.role, max_prompt, max_completion),
-        )
+        most = limits(batch.role, max_prompt, max_completion)
+        tokens = lengths[batch.role].tokens[batch.numbers]
         for i, k in np.argwhere(tokens > most):
             name = TEXTS[batch.role][k]
             detail = f"{name} has {tokens[i, k]} tokens, data.{_length_key(name)} is {most[k]}"
@@ -522,11 +487,11 @@ def check_lengths(
 
 def needed_lengths(lengths: Mapping[Role, Lengths], max_prompt: int, max_completion: int) -> list[str]:
     """The parameters that would have to be larger for all rows, with those values."""
-    longest: dict[str, int] = {}
-    for role, found in lengths.items():
-        for name, tokens in zip(TEXTS[role], found.tokens.max(axis=0, initial=0).tolist(), strict=True):
-            longest[_length_key(name)] = max(tokens, longest.get(_length_key(name), 0))
-    known = {_length_key("prompt"): max_prompt, _length_key("completion"): max_completion}
+    longest = {_length_key("prompt"): max_prompt, _length_key("completion"): max_completion}
+    known = dict(longest)
+    for role, (tokens, _) in lengths.items():
+        for name, most in zip(TEXTS[role], tokens.max(axis=0, initial=0).tolist(), strict=True):
+            longest[_length_key(name)] = max(most, longest[_length_key(name)])
     return [f"data.{key}: {most}" for key, most in longest.items() if most > known[key]]
 
 

@@ -27,8 +27,7 @@ from rlhf_tasks.data.rows import (
 from rlhf_tasks.errors import UserError
 
 SPLIT_NAMES: Mapping[str, Split] = {
-    "train": "train",
-    "training": "train",
+    **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "eval", "dev"), "validation"),
     "test": "test",
 }
@@ -45,12 +44,9 @@ def hash_rank(seed: int, key: str) -> bytes:
 
 def ranks_of(rows: Rows, seed: int) -> Ranks:
     """The ranks of rows, by which they stay together."""
-    found = [
-        hash_rank(seed, prompt_key(prompt if conversation is None else conversation))
-        for batch in rows.batches()
-        for prompt, conversation in zip(batch.column("prompt"), batch.column(CONVERSATION), strict=True)
-    ]
-    return np.array(found, "S32")
+    pairs = zip(rows.texts("prompt"), rows.texts(CONVERSATION), strict=True)
+    firsts = (prompt if conversation is None else conversation for prompt, conversation in pairs)
+    return np.array([hash_rank(seed, prompt_key(text)) for text in firsts], "S32")
 
 
 def fill_splits(given: Corpus, *, seed: int, sizes: Mapping[Split, int]) -> Corpus:
@@ -123,8 +119,8 @@ def _move(
 ) -> dict[Split, Rows]:
     """The rows by split; train rows whose prompt has a target are there."""
     none = next(iter(tables.values())).take(np.empty(0, np.int64), "train")
-    train, own = tables.get("train", none), ranks.get("train", np.empty(0, "S32"))
-    held = {split: np.isin(own, [k for k, to in target.items() if to == split]) for split in HELD_OUT}
+    train, of_train = tables.get("train", none), ranks.get("train", np.empty(0, "S32"))
+    held = {split: np.isin(of_train, [k for k, to in target.items() if to == split]) for split in HELD_OUT}
     filled: dict[Split, Rows] = {"train": train.take(~(held["test"] | held["validation"]))}
     filled |= {split: tables.get(split, train.take(mask, split)) for split, mask in held.items()}
     return {split: filled[split] for split in SPLITS}
@@ -143,14 +139,14 @@ def complete(corpus: Corpus) -> Corpus:
     """
     full = dict(corpus)
     if "sft" not in full and "preferences" in full:
-        full["sft"] = _derived("sft", full["preferences"], {"prompt": "prompt", "completion": "chosen"})
+        full["sft"] = _derive("sft", full["preferences"], {"prompt": "prompt", "completion": "chosen"})
     if "prompts" not in full:
-        full["prompts"] = _derived("prompts", full["sft"], {"prompt": "prompt", "reference": "completion"})
+        full["prompts"] = _derive("prompts", full["sft"], {"prompt": "prompt", "reference": "completion"})
     needed = [role for role in ("sft", "prompts") if role in full]
     empty = [f"{role}/{split}" for role in needed for split in SPLITS if not len(full[role][split])]
     if empty:
         advice = (
-            "give at least 4 different prompts (a quarter is held out for each split), or a file for each"
+            "give at least 4 different prompts (each split holds out a quarter), or a file for each split"
         )
         if any(not len(full[role]["train"]) and any(map(len, full[role].values())) for role in needed):
             advice = "all rows are held out by their file's name or their `split`; call some train, or none"
@@ -158,24 +154,20 @@ def complete(corpus: Corpus) -> Corpus:
     return {role: full[role] if role in full else Writer(role).finish(SPLITS) for role in ROLES}
 
 
-def _derived(role: Role, tables: Mapping[Split, Rows], names: Mapping[str, str]) -> dict[Split, Rows]:
+def _derive(role: Role, tables: Mapping[Split, Rows], names: Mapping[str, str]) -> dict[Split, Rows]:
     """Rows of another role with renamed columns. Of equal rows the first is kept; of equal prompts as well,
     if they become PPO's, and none of an earlier turn."""
     derived: dict[Split, Rows] = {}
-    keys = ["prompt"] if role == "prompts" else list(names.values())
+    keys, further = ["prompt"] if role == "prompts" else [*names.values()], ["source", SET, KEY, CONVERSATION]
     for split, rows in tables.items():
-        kept, seen = list[bool](), set[bytes]()
-        for batch in rows.batches():
-            earlier = [role == "prompts" and talk is not None for talk in batch.column(CONVERSATION)]
-            columns = (batch.column(name) for name in keys)
-            for is_earlier, texts in zip(earlier, zip(*columns, strict=True), strict=True):
-                key = digest(*texts)
-                kept.append(not is_earlier and key not in seen)
-                if not is_earlier:
-                    seen.add(key)
-        table = rows.table.select([*names.values(), "source", SET, KEY, CONVERSATION])
-        table = table.rename_columns([*names, "source", SET, KEY, CONVERSATION])
-        derived[split] = Rows(role, split, table, rows.numbers[np.array(kept, bool)])
+        is_new, seen = list[bool](), set[bytes]()
+        for talk, *texts in zip(*map(rows.texts, [CONVERSATION, *keys]), strict=True):
+            key = digest(*texts)
+            is_new.append(key not in seen and not (role == "prompts" and talk is not None))
+            if is_new[-1]:
+                seen.add(key)
+        table = rows.table.select([*names.values(), *further]).rename_columns([*names, *further])
+        derived[split] = Rows(role, split, table, rows.numbers[np.array(is_new, bool)])
     return derived
 
 
@@ -206,16 +198,16 @@ def mix_train(corpus: Corpus, weights: Mapping[str, float], max_rows: int | None
     mixed = dict(corpus)
     for role, tables in corpus.items():
         train = tables["train"]
-        names = np.array([name for batch in train.batches() for name in batch.column(SET)])
+        names = np.array([*train.texts(SET)])
         present = {name: np.flatnonzero(names == name) for name in weights if np.any(names == name)}
         if len(present) < 2:
             continue
         total = len(train) if max_rows is None else min(len(train), max_rows)
         targets = shares(total, [weights[name] for name in present])
         ranks, taken = ranks_of(train, seed), list[npt.NDArray[np.int64]]()
-        for own, target in zip(present.values(), targets, strict=True):
-            times, rest = divmod(target, len(own))
-            taken += [own] * times + [own[_lowest(ranks[own], rest)]]
+        for rows, target in zip(present.values(), targets, strict=True):
+            times, rest = divmod(target, len(rows))
+            taken += [rows] * times + [rows[_lowest(ranks[rows], rest)]]
         mixed[role] = tables | {"train": train.take(np.sort(np.concatenate(taken)))}
     return cap_train(mixed, max_rows, seed)
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.columns import KEY
 
 LEXICON: dict[str, tuple[str, ...]] = {
     slot: tuple(words.split())
@@ -88,7 +87,7 @@ TOO_LONG_PENALTY = 0.1
 
 
 @dataclass(frozen=True)
-class Writer:
+class WriterErrors:
     """The errors of a summarizer: the chance to omit a fact, to get it wrong, and to ramble."""
 
     omit: float
@@ -96,7 +95,7 @@ class Writer:
     ramble: float
 
 
-WRITERS = (Writer(0.20, 0.05, 0.05), Writer(0.05, 0.20, 0.05), Writer(0.10, 0.05, 0.50))
+WRITERS = (WriterErrors(0.20, 0.05, 0.05), WriterErrors(0.05, 0.20, 0.05), WriterErrors(0.10, 0.05, 0.50))
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,9 @@ def generate(
     num_preferences: int,
     num_validation: int,
     num_test: int,
-    keep: Sequence[str] = (),
+    facts: Sequence[str] = (),
 ) -> dict[str, dict[Split, list[dict[str, Any]]]]:
-    """Rows by role and split; no post occurs twice, in whatever role. `keep` are facts that prompts keep.
+    """Rows by role and split; no post occurs twice, in whatever role. `facts` are columns of the prompts.
 
     `prompts` and `preferences` have separate train posts. The first `num_sft` prompts, whose references PPO
     does not read, are also demonstrations. The held-out splits of all roles share their posts.
@@ -165,11 +164,10 @@ def generate(
         own = posts[split if split != "train" else "prompts"]
         summarized = [(p["prompt"], _summary(rng, p)) for p in own]
         tables["prompts"][split] = [
-            {"prompt": prompt, "reference": summary, "source": "synthetic"} for prompt, summary in summarized
+            {"prompt": prompt, "reference": summary, "source": "synthetic"}
+            | {name: post[name] for name in facts}
+            for (prompt, summary), post in zip(summarized, own, strict=True)
         ]
-        if keep:
-            for row, post in zip(tables["prompts"][split], own, strict=True):
-                row[KEY] = {name: post[name] for name in keep}
         tables["sft"][split] = [
             {"prompt": prompt, "completion": summary, "source": "synthetic"}
             for prompt, summary in (summarized[:num_sft] if split == "train" else summarized)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 Ids = list[int]
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 ANCHORS = ("\n", "(", "0", "a", "。")
 """Texts that stand before a response whose first letters would merge with the prompt's last token."""
 ODD_IN_ASCII = r"[\t\n\x0b\f\r]"
@@ -58,7 +60,6 @@ ODD_SPACE = r"^\s|\s$|\s\s|[^\S ]|^$"
 MOST_WORDS = 2**20  # whose counts are kept
 CHECKED = 500  # rows that are counted both ways
 NUM_BYTES = 256
-INSIDE = "##"  # prefix of a token that continues a word
 
 
 def scratch_rendering() -> Rendering:
@@ -71,28 +72,26 @@ def train(shape: Scratch, texts: Iterable[str], max_length: int) -> PreTrainedTo
     """A tokenizer of at most `shape.vocab_size` tokens; the same bytes for the same texts.
 
     words: a token per word between white space, decoded with one space between words; rare words
-    become <unk>. bpe: byte-level, so that every text round-trips exactly. bpe_uncased: BPE
-    within lower-cased words, white space and punctuation apart as BERT has them, so that a name in code
-    and the same word in a sentence are the same tokens; case and layout are lost.
+    become <unk>. bpe: byte-level, so that every text round-trips exactly.
 
     Raises:
         UserError: if `vocab_size` is smaller than the number of tokens that this kind always has.
     """
     from transformers import PreTrainedTokenizerFast
 
-    loses = shape.tokenizer != "bpe"
-    specials = [PAD, EOS, UNK] if loses else [PAD, EOS]
-    least = len(specials) + (1 if loses else NUM_BYTES)
+    is_bpe = shape.tokenizer == "bpe"
+    specials = [PAD, EOS] if is_bpe else [PAD, EOS, UNK]
+    least = len(specials) + (NUM_BYTES if is_bpe else 1)
     if shape.vocab_size < least:
         raise UserError(
             f"model.scratch.vocab_size={shape.vocab_size}: {shape.tokenizer} needs {least} or more"
         )
-    build = {"words": _words, "bpe": _bpe, "bpe_uncased": _uncased}[shape.tokenizer]
+    train_kind = _bpe if is_bpe else _words
     return PreTrainedTokenizerFast(
-        tokenizer_object=build(texts, shape.vocab_size, specials),
+        tokenizer_object=train_kind(texts, shape.vocab_size, specials),
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=UNK if loses else None,
+        unk_token=None if is_bpe else UNK,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
@@ -136,69 +135,76 @@ def _bpe(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Tokenize
     return tokenizer
 
 
-def _uncased(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE(unk_token=UNK, continuing_subword_prefix=INSIDE))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix=INSIDE)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=specials,
-        limit_alphabet=NUM_BYTES,
-        continuing_subword_prefix=INSIDE,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
 @console.part("loading the tokenizer")
-def ready(model: Model, data: Data | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a base model that exists; a missing pad token is EOS (masks come from lengths).
+def load_base(model: Model, data: Data | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base model that exists. What `data` says of chat templates is kept in its config.
 
-    EOS is the end of a turn, where the chat template writes one. What `data` says of chat templates is kept
-    in its config: the date that they print, and whether plain prompts are turns.
+    That is the date that they print, and whether plain prompts are turns.
 
     Raises:
         UserError: if it cannot be loaded, is not one of the `tokenizers` library, or has no EOS.
     """
     from transformers import AutoTokenizer
 
+    base = f"model.base={model.base!r}"
     folder, file = packaged.gguf(model.base)
     try:
         with packaged.reading(model.base) if file else nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(folder, revision=model.revision or "main", **file)
     except (OSError, ValueError, ImportError) as error:
         ready_models.check_place(model.base)  # which says what a folder is instead
-        of_hub = f"Check the name and revision {model.revision}, and that this machine reaches the hub"
-        hint = (
-            f"{of_hub}; without it, give a folder." if is_hub_id(model.base) else "Does it lie in the folder?"
-        )
+        hint = "Does it lie in the folder?"
+        if is_hub_id(model.base):
+            hint = (
+                f"Check the name and revision {model.revision}, and that this machine reaches the hub; "
+                "without it, give a folder."
+            )
         why = str(error).strip()
-        raise UserError(
-            f"the tokenizer of model.base={model.base!r} could not be loaded: {why}\n{hint}"
-        ) from error
+        raise UserError(f"the tokenizer of {base} could not be loaded: {why}\n{hint}") from error
     if not tokenizer.is_fast:
-        raise UserError(
-            f"model.base={model.base!r} has only a slow tokenizer; use a model with a tokenizer.json"
-        )
-    if tokenizer.eos_token is None:
-        raise UserError(
-            f"the tokenizer of model.base={model.base!r} has no eos_token: answers could not end; set one"
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    end_with_turns(tokenizer)
+        raise UserError(f"{base} has only a slow tokenizer; use a model with a tokenizer.json")
+    _set_ends(tokenizer, f"of {base}")
     if tokenizer.chat_template and data is not None:
         tokenizer.init_kwargs |= {DATE: data.chat_date, PLAIN: data.chat}
     elif data is not None and data.chat == "always":
         raise UserError(
-            f"data.chat: always needs a chat template, and the tokenizer of model.base={model.base!r} has "
-            "none; set it to auto, or use a model that has one"
+            f"data.chat: always needs a chat template, and the tokenizer of {base} has none; set it to auto, "
+            "or use a model that has one"
         )
     return tokenizer
+
+
+@console.part("loading the tokenizer")
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint's folder, or of data/tokenizer.
+
+    A template that prints today's date prints that of `data.chat_date` which the folder keeps, or else its
+    default.
+
+    Raises:
+        UserError: if the folder holds no tokenizer, or one without an EOS token.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).exists() for name in VOCABULARIES):  # transformers would create one
+        raise UserError(f"{folder} holds no tokenizer; a checkpoint folder must hold its tokenizer too")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
+    if tokenizer.chat_template:
+        tokenizer.init_kwargs.setdefault(DATE, Data().chat_date)
+    _set_ends(tokenizer, f"in {folder}")
+    return tokenizer
+
+
+def _set_ends(tokenizer: PreTrainedTokenizerBase, whose: str) -> None:
+    """A missing pad token becomes EOS (masks come from lengths), and EOS the end of a turn, in place."""
+    if tokenizer.eos_token is None:
+        raise UserError(f"the tokenizer {whose} has no EOS token: answers could not end; give it one")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    end_with_turns(tokenizer)
 
 
 def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
@@ -342,13 +348,9 @@ class Counts:
         reaches = any(BETWEEN_WORDS.search(token) for token in tokenizer.get_vocab())
         strips = any(one.rstrip or " " in one.content for one in tokenizer.added_tokens_decoder.values())
         self._by_words, self._is_checked = tokenizer.is_fast and not reaches and not strips, False
-        self._after: dict[str, int] = {}
-        """The tokens of a word after another one."""
-        self._at_start: dict[str, int] = {}
-        """The tokens of a word at the start of a text."""
-        self._unknown: set[tuple[bool, str]] = set()
-        """By whether it starts the text: a word that ends with an unknown token, which `continue_prompts`
-        takes for a merge."""
+        self._words: dict[tuple[bool, str], tuple[int, bool]] = {}
+        """By whether it starts the text, a word: its tokens, and whether it ends with an unknown one, which
+        `continue_prompts` takes for a merge."""
         self._joints: dict[tuple[bool, str, str], tuple[int, bool]] = {}
         """By whether it starts the text, a prompt's last word, and the response's first where no blank parts
         them: the tokens of the latter, and whether it merges."""
@@ -365,45 +367,37 @@ class Counts:
         return list(map(len, queries)), list(map(len, responses)), merged
 
     def _of_words(self, prompts: Sequence[str], texts: Sequence[str]) -> tuple[Ids, Ids, list[bool]]:
-        if len(self._after) + len(self._joints) > MOST_WORDS:
-            for known in (self._after, self._at_start, self._unknown, self._joints):
-                known.clear()
+        if len(self._words) + len(self._joints) > MOST_WORDS:
+            self._words.clear()
+            self._joints.clear()
         # 1. Prompts: the first word has no blank before it.
         asked = list(dict.fromkeys(prompts))
         firsts, lasts, sums = self._sums(asked)
-        self._learn(firsts, starts=True)
-        sums = [n - self._after[word] + self._at_start[word] for n, word in zip(sums, firsts, strict=True)]
-        ends = {
-            prompt: (last, first == prompt, n)
-            for prompt, first, last, n in zip(asked, firsts, lasts, sums, strict=True)
-        }
+        at_start, after = self._count(firsts, starts=True), self._count(firsts, starts=False)
+        of_prompts = dict(zip(asked, np.array(sums) - after + at_start, strict=True))
+        ends = {p: (first == p, last) for p, first, last in zip(asked, firsts, lasts, strict=True)}
         # 2. Responses: their first word stands after a blank, or is joined to the prompt's last word.
         parted = [
             text[:1] == " " and bool(text[1:2].strip() and prompt[-1:].strip())
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        starts, _, counts = self._sums(
-            [text[is_parted:] for text, is_parted in zip(texts, parted, strict=True)]
-        )
-        joints = [
-            (ends[prompt][1], ends[prompt][0], start) for prompt, start in zip(prompts, starts, strict=True)
-        ]
-        new = list(
-            dict.fromkeys(
-                joint
-                for joint, is_parted in zip(joints, parted, strict=True)
-                if not is_parted and joint not in self._joints
-            )
-        )
+        starts, _, counts = self._sums([text[cut:] for text, cut in zip(texts, parted, strict=True)])
+        joints = [(*ends[prompt], start) for prompt, start in zip(prompts, starts, strict=True)]
+        joined = (joint for joint, is_parted in zip(joints, parted, strict=True) if not is_parted)
+        new = [joint for joint in dict.fromkeys(joined) if joint not in self._joints]
         heads = [last if is_first else f"{NEUTRAL} {last}" for is_first, last, _ in new]
         _, found, merged = continue_prompts(self._tokenizer, heads, [text for *_, text in new], eos=False)
         self._joints |= dict(zip(new, zip(map(len, found), merged, strict=True), strict=True))
         merges = list[bool]()
         for i, (joint, is_parted) in enumerate(zip(joints, parted, strict=True)):
-            count, is_merged = (0, joint[:2] in self._unknown) if is_parted else self._joints[joint]
-            counts[i] += 1 + (0 if is_parted else count - self._after[joint[2]])
+            if is_parted:
+                added, is_merged = 0, self._words[joint[:2]][1]
+            else:
+                count, is_merged = self._joints[joint]
+                added = count - self._words[False, joint[2]][0]
+            counts[i] += added + 1
             merges.append(is_merged)
-        return [ends[prompt][2] for prompt in prompts], counts, merges
+        return [int(of_prompts[prompt]) for prompt in prompts], counts, merges
 
     def _sums(self, texts: Sequence[str]) -> tuple[list[str], list[str], list[int]]:
         """The first and last words of texts, and the tokens of all words, as if each stood after another."""
@@ -419,8 +413,7 @@ class Counts:
                 continue
             encoded = words.flatten().dictionary_encode()
             distinct: list[str] = encoded.dictionary.to_pylist()
-            self._learn(distinct, starts=False)
-            tokens = np.array(list(map(self._after.__getitem__, distinct)))
+            tokens = self._count(distinct, starts=False)
             numbers, offsets = encoded.indices.to_numpy(), words.offsets.to_numpy() - words.offsets[0].as_py()
             before = np.concatenate([[0], np.cumsum(tokens[numbers])])
             of_text = (before[offsets[1:]] - before[offsets[:-1]]).tolist()
@@ -431,16 +424,15 @@ class Counts:
                 firsts[i], lasts[i], sums[i] = distinct[first], distinct[last], count
         return firsts, lasts, sums
 
-    def _learn(self, words: Sequence[str], *, starts: bool) -> None:
-        known, unknown = self._at_start if starts else self._after, self._tokenizer.unk_token_id
-        new = list(dict.fromkeys(word for word in words if word not in known))
-        context, num_before = (
-            ("", 0) if starts else (f"{NEUTRAL} ", len(encode(self._tokenizer, [NEUTRAL])[0]))
-        )
-        for word, ids in zip(new, encode(self._tokenizer, [context + w for w in new]), strict=True):
-            known[word] = len(ids) - num_before
-            if unknown is not None and ids[-1:] == [unknown]:
-                self._unknown.add((starts, word))
+    def _count(self, words: Sequence[str], *, starts: bool) -> npt.NDArray[np.int64]:
+        """The tokens of words at the start of a text, or after another word."""
+        new = [word for word in dict.fromkeys(words) if (starts, word) not in self._words]
+        before = "" if starts else f"{NEUTRAL} "
+        num_before = 0 if starts else len(encode(self._tokenizer, [NEUTRAL])[0])
+        for word, ids in zip(new, encode(self._tokenizer, [before + word for word in new]), strict=True):
+            ends_unknown = bool(ids) and ids[-1] == self._tokenizer.unk_token_id
+            self._words[starts, word] = len(ids) - num_before, ends_unknown
+        return np.array([self._words[starts, word][0] for word in words], np.int64)
 
 
 def response_texts(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,14 +16,14 @@ from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView, is_hub_id
 from rlhf_tasks.config.types import check_source, pinned_revision
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
-from rlhf_tasks.data.tokenizer import read_plain
+from rlhf_tasks.data.tokenizer import load_tokenizer, read_plain
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import summary
 from rlhf_tasks.judging.judges.build import build_judges
-from rlhf_tasks.judging.judges.comparisons import Comparisons, optimized_judges
-from rlhf_tasks.judging.responses import as_judged, shared_ends
+from rlhf_tasks.judging.judges.comparisons import Comparisons, find_optimized_judges
+from rlhf_tasks.judging.responses import Source, sample_alike
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.judging.rows import MAX_SHOWN, Row, read_rows
 from rlhf_tasks.project import atomic
@@ -41,15 +40,9 @@ class Response(Row):
     completion: str
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    source: str
-    revision: str | None
-
-
 ResponseFile = Mapping[str, str]
 """Responses by prompt key."""
-Model = Checkpoint | ResponseFile | Literal["reference"]
+Model = Source | ResponseFile | Literal["reference"]
 
 
 def compare_models(
@@ -61,16 +54,12 @@ def compare_models(
     num_examples: int | None = None,
     names: Sequence[str] = (),
     out: Path | None = None,
-    functions_root: Path | None = None,
 ) -> EvaluationResults:
     """Print and return the comparisons of `model` with `against` by each judge, or by those called `names`.
 
     Each model is a checkpoint folder, `OWNER/NAME@COMMIT`, a `.jsonl` file of responses, or `reference`;
     the results name it as given. `out` is a .jsonl file for every comparison with its texts.
-    Relative paths are below `paths.root`. Functions of judges are files below `functions_root`, by default
-    `paths.root`.
-
-    The results hold comparisons, judge kappas and optimized judges.
+    Relative paths and functions of judges are below `paths.root`.
 
     Raises:
         UserError: if a model, a judge or the data does not exist, `out` has another suffix, or a judge
@@ -79,39 +68,26 @@ def compare_models(
     if out is not None and out.suffix != ".jsonl":
         raise UserError(f"--out {out}: give a file whose name ends with .jsonl")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models = {name: _model(name, paths) for name in (model, against)}
-    checkpoints = [one for one in models.values() if isinstance(one, Checkpoint)]
+    models = {name: _resolve_model(name, paths) for name in (model, against)}
+    checkpoints = {name: one for name, one in models.items() if isinstance(one, tuple)}
     files = [one for one in models.values() if isinstance(one, Mapping)]
-    rows = _rows(paths, num_examples or config.judge.num_examples, files)
+    rows = _select_rows(paths, num_examples or config.judge.num_examples, files)
     summary.check_verifiers(config.judge, rows, names)
     kept = columns.of_rows(rows)
-    judges = build_judges(
-        config.judge,
-        device,
-        paths,
-        names=names,
-        functions_root=functions_root,
-        columns=kept,
-    )
+    judges = build_judges(config.judge, device, paths, names=names, columns=kept)
     optimized: dict[str, str] = {}
-    for checkpoint in checkpoints:
-        found = optimized_judges(config.judge, Path(checkpoint.source), paths.root, names)
-        for name in found:
-            console.say(
-                f"WARNING: judge {name} is the reward model that PPO optimized for {checkpoint.source}"
-            )
-        optimized |= found
+    for source, _ in checkpoints.values():
+        of_source = find_optimized_judges(config.judge, Path(source), paths.root, names)
+        for name in of_source:
+            console.say(f"WARNING: judge {name} is the reward model that PPO optimized for {source}")
+        optimized |= of_source
     prompts = [row["prompt"] for row in rows]
-    shared = shared_ends([(one.source, one.revision) for one in checkpoints])
-    ends = dict(zip(checkpoints, shared, strict=True))
-    sample, texts = as_judged(config, paths, device), dict[str, list[str]]()
+    sampled = sample_alike(config, paths, prompts, device, sources=checkpoints)
+    texts = {name: responses.texts for name, responses in sampled.items()}
     for name, one in models.items():
-        if isinstance(one, Checkpoint):
-            source, revision = one.source, one.revision
-            texts[name] = sample(source, prompts, revision=revision, ends=ends[one]).texts
-        elif isinstance(one, Mapping):
+        if isinstance(one, Mapping):
             texts[name] = [one[prompt_key(prompt)] for prompt in prompts]
-        else:  # rows with the same prompt each have their own reference
+        elif one == REFERENCE:  # rows with the same prompt each have their own reference
             texts[name] = [row["reference"] for row in rows]
             if None in texts[name]:
                 raise UserError("data/prompts has prompts alone: compare with a model or a file of responses")
@@ -122,11 +98,10 @@ def compare_models(
         )
     results = EvaluationResults(
         comparisons=summary.summarize(compared, texts),
-        judge_kappas=summary.kappas(compared),
+        judge_kappas=summary.measure_kappas(compared),
         optimised_judges=optimized,
     )
-    title = f"win rates on {len(prompts)} test prompts (ties count half)"
-    summary.show_table(title, summary.win_rates(results.comparisons))
+    summary.show_win_rates(results.comparisons, len(prompts))
     if out is not None:
         table = summary.comparison_table(compared, prompts, texts, kept)
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
@@ -135,11 +110,11 @@ def compare_models(
     return results
 
 
-def _model(name: str, paths: Paths) -> Model:
+def _resolve_model(name: str, paths: Paths) -> Model:
     if name == REFERENCE:
         return REFERENCE
     if name.endswith(".jsonl"):
-        return _response_file(paths.root / name, paths)
+        return _read_responses(paths.root / name, paths)
     source, _, revision = name.partition("@") if not (paths.root / name).exists() else (name, "", "")
     folder = paths.root / source
     if not folder.is_dir() and not is_hub_id(source):
@@ -153,16 +128,16 @@ def _model(name: str, paths: Paths) -> Model:
             f"`git ls-remote https://huggingface.co/{name} HEAD` prints it"
         )
     if folder.exists() and not revision:
-        return Checkpoint(str(folder), None)
+        return str(folder), None
     try:
         for problem in check_source(source, pinned_revision(revision) if revision else None, "MODEL"):
             raise ValueError(problem)
     except ValueError as error:
         raise UserError(f"{error}; give it as {source}@COMMIT") from None
-    return Checkpoint(source, revision or None)
+    return source, revision or None
 
 
-def _response_file(file: Path, paths: Paths) -> ResponseFile:
+def _read_responses(file: Path, paths: Paths) -> ResponseFile:
     """Responses made elsewhere, one per prompt, which is read as the data's are."""
     responses: dict[str, str] = {}
     twice = []
@@ -177,7 +152,7 @@ def _response_file(file: Path, paths: Paths) -> ResponseFile:
     return responses
 
 
-def _rows(paths: Paths, most: int, files: Sequence[ResponseFile]) -> Sequence[Mapping[str, Any]]:
+def _select_rows(paths: Paths, most: int, files: Sequence[ResponseFile]) -> Sequence[Mapping[str, Any]]:
     """The first test rows to whose prompt every file has a response."""
     if not paths.table("prompts", "test").exists():
         raise UserError("data/prompts does not exist: run `rlhf prepare`, or `dvc checkout data/prompts`")

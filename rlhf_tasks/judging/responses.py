@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from transformers import GenerationConfig
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.data import batches, columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table, sets_of
+from rlhf_tasks.data.batches import read_table, sets_of
 from rlhf_tasks.data.columns import Columns
-from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
+from rlhf_tasks.data.tokenizer import Ids, encode, load_tokenizer, response_texts
 from rlhf_tasks.judging.results import ResponseStatistics
 from rlhf_tasks.models import contracts, load, sampling, stop_tokens
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_config, place
@@ -41,8 +40,12 @@ DECISIVE_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # besides the weight
 CODE = [str(module.__file__) for module in (sampling, stop_tokens, batches, load)]
 
 
+Source = tuple[str | Path, str | None]
+"""A checkpoint's folder or hub id, and its revision."""
+
+
 @dataclass(frozen=True)
-class Responses:
+class SampledResponses:
     """Token ids as they were sampled, and with EOS where they have ended; texts without EOS."""
 
     sampled: list[Ids]
@@ -51,8 +54,8 @@ class Responses:
     ended: list[bool]
 
 
-def shared_ends(sources: Sequence[tuple[str | Path, str | None]]) -> list[StopTokens]:
-    """For each of these checkpoints, given with their revisions, the ends of all of them in its own ids.
+def share_ends(sources: Iterable[Source]) -> list[StopTokens]:
+    """For each of these checkpoints the ends of all of them in its own ids.
 
     An end that a tokenizer does not have as one token cannot end its responses.
     """
@@ -66,9 +69,7 @@ def shared_ends(sources: Sequence[tuple[str | Path, str | None]]) -> list[StopTo
             config = GenerationConfig.from_model_config(load_config(source, revision))
         vocabularies.append(tokenizer.get_vocab())
         tokens += filter(None, tokenizer.convert_ids_to_tokens(list(ends_of(config, tokenizer))))
-    return [
-        tuple(dict.fromkeys(known[token] for token in tokens if token in known)) for known in vocabularies
-    ]
+    return [tuple(dict.fromkeys(known[one] for one in tokens if one in known)) for known in vocabularies]
 
 
 def sample(
@@ -82,7 +83,7 @@ def sample(
     device: torch.device,
     revision: str | None = None,
     ends: Iterable[int] = (),
-) -> Responses:
+) -> SampledResponses:
     """One response to each prompt. Models that are sampled with one seed can be compared fairly.
 
     A response ends with the checkpoint's own ends and with `ends`, those of all models that are compared.
@@ -92,30 +93,16 @@ def sample(
     """
     folder = fetch_tokenizer(str(source), revision)
     tokenizer = load_tokenizer(folder)
-    settings = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "ends": sorted(ends),
-    }
-    key = _key(folder, revision, prompts, settings, device)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    key = _key(folder, revision, prompts, settings | {"ends": sorted(ends)}, device)
     kept = None if key is None else paths.home / "responses" / f"{key}.json"
-    samples: dict[str, Any]
     if kept is not None and kept.exists():
         samples = json.loads(kept.read_text(encoding="utf-8"))
     else:
         model = place(load_causal(source, revision), device).eval()
         contracts.check_fits(model, tokenizer, str(source))
         all_ends = ends_of(model, tokenizer, ends)
-        ids = sample_responses(
-            model,
-            tokenizer,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            ends=all_ends,
-        )
+        ids = sample_responses(model, tokenizer, prompts, ends=all_ends, **settings)
         samples = {
             "sampled": ids,
             "ids": close_responses(tokenizer, ids, all_ends),
@@ -124,19 +111,7 @@ def sample(
         if kept is not None:
             atomic.write_text(kept, json.dumps(samples))
     texts = response_texts(tokenizer, encode(tokenizer, prompts), samples["ids"])
-    return Responses(samples["sampled"], samples["ids"], texts, samples["ended"])
-
-
-def as_judged(config: JudgeView, paths: Paths, device: torch.device) -> Callable[..., Responses]:
-    """`sample` with the settings of stage judge, and so with one seed for all models."""
-    return partial(
-        sample,
-        paths=paths,
-        max_new_tokens=config.max_completion_tokens,
-        temperature=config.judge.temperature,
-        seed=config.seed,
-        device=device,
-    )
+    return SampledResponses(samples["sampled"], samples["ids"], texts, samples["ended"])
 
 
 def _key(
@@ -145,12 +120,8 @@ def _key(
     """The digest of what decides these responses; None where the weights have no fingerprint."""
     if revision is None and not (ready_models.read(folder) or any(folder.glob("*.safetensors"))):
         return None
-    files = sorted(
-        file
-        for kind in DECISIVE_FILES
-        for file in folder.glob(kind)
-        if file.name not in (contracts.IDENTITY, ready_models.FILE)
-    )
+    known = sorted(file for kind in DECISIVE_FILES for file in folder.glob(kind))
+    files = [file for file in known if file.name not in (contracts.IDENTITY, ready_models.FILE)]
     return hashing.json_sha256(
         {
             "weights": revision or contracts.fingerprint(folder),
@@ -166,10 +137,8 @@ def _key(
 
 
 SAMPLED = ("sft", "policy")
-START = -1
-"""Stands before a response's first token, so that responses of one token have a 2-gram too."""
-BASE = "base"
-"""Sampled too where it is the bar of the gate."""
+START = -1  # stands before a response's first token, so that responses of one token have a 2-gram too
+BASE = "base"  # sampled too where it is the bar of the gate
 
 
 @dataclass(frozen=True)
@@ -179,7 +148,7 @@ class ModelResponses:
     prompts: list[str]
     texts: dict[str, list[str]]
     """By model, the references included where the data has them."""
-    sampled: dict[str, Responses]
+    sampled: dict[str, SampledResponses]
     columns: Columns
     """The kept columns of the prompts' rows."""
     sets: list[str]
@@ -190,29 +159,51 @@ def sample_models(config: JudgeView, paths: Paths, device: torch.device) -> Mode
     rows = read_table(paths, "prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
     names = (*SAMPLED, *([BASE] if config.judge.bar == BASE else []))
-    sampled: dict[str, Responses] = {}
-    with console.progress("judge", len(names), unit="models") as bar:
-        for name in names:
-            sampled[name] = sample_policy(config, paths, name, prompts, config.seed, device)
-            bar.advance()
+    sampled = sample_alike(config, paths, prompts, device, names=names)
     texts = {name: responses.texts for name, responses in sampled.items()}
     if rows[0]["reference"] is not None:  # of prompts alone, no row has one
         texts = {"reference": [row["reference"] for row in rows]} | texts
     return ModelResponses(prompts, texts, sampled, columns.of_rows(rows), sets_of(rows))
 
 
-def sample_policy(
-    config: JudgeView, paths: Paths, who: str, prompts: list[str], seed: int, device: torch.device
-) -> Responses:
-    """Responses at the judge's temperature; models are sampled with the same seed."""
-    of_run = (*SAMPLED, BASE)
-    shared = shared_ends([(paths.models / name, None) for name in of_run])
-    ends = shared[of_run.index(who)]
-    return as_judged(config, paths, device)(paths.models / who, prompts, seed=seed, ends=ends)
+def sample_alike(
+    config: JudgeView,
+    paths: Paths,
+    prompts: Sequence[str],
+    device: torch.device,
+    *,
+    sources: Mapping[str, Source] | None = None,
+    names: Sequence[str] = (),
+    seed: int | None = None,
+) -> dict[str, SampledResponses]:
+    """The responses of models, by default of the run's, or of those called `names`, as stage judge samples.
+
+    They have one seed, and a response ends where any of the `sources` would end it.
+    """
+    if sources is None:
+        sources = {name: (paths.models / name, None) for name in (*SAMPLED, BASE)}
+    sampled = dict[str, SampledResponses]()
+    ends = dict(zip(sources, share_ends(sources.values()), strict=True))
+    with console.progress("judge", len(names or sources), unit="models") as bar:
+        for name in names or sources:
+            source, revision = sources[name]
+            sampled[name] = sample(
+                source,
+                prompts,
+                paths=paths,
+                max_new_tokens=config.max_completion_tokens,
+                temperature=config.judge.temperature,
+                seed=config.seed if seed is None else seed,
+                device=device,
+                revision=revision,
+                ends=ends[name],
+            )
+            bar.advance()
+    return sampled
 
 
 def response_statistics(
-    responses: Responses, references: Sequence[str] | None, sft_perplexity: float
+    responses: SampledResponses, references: Sequence[str] | None, sft_perplexity: float
 ) -> ResponseStatistics:
     """ROUGE-L against the references (Lin 2004, F measure), lengths in tokens, and repetition."""
     scorer, rouge_l = RougeScorer(["rougeL"]), None

@@ -148,15 +148,6 @@ class RewardDiagnostic(_Part):
     """Agreement with the gold judge; only for pairs that this stage sampled."""
 
 
-class RewardGaps(_Part):
-    """How much better the policy looks to the reward that PPO optimized than to each judge."""
-
-    win_rate_by_reward: float
-    """Of the policy over SFT."""
-    by_judge: dict[str, float]
-    """`win_rate_by_reward` minus the judge's win rate; a gap that grows is over-optimization."""
-
-
 class HumanAgreement(_Part):
     """How far one judge agrees with the human labels."""
 
@@ -217,7 +208,6 @@ class EvaluationResults(_Part):
     task_changes: dict[str, TaskChange] = {}
     """By task."""
     reward_diagnostics: tuple[RewardDiagnostic, ...] = ()
-    reward_gaps: RewardGaps | None = None
     human_labels: HumanLabels | None = None
     judge_kappas: tuple[JudgeKappa, ...] = ()
 
@@ -240,12 +230,9 @@ class EvaluationResults(_Part):
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read ({error}); run `rlhf judge` to write it") from None
 
-    def text(self) -> str:
-        """The document as JSON with sorted keys: equal results give equal bytes."""
-        return json.dumps(self.model_dump(mode="python"), indent=2, sort_keys=True) + "\n"
-
     def write(self, path: Path) -> None:
-        atomic.write_text(path, self.text())
+        """Write the document as JSON with sorted keys: equal results give equal bytes."""
+        atomic.write_text(path, json.dumps(self.model_dump(mode="python"), indent=2, sort_keys=True) + "\n")
 
     @property
     def first_judge(self) -> str:
@@ -286,30 +273,27 @@ class EvaluationResults(_Part):
         for task, change in self.task_changes.items():
             yield f"task_drop/{task}", change.drop
             yield f"task_drop/{task}/standard_error", change.standard_error
-        for one in self.comparisons:
-            yield from ((f"{one.stem}/{name}", getattr(one, name)) for name in COMPARISON_METRICS)
-            yield f"{one.stem}/win_rate", one.win_rate.value
-            yield f"{one.stem}/low", one.win_rate.low
-            yield f"{one.stem}/high", one.win_rate.high
-            yield from ((f"{one.stem}/win_rate/in/{name}", rate) for name, rate in one.in_set.items())
-            if one.cost is not None:
-                yield f"{one.stem}/cost/replies", one.cost.replies
-                yield f"{one.stem}/cost/tokens", one.cost.tokens
+        for comparison in self.comparisons:
+            yield from (
+                (f"{comparison.stem}/{name}", getattr(comparison, name)) for name in COMPARISON_METRICS
+            )
+            yield f"{comparison.stem}/win_rate", comparison.win_rate.value
+            yield from (
+                (f"{comparison.stem}/{end}", getattr(comparison.win_rate, end)) for end in ("low", "high")
+            )
+            yield from (
+                (f"{comparison.stem}/win_rate/in/{name}", rate) for name, rate in comparison.in_set.items()
+            )
+            yield from ((f"{comparison.stem}/cost/{name}", number) for name, number in comparison.cost or ())
         for judge, models in self.facets.items():
             for who, measures in models.items():
                 yield from ((f"{judge}/{who}/{measure}", value) for measure, value in measures.items())
         for judge, whole in self.accuracies.items():
-            for where, accuracy in {
-                "": whole,
-                **{f"/in/{name}": one for name, one in whole.by.items()},
-            }.items():
-                yield f"{judge}/accuracy_gain{where}", accuracy.gain
-                yield from (
-                    (f"{judge}/accuracy/{who}{where}", share) for who, share in accuracy.right.items()
-                )
-                yield from (
-                    (f"{judge}/format/{who}{where}", share) for who, share in accuracy.formatted.items()
-                )
+            parts = {"": whole} | {f"/in/{name}": one for name, one in whole.by.items()}
+            for where, one in parts.items():
+                yield f"{judge}/accuracy_gain{where}", one.gain
+                for name, shares in (("accuracy", one.right), ("format", one.formatted)):
+                    yield from ((f"{judge}/{name}/{who}{where}", share) for who, share in shares.items())
         for pair in self.judge_kappas:
             yield f"kappa/{pair.first}_and_{pair.second}", pair.kappa
         if self.human_labels is not None:
@@ -320,6 +304,3 @@ class EvaluationResults(_Part):
         for diagnostic in self.reward_diagnostics:
             yield f"agreement/{diagnostic.model}/{diagnostic.origin}", diagnostic.agreement
             yield f"calibration/{diagnostic.model}/{diagnostic.origin}", diagnostic.calibration_error
-        if self.reward_gaps is not None:
-            yield "reward_gap/win_rate_by_reward", self.reward_gaps.win_rate_by_reward
-            yield from ((f"reward_gap/{judge}", gap) for judge, gap in self.reward_gaps.by_judge.items())

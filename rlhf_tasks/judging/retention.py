@@ -21,14 +21,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import ENGLISH
-from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches, read_table, sizes
-from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness, statistics
-from rlhf_tasks.judging.harness import Done, HarnessTasks
-from rlhf_tasks.judging.results import RetentionResult, TaskChange
+from rlhf_tasks.judging.harness import HarnessTasks, TaskResult
+from rlhf_tasks.judging.responses import SampledResponses, response_statistics
+from rlhf_tasks.judging.results import ResponseStatistics, RetentionResult, TaskChange
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.passes import TokenBudget, read_rows
 from rlhf_tasks.project.paths import Paths
 
 NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations
@@ -48,7 +50,7 @@ class Probes:
         self.has_demonstrations = bool(rows)
         self._general = None if settings.general is None else read_texts(settings.general, paths.root)[:count]
         self._questions = (
-            of_demonstrations(self._demonstrations)
+            make_questions(self._demonstrations)
             if settings.questions is None
             else read_questions(settings.questions, paths.root)[:count]
         )
@@ -58,38 +60,31 @@ class Probes:
         self, folders: Mapping[str, Path], device: torch.device
     ) -> tuple[dict[str, RetentionResult], dict[str, TaskChange]]:
         """The results of checkpoints by name, and what changed on each task from `sft` to `policy`."""
-        results, done = dict[str, RetentionResult](), dict[str, Done]()
+        results, done = dict[str, RetentionResult](), dict[str, dict[str, TaskResult]]()
+        most = self._settings.micro_batch_tokens
         for name, folder in folders.items():
-            tokenizer = load_tokenizer(folder)
+            tokenizer, texts, accuracy = load_tokenizer(folder), {}, None
             model = place(load_causal(folder), device).eval()
             with console.part(f"what {name} retains"):
-                results[name] = self._measure(model, tokenizer)
+                if self._demonstrations:
+                    texts["sft_text"] = encode_rows(tokenizer, *zip(*self._demonstrations, strict=True))
+                if self._general is not None:
+                    texts["general"] = _encode_texts(model, tokenizer, self._general)
+                perplexities = {
+                    text: perplexity(model, *rows, tokenizer, most) for text, rows in texts.items()
+                }
+                if self._questions:
+                    right = answer_questions(model, tokenizer, self._questions, most)
+                    accuracy = statistics.wilson(sum(right), len(right))
             if self._tasks is not None:
                 with torch.random.fork_rng(), console.part(f"tasks of {name}"):
-                    torch.manual_seed(harness.SEED)  # for tasks whose responses are sampled
-                    done[name] = self._tasks.do(model, tokenizer)
-                results[name] = results[name].model_copy(update={"tasks": done[name].scores})
-        return results, harness.changes(done["sft"], done["policy"]) if done else {}
-
-    def _measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RetentionResult:
-        """Perplexity on `sft_text` and `general`, and the multiple-choice accuracy, of one checkpoint."""
-        most = self._settings.micro_batch_tokens
-        perplexities: dict[str, float] = {}
-        if self._demonstrations:
-            prompts, completions = zip(*self._demonstrations, strict=True)
-            rows = encode_rows(tokenizer, prompts, completions)
-            perplexities["sft_text"] = perplexity(model, *rows, tokenizer, most)
-        if self._general is not None:
-            texts = _text_rows(model, tokenizer, self._general)
-            perplexities["general"] = perplexity(model, *texts, tokenizer, most)
-        accuracy = None
-        if self._questions:
-            right = are_right(model, tokenizer, self._questions, most)
-            accuracy = statistics.wilson(sum(right), len(right))
-        return RetentionResult(perplexity=perplexities, multiple_choice=accuracy)
+                    done[name] = self._tasks.measure(model, tokenizer)
+            scores = {task: result.scores for task, result in done.get(name, {}).items()}
+            results[name] = RetentionResult(perplexity=perplexities, multiple_choice=accuracy, tasks=scores)
+        return results, harness.compare_results(done["sft"], done["policy"]) if done else {}
 
 
-def of_demonstrations(pairs: Sequence[tuple[str, str]]) -> list[Choice]:
+def make_questions(pairs: Sequence[tuple[str, str]]) -> list[Choice]:
     """Questions which completion belongs to a prompt: its own, or one of the next prompts.
 
     Empty where there are not enough different completions.
@@ -115,25 +110,29 @@ def perplexity(
     return math.exp(-math.fsum(sums) / sum(map(len, responses)))
 
 
-def perplexities_by_sft(
+def measure_responses(
     folder: Path,
     prompts: Sequence[str],
-    responses: Mapping[str, Sequence[Ids]],
-    settings: config.Retention,
+    responses: Mapping[str, SampledResponses],
+    references: Sequence[str] | None,
+    settings: config.Retention | None,
     device: torch.device,
-) -> dict[str, float]:
-    """The perplexity by the SFT model in `folder` of each model's responses, in ids of its tokenizer."""
+) -> dict[str, ResponseStatistics]:
+    """Statistics of the responses of each model, in ids of the tokenizer of the SFT model in `folder`."""
+    settings = settings or config.Retention()
     tokenizer, count = load_tokenizer(folder), settings.num_examples
     model = place(load_causal(folder), device).eval()
     queries = encode(tokenizer, prompts[:count])
     with console.part("how likely the responses are by sft"):
-        return {
-            who: perplexity(model, queries, ids[:count], tokenizer, settings.micro_batch_tokens)
-            for who, ids in responses.items()
+        most = settings.micro_batch_tokens
+        perplexities = {
+            who: perplexity(model, queries, one.ids[:count], tokenizer, most)
+            for who, one in responses.items()
         }
+    return {who: response_statistics(one, references, perplexities[who]) for who, one in responses.items()}
 
 
-def are_right(
+def answer_questions(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Choice], max_tokens: int
 ) -> list[bool]:
     """Whether the right ending is the likeliest, by log p divided by its number of characters.
@@ -151,7 +150,6 @@ def are_right(
     return right
 
 
-@torch.no_grad()
 def logprob_sums(
     model: PreTrainedModel,
     queries: Sequence[Ids],
@@ -161,20 +159,17 @@ def logprob_sums(
     temperature: float = 1.0,
 ) -> list[float]:
     """Σ log p of each response's tokens after its query; no query may be empty."""
-    sums = [0.0] * len(queries)
-    device = next(model.parameters()).device
-    with console.part("reading", len(sums), "texts") as meter:
-        for rows in micro_batches(sizes(queries, responses), max_tokens):
-            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
-            batch = batch.to(device)
-            values = response_logprobs(model, batch, temperature).sum(1).tolist()
-            for i, value in zip(rows, values, strict=True):
-                sums[i] = value
-            meter.advance(len(rows))
-    return sums
+    return read_rows(
+        lambda batch: response_logprobs(model, batch, temperature).sum(1),
+        queries,
+        responses,
+        pad=tokenizer.pad_token_id,
+        device=next(model.parameters()).device,
+        budget=TokenBudget(max_tokens),
+    ).tolist()
 
 
-def _text_rows(
+def _encode_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> tuple[list[Ids], list[Ids]]:
     """Texts as queries and responses: the first token is the query (BOS where the tokenizer has one).

@@ -7,7 +7,7 @@ is calibrated if it orders right 80% of the pairs of which it is 80% sure. N pai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.results import RewardDiagnostic
-from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
@@ -41,37 +40,24 @@ LENGTHS = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Two responses to each of N prompts, by which is better."""
-
-    prompts: list[str]
-    better: list[str]
-    worse: list[str]
-
-
+OrderedPairs = list[tuple[str, str, str]]
+"""N prompts, each with the better one of two responses and the worse one."""
 Rewards = Mapping[str, Scorer]
-Rows = list[dict[str, Any]]
+Bins = list[dict[str, Any]]
 
 
 def load_rewards(paths: Paths, device: torch.device) -> dict[str, Scorer]:
     """The reward models that this pipeline trained, by name; empty where it trained none."""
     folders = {"reward": paths.reward, "reward_heldout": paths.reward_heldout}
-    return {
-        name: reward_model.load(folder, device)
-        for name, folder in folders.items()
-        if contracts.has_model(folder)
-    }
+    ready = {name: folder for name, folder in folders.items() if contracts.has_model(folder)}
+    return {name: reward_model.load(folder, device) for name, folder in ready.items()}
 
 
-def labeled_pairs(paths: Paths) -> dict[str, Pairs]:
+def read_pairs(paths: Paths) -> dict[str, OrderedPairs]:
     """The test pairs of data/comparisons by origin: `given`, `sft_samples`."""
-    by_origin: dict[str, Pairs] = {}
+    by_origin: dict[str, OrderedPairs] = {}
     for row in read_table(paths, "comparisons", "test"):
-        pairs = by_origin.setdefault(row["origin"], Pairs([], [], []))
-        pairs.prompts.append(row["prompt"])
-        pairs.better.append(row["chosen"])
-        pairs.worse.append(row["rejected"])
+        by_origin.setdefault(row["origin"], []).append((row["prompt"], row["chosen"], row["rejected"]))
     return by_origin
 
 
@@ -80,46 +66,31 @@ def order_by(
     prompts: Sequence[str],
     first: Sequence[str],
     second: Sequence[str],
-) -> Pairs:
+) -> OrderedPairs:
     """Two samples of one policy per prompt, ordered by a score; equal scores are left out."""
-    scores = zip(score(prompts, first), score(prompts, second), strict=True)
-    pairs = Pairs([], [], [])
-    for prompt, x, y, (a, b) in zip(prompts, first, second, scores, strict=True):
-        if a != b:
-            pairs.prompts.append(prompt)
-            pairs.better.append(x if a > b else y)
-            pairs.worse.append(y if a > b else x)
-    return pairs
+    scored = zip(prompts, first, second, score(prompts, first), score(prompts, second), strict=True)
+    return [(prompt, x, y) if a > b else (prompt, y, x) for prompt, x, y, a, b in scored if a != b]
 
 
-def leads(model: Scorer, pairs: Pairs) -> statistics.Floats:
+def score_leads(model: Scorer, pairs: OrderedPairs) -> statistics.Floats:
     """(N,) score of the better response minus that of the worse one."""
-    better, worse = (
-        model(Responses.of_texts(pairs.prompts, texts)).tolist() for texts in (pairs.better, pairs.worse)
-    )
-    return np.subtract(better, worse)
+    prompts, better, worse = (list(texts) for texts in zip(*pairs, strict=True))
+    high, low = (model(Responses.of_texts(prompts, texts)).tolist() for texts in (better, worse))
+    return np.subtract(high, low)
 
 
-def agreement(lead: ArrayLike) -> Interval:
-    """Share of pairs that a model orders as labeled; equal scores count half."""
-    leads = np.asarray(lead, dtype=np.float64)
-    return statistics.rate(statistics.outcomes(leads, np.zeros_like(leads)))
-
-
-def calibration(lead: ArrayLike) -> tuple[float, Rows]:
+def calibration(lead: ArrayLike) -> tuple[float, Bins]:
     """Expected calibration error of σ(|lead|), and its bins, from (N,) leads of the better responses.
 
-    A pair is turned so that the model favors its first response. Of each bin, `confidence` is the mean
-    σ(|lead|), and `right` the share of pairs whose favored response is the better one, with Wilson's
-    interval. Bins hold equal counts (± 1) by rising confidence. Pairs of equal scores are left out; if there
-    are no others, the error is 0.
+    The bins are those of `statistics.calibration_bins`, `right` with Wilson's interval. Pairs of equal scores
+    are left out; if there are no others, the error is 0.
     """
     leads = np.asarray(lead, dtype=np.float64)
     leads = leads[leads != 0]
     if leads.size == 0:
         return 0.0, []
     num_bins = max(1, min(NUM_BINS, leads.size // MIN_IN_BIN))
-    bins: Rows = []
+    bins: Bins = []
     for confidence, right, count in statistics.calibration_bins(leads, num_bins):
         share = asdict(statistics.wilson(round(right * count), count))
         bins.append({"confidence": confidence, "right": share.pop("value"), **share, "pairs": count})
@@ -127,31 +98,32 @@ def calibration(lead: ArrayLike) -> tuple[float, Rows]:
 
 
 def diagnose(
-    rewards: Rewards, labeled: Mapping[str, Pairs], samples: Mapping[str, Pairs]
-) -> tuple[tuple[RewardDiagnostic, ...], Rows]:
+    rewards: Rewards, labeled: Mapping[str, OrderedPairs], samples: Mapping[str, OrderedPairs]
+) -> tuple[tuple[RewardDiagnostic, ...], Bins]:
     """Each reward model's diagnostics on each origin of pairs, and the bins of calibration.
 
     `labeled` and `samples` are pairs by origin. `samples` come from this evaluation, ordered by gold: they
     replace labeled pairs of the same origin, and only for them agreement is measured.
     """
     diagnostics: list[RewardDiagnostic] = []
-    rows: Rows = []
+    rows: Bins = []
     for origin, pairs in {**labeled, **samples}.items():
-        if not pairs.prompts:  # a collapsed policy samples the same text twice
+        if not pairs:  # a collapsed policy samples the same text twice
             continue
         for name, model in rewards.items():
             with console.part(f"pairs of {origin} by {name}"):
-                lead = leads(model, pairs)
-            agreed = agreement(lead) if origin in samples else None
+                lead = score_leads(model, pairs)
+            agreed = statistics.rate(statistics.outcomes(lead, 0 * lead)) if origin in samples else None
             error, bins = calibration(lead)
-            diagnostics.append(
-                RewardDiagnostic(model=name, origin=origin, calibration_error=error, agreement=agreed)
-            )
+            one = RewardDiagnostic(model=name, origin=origin, calibration_error=error, agreement=agreed)
+            diagnostics.append(one)
             rows += [{"model": name, "origin": origin, **part} for part in bins]
     return tuple(diagnostics), rows
 
 
-def by_length(scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[str, Sequence[str]]) -> Rows:
+def bin_by_length(
+    scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[str, Sequence[str]]
+) -> Bins:
     """Mean score of responses of similar length, in characters, with its 95% interval (normal).
 
     `scores` are by judge and model, NaN for a failure. Bins hold equal counts of responses.
@@ -166,15 +138,11 @@ def by_length(scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[
         for part in np.array_split(order, count) if values.size else ():
             mean = float(values[part].mean())
             reach = 1.96 * float(values[part].std(ddof=1)) / part.size**0.5 if part.size > 1 else 0.0
-            rows.append(
-                {
-                    "judge": judge,
-                    "who": who,
-                    "length": float(lengths[part].mean()),
-                    "score": mean,
-                    "low": mean - reach,
-                    "high": mean + reach,
-                    "answers": part.size,
-                }
-            )
+            ends = {
+                "length": float(lengths[part].mean()),
+                "score": mean,
+                "low": mean - reach,
+                "high": mean + reach,
+            }
+            rows.append({"judge": judge, "who": who, **ends, "answers": part.size})
     return rows

@@ -45,7 +45,7 @@ def outcomes(scores_a: ArrayLike, scores_b: ArrayLike) -> Floats:
 
     NaN where either score is NaN.
     """
-    a, b = paired(scores_a, scores_b)
+    a, b = pair(scores_a, scores_b)
     result = (1.0 * (a > b) + (a >= b)) / 2
     return np.asarray(np.where(np.isnan(a) | np.isnan(b), np.nan, result))
 
@@ -56,7 +56,7 @@ def both_orders(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> Floats:
     Both arguments are (N,) probabilities that A is better, NaN for a failure, which makes the outcome NaN
     too. A probability of exactly ½ in either order makes a tie.
     """
-    p, q = paired(a_shown_first, a_shown_second)
+    p, q = pair(a_shown_first, a_shown_second)
     result = np.where((p > 0.5) & (q > 0.5), 1.0, np.where((p < 0.5) & (q < 0.5), 0.0, 0.5))
     return np.asarray(np.where(np.isnan(p) | np.isnan(q), np.nan, result))
 
@@ -67,7 +67,7 @@ def position_bias(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> tuple[
     Returns the share of pairs whose preference changes with the order (0 without a pair), and the share of
     replies that prefer the response shown first: ½ without bias; a reply of exactly ½ counts half.
     """
-    p, q = paired(a_shown_first, a_shown_second)
+    p, q = pair(a_shown_first, a_shown_second)
     whole = ~(np.isnan(p) | np.isnan(q))
     p, q = p[whole], q[whole]
     if p.size == 0:
@@ -175,14 +175,14 @@ def agreement(labels: ArrayLike, gold: ArrayLike) -> Interval:
     Raises:
         ValueError: if an outcome is not 1, ½, 0 or NaN, or if no pair remains.
     """
-    given, truth = paired(labels, gold)
+    given, truth = pair(labels, gold)
     counts(truth)
     return rate(np.where(truth == 0.5, np.nan, 1 - np.abs(given - truth)))
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
     """Pearson's correlation of two (N,) arrays; 0 where either is constant or N < 2."""
-    a, b = paired(x, y)
+    a, b = pair(x, y)
     if a.size < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return 0.0
     return float(np.corrcoef(a, b)[0, 1])
@@ -215,7 +215,7 @@ def calibration_error(leads: ArrayLike, num_bins: int = 10) -> float:
     return sum(count * abs(sure - right) for sure, right, count in bins) / sum(count for *_, count in bins)
 
 
-def paired(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
+def pair(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
     """Two (N,) float arrays.
 
     Raises:
@@ -240,8 +240,8 @@ def matched_length_gain(
     Raises:
         ValueError: if fewer than 3 whole rows remain, or the shapes differ.
     """
-    a, b = paired(score_a, score_b)
-    d, x = paired(a - b, np.subtract(*paired(length_a, length_b)))
+    a, b = pair(score_a, score_b)
+    d, x = pair(a - b, np.subtract(*pair(length_a, length_b)))
     whole = ~(np.isnan(d) | np.isnan(x))
     d, x = d[whole], x[whole]
     if d.size < 3:
@@ -276,7 +276,7 @@ def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayL
     from scipy.optimize import root
     from scipy.special import expit
 
-    y, d = paired(outcomes, np.subtract(*paired(length_a, length_b)))
+    y, d = pair(outcomes, np.subtract(*pair(length_a, length_b)))
     counts(y)
     whole = ~(np.isnan(y) | np.isnan(d))
     y, d = y[whole], d[whole]

@@ -19,7 +19,7 @@ from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.judging import statistics
-from rlhf_tasks.judging.judges.comparisons import Comparisons, Judge, check_failures, required_judges
+from rlhf_tasks.judging.judges.comparisons import Comparisons, Judge, check_failures, list_required_judges
 from rlhf_tasks.judging.results import Accuracy, ComparisonResult, Cost, JudgeKappa
 from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.project.paths import Paths
@@ -35,8 +35,7 @@ class Key(NamedTuple):
     b: str
 
 
-MAX_NAME = 80
-"""Letters of a column's value in a metric's name, of which MLflow takes 250."""
+MAX_NAME = 80  # letters of a column's value in a metric's name, of which MLflow takes 250
 ByKey = Mapping[Key, Comparisons]
 Mask = npt.NDArray[np.bool_]
 
@@ -81,7 +80,7 @@ def summarize(
             flips, first_share = statistics.position_bias(*comparisons.orders)
             cost = Cost(replies=comparisons.num_replies, tokens=comparisons.num_tokens)
         by_set = {name: comparisons.outcomes[np.array(sets) == name] for name in dict.fromkeys(sets)}
-        one = ComparisonResult(
+        result = ComparisonResult(
             judge=judge,
             a=a,
             b=b,
@@ -97,11 +96,11 @@ def summarize(
             first_share=first_share,
             cost=cost,
         )
-        results.append(one)
+        results.append(result)
     return tuple(results)
 
 
-def kappas(compared: ByKey) -> tuple[JudgeKappa, ...]:
+def measure_kappas(compared: ByKey) -> tuple[JudgeKappa, ...]:
     """Cohen's kappa of every two judges, over all comparisons that both made."""
     result = []
     for x, y in itertools.combinations(dict.fromkeys(key.judge for key in compared), 2):
@@ -136,12 +135,8 @@ def comparison_table(
     rows = []
     for (judge, a, b), c in compared.items():
         nothing = [None] * len(prompts)
-        columns_of_numbers = (
-            c.outcomes,
-            *(c.scores or (nothing, nothing)),
-            *(c.orders or (nothing, nothing)),
-        )
-        for i, values in enumerate(zip(*columns_of_numbers, strict=True)):
+        scores, orders = c.scores or (nothing, nothing), c.orders or (nothing, nothing)
+        for i, values in enumerate(zip(c.outcomes, *scores, *orders, strict=True)):
             numbers = (None if value is None or math.isnan(value) else float(value) for value in values)
             rows.append(
                 {"judge": judge, "a": a, "b": b, "index": i, **dict(zip(NUMBERS, numbers, strict=True))}
@@ -153,9 +148,9 @@ def comparison_table(
     return pa.Table.from_pylist(rows, pa.schema([*COMPARISONS, *shown]))
 
 
-def win_rates(results: Sequence[ComparisonResult]) -> list[dict[str, Any]]:
-    """One row per result with its main numbers as text, for the console and MLflow."""
-    return [
+def show_win_rates(results: Sequence[ComparisonResult], num_prompts: int) -> list[dict[str, Any]]:
+    """Print one row per result with its main numbers as text, without empty columns. Returns the rows."""
+    rows = [
         {
             "judge": one.judge,
             "pair": f"{one.a} vs {one.b}",
@@ -172,12 +167,10 @@ def win_rates(results: Sequence[ComparisonResult]) -> list[dict[str, Any]]:
         }
         for one in results
     ]
-
-
-def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table without its empty columns."""
-    columns = [name for name in rows[0] if any(row[name] != "" for row in rows)]
-    console.table(title, columns, [[row[name] for name in columns] for row in rows])
+    names = [name for name in rows[0] if any(row[name] != "" for row in rows)]
+    title = f"win rates on {num_prompts} test prompts (ties count half)"
+    console.table(title, names, [[row[name] for name in names] for row in rows])
+    return rows
 
 
 def log_curve(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
@@ -209,14 +202,14 @@ def check_verifiers(settings: Judging, rows: Sequence[Mapping[str, Any]], names:
     Raises:
         UserError: naming the judge, and the column or the rows.
     """
-    required = required_judges(settings, names)
+    required = list_required_judges(settings, names)
     for one in settings.judges:
         if one.kind == "verifier" and one.name in required:
             verifier = Verifier(one.checks, one.format)
             verifier.check(rows, columns.of_rows(rows), f"judge.judges: {one.name}")
 
 
-def judged_rows(paths: Paths, num_examples: int, labeled: Collection[str]) -> list[dict[str, Any]]:
+def read_judged_rows(paths: Paths, num_examples: int, labeled: Collection[str]) -> list[dict[str, Any]]:
     """The rows of data/prompts whose columns the judges of stage judge get.
 
     They are the first test rows, the test rows of the prompts `labeled` by people, and the validation rows
@@ -233,7 +226,9 @@ def judged_rows(paths: Paths, num_examples: int, labeled: Collection[str]) -> li
     return rows
 
 
-def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Columns) -> dict[str, Accuracy]:
+def measure_accuracies(
+    settings: Judging, texts: Mapping[str, Sequence[str]], kept: Columns
+) -> dict[str, Accuracy]:
     """The accuracy of each model by each verifier, also by the values of the columns in its `by`.
 
     `texts` are the responses by model. The gain is of `policy` over `sft`. Accuracies have Wilson's
@@ -244,20 +239,22 @@ def accuracies(settings: Judging, texts: Mapping[str, Sequence[str]], kept: Colu
     for one in (judge for judge in settings.judges if judge.kind == "verifier"):
         verifier, by = Verifier(one.checks, one.format), dict[str, Accuracy]()
         right = {who: np.array(verifier.correct(own, kept)) for who, own in texts.items()}
-        forms = {who: np.array(verifier.formatted(own)) for who, own in texts.items() if verifier.has_format}
+        forms = {
+            who: np.array(verifier.match_format(own)) for who, own in texts.items() if verifier.has_format
+        }
         for column in one.by:
             values = np.array([f"{column}.{value}" for value in kept[column]])
             for value in dict.fromkeys(values.tolist()):
                 name = re.sub(r"[^\w.-]", "_", value)[:MAX_NAME]
                 while name in by:  # such as `+` and `*`, which are both `_`
                     name += "_"
-                by[name] = _accuracy(right, forms, values == value)
+                by[name] = _measure_accuracy(right, forms, values == value)
         everything = np.ones(len(texts["policy"]), bool)
-        result[one.name] = _accuracy(right, forms, everything).model_copy(update={"by": by})
+        result[one.name] = _measure_accuracy(right, forms, everything).model_copy(update={"by": by})
     return result
 
 
-def _accuracy(right: Mapping[str, Mask], formatted: Mapping[str, Mask], rows: Mask) -> Accuracy:
+def _measure_accuracy(right: Mapping[str, Mask], formatted: Mapping[str, Mask], rows: Mask) -> Accuracy:
     """The accuracy on some of the rows; all are (N,), by model."""
     shares = [
         {who: statistics.wilson(int(values[rows].sum()), int(rows.sum())) for who, values in found.items()}

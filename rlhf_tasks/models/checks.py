@@ -23,16 +23,10 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import (
-    TokenScores,
-    is_reward,
-    load_causal,
-    load_reward,
-    merge_adapter,
-    num_bytes,
-    place,
-)
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import is_reward, load_causal, load_reward, num_bytes, place
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.lora import merge_adapter
 from rlhf_tasks.models.sampling import GPU_CHECK, Samples, sample
 from rlhf_tasks.project import disk
 
@@ -64,7 +58,7 @@ class ModelFault(UserError):
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """One check: the largest difference between two ways to compute the same numbers."""
 
     name: str
@@ -87,14 +81,14 @@ class Result:
         )
 
 
-class Rows(NamedTuple):
+class CheckRows(NamedTuple):
     """Queries with responses to them."""
 
     queries: Sequence[Ids]
     responses: Sequence[Ids]
 
 
-def require(results: Sequence[Result], subject: str) -> None:
+def require(results: Sequence[CheckResult], subject: str) -> None:
     """Check that every result has passed.
 
     Raises:
@@ -119,7 +113,7 @@ def check_policy(
     temperature: float = 1.0,
     num_new: int = NUM_NEW,
     saves: bool = True,
-) -> list[Result]:
+) -> list[CheckResult]:
     """Check a causal LM on queries of mixed lengths; it draws nothing from torch's global generators.
 
     At most `num_new` tokens are sampled for each. With `saves` a copy is written to a temporary folder and
@@ -140,7 +134,7 @@ def check_policy(
             logprobs = token_stats(model, batch, temperature).logprobs.detach()
         return list(logprobs[batch.mask].cpu().split([len(r) for r in responses]))
 
-    def results() -> Iterator[Result]:
+    def results() -> Iterator[CheckResult]:
         samples = draw(NO_TOKEN)
         responses, expected = samples.responses, trained(model, samples.responses)
         yield _compare("two training passes agree", expected, trained(model, responses))
@@ -158,7 +152,7 @@ def check_policy(
         if saves:
             copy, has_same_weights = _save_and_load(model)
             name = "a saved copy has the same weights"
-            yield Result(name, 0.0 if has_same_weights else 1.0, 0.0, CAUSES[name])
+            yield CheckResult(name, 0.0 if has_same_weights else 1.0, 0.0, CAUSES[name])
             yield _compare("a saved copy agrees", expected, trained(copy, responses))
 
     return _collect(model, results())
@@ -194,11 +188,11 @@ def _save_and_load(model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
 # --------------------------------------------------------------------------------------- reward models
 
 
-def check_scores(scores: TokenScores, rows: Rows, *, pad: int) -> list[Result]:
+def check_scores(scores: TokenScores, rows: CheckRows, *, pad: int) -> list[CheckResult]:
     """Check a reward or value model: the scores of a padded batch are those of each row alone."""
 
     @torch.no_grad()
-    def results() -> Iterator[Result]:
+    def results() -> Iterator[CheckResult]:
         device = scores.model.device
         padded = scores(collate(*rows, pad).to(device))  # (B, R + 1)
         alone = [scores(collate([q], [r], pad).to(device))[0].cpu() for q, r in zip(*rows, strict=True)]
@@ -213,7 +207,7 @@ def check_scores(scores: TokenScores, rows: Rows, *, pad: int) -> list[Result]:
 # -------------------------------------------------------------------------------------- whole sources
 
 
-def check_source(source: str, revision: str | None = None) -> list[Result]:
+def check_source(source: str, revision: str | None = None) -> list[CheckResult]:
     """Check the model of a folder or the hub: a causal LM, or a reward model by its scores.
 
     Raises:
@@ -235,7 +229,7 @@ def pick_prompts(queries: Sequence[Ids]) -> list[Ids]:
     return [queries[order[round(i * (len(order) - 1) / (NUM_PROMPTS - 1))]] for i in range(NUM_PROMPTS)]
 
 
-def random_rows(config: PretrainedConfig) -> Rows:
+def random_rows(config: PretrainedConfig) -> CheckRows:
     """Rows of token ids, drawn with a fixed seed, that fit the positions and tokens of a model."""
     vocab_size = int(config.get_text_config(decoder=True).vocab_size)
     longest, num_new = _lengths(config)
@@ -246,10 +240,10 @@ def random_rows(config: PretrainedConfig) -> Rows:
     return add_responses(queries, num_new)
 
 
-def add_responses(queries: Sequence[Ids], num_new: int = NUM_NEW) -> Rows:
+def add_responses(queries: Sequence[Ids], num_new: int = NUM_NEW) -> CheckRows:
     """Queries with parts of themselves as responses, of mixed lengths, so that a batch of them is padded."""
     step = max(1, min(num_new, NUM_NEW) // NUM_PROMPTS)
-    return Rows(queries, [query[: step * number] for number, query in enumerate(queries, start=1)])
+    return CheckRows(queries, [query[: step * number] for number, query in enumerate(queries, start=1)])
 
 
 def _lengths(config: PretrainedConfig) -> tuple[int, int]:
@@ -261,10 +255,10 @@ def _lengths(config: PretrainedConfig) -> tuple[int, int]:
     return longest, max(1, total - longest)
 
 
-def _collect(model: PreTrainedModel, results: Iterator[Result]) -> list[Result]:
+def _collect(model: PreTrainedModel, results: Iterator[CheckResult]) -> list[CheckResult]:
     """The results; a model that cannot be computed in one of these ways ends them with a failed one."""
     name = type(model).__name__
-    found: list[Result] = []
+    found: list[CheckResult] = []
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), console.part(f"checking {name}"):
         try:
@@ -273,13 +267,13 @@ def _collect(model: PreTrainedModel, results: Iterator[Result]) -> list[Result]:
             raise
         except Exception as error:  # a family can raise anything: its name and words are the message
             words = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-            found.append(Result(f"{name} could not be computed", float("inf"), 0.0, words))
+            found.append(CheckResult(f"{name} could not be computed", float("inf"), 0.0, words))
     return found
 
 
 def _compare(
     name: str, first: Sequence[Tensor], second: Sequence[Tensor], tolerance: float = TOLERANCE
-) -> Result:
+) -> CheckResult:
     """The largest absolute difference; NaN, which passes no check, where a number is NaN."""
     difference = torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max()
-    return Result(name, float(difference), tolerance, CAUSES[name])
+    return CheckResult(name, float(difference), tolerance, CAUSES[name])

@@ -170,7 +170,7 @@ def check_same_tokenizer(first: Path, second: Path) -> None:
     Raises:
         ContractError: naming both folders and the difference.
     """
-    from rlhf_tasks.data.batches import load_tokenizer
+    from rlhf_tasks.data.tokenizer import load_tokenizer
 
     with console.part("checking the tokenizers"):
         difference = _compare_tokenizers(load_tokenizer(first), load_tokenizer(second))

@@ -19,9 +19,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, redirect_stderr
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -30,8 +29,7 @@ import torch
 import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -44,15 +42,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Lora, Ready, Scratch, is_hub_id
+from rlhf_tasks.config import Ready, Scratch, is_hub_id
 from rlhf_tasks.data import chat
-from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import (
-    INSTEAD,
     build_classifier,
     classifier_class,
     find_trunk,
@@ -61,6 +56,7 @@ from rlhf_tasks.models.classifiers import (
 from rlhf_tasks.models.contracts import IDENTITY, ContractError, fingerprint
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.foreign import ANY_WEIGHTS, SCORE_HEADS, Head, find_head, put_head, refuse_others
+from rlhf_tasks.models.heads import TokenScores, score_head
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.project import atomic, disk, packaged, ready_models
 
@@ -206,6 +202,20 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     return TokenScores(model)
 
 
+def add_score_head(policy_folder: Path, generator: torch.Generator) -> TokenScores:
+    """The policy's trunk under a new head drawn from N(0, 1/√(H+1)) (arXiv 2403.17031).
+
+    Raises:
+        ContractError: naming a family on whose trunk no head can be put.
+    """
+    config = AutoConfig.from_pretrained(policy_folder, num_labels=1)
+    model = build_classifier(find_trunk(load_causal(policy_folder)), config)
+    std = 1 / (score_head(model).in_features + 1) ** 0.5
+    with torch.no_grad():
+        score_head(model).weight.normal_(0.0, std, generator=generator)
+    return TokenScores(model.eval())
+
+
 def _head(source: str | Path, revision: str | None, config: PretrainedConfig) -> Head | None:
     folder = _fetch(str(ready_models.locate(source)), revision, ["*.json", "*.safetensors"])
     return find_head(folder, getattr(config, "value_head_prefix", None))
@@ -313,207 +323,6 @@ def _tokenizer_of_gguf(folder: str, gguf_file: str) -> tempfile.TemporaryDirecto
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
         tokenizer.save_pretrained(made.name)
     return made
-
-
-# ------------------------------------------------------------------------ reward and value models
-
-
-class TokenScores(nn.Module):
-    """A scalar for every token: a reward model uses that of the last real token, a value model uses all.
-
-    `mean` is subtracted from every score, so that demonstrations (without any, the responses of the pairs)
-    score zero on average. It is stored in the model's config; a value model starts with it too.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-        self.mean: float = getattr(model.config, "score_mean", 0.0)
-
-    @classmethod
-    def from_policy(cls, policy_folder: Path, generator: torch.Generator) -> TokenScores:
-        """The policy's trunk under a new head drawn from N(0, 1/√(H+1)) (arXiv 2403.17031).
-
-        Raises:
-            ContractError: naming a family on whose trunk no head can be put.
-        """
-        config = AutoConfig.from_pretrained(policy_folder, num_labels=1)
-        model = build_classifier(find_trunk(load_causal(policy_folder)), config)
-        std = 1 / (score_head(model).in_features + 1) ** 0.5
-        with torch.no_grad():
-            score_head(model).weight.normal_(0.0, std, generator=generator)
-        return cls(model.eval())
-
-    def forward(self, batch: Batch, *, ends_only: bool = False) -> Tensor:
-        """(B, R + 1) float32: a score before each response token, and after the last.
-
-        With `ends_only`, (B,): the score after the last token of each response.
-        """
-        states: Tensor = self.model.base_model(
-            input_ids=batch.query_response,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-        ).last_hidden_state  # (B, T, H), or (P, T, H) where queries are shared
-        if ends_only:
-            return self.scored(batch.ends(states))
-        return batch.states(self.scored(states[:, -batch.num_last_columns :]))
-
-    def scored(self, hidden: Tensor) -> Tensor:
-        """(…, H) → (…) float32, minus the stored mean."""
-        head = score_head(self.model)
-        with torch.autocast(hidden.device.type, enabled=False):  # 16 bits would round scores to 3 digits
-            scores: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
-        return scores - self.mean
-
-    def set_mean(self, mean: float) -> None:
-        """Store the constant that is subtracted from every score."""
-        self.mean = self.model.config.score_mean = mean
-
-
-def score_head(model: PreTrainedModel) -> nn.Linear:
-    """The score head of a sequence classifier.
-
-    Raises:
-        ContractError: naming the family, if its head is not the linear map `score` of a token's state.
-    """
-    head = getattr(model, "score", None)
-    if not isinstance(head, nn.Linear):
-        raise ContractError(
-            f"{type(model).__name__} (family {model.config.model_type}) has no linear head `score` of single "
-            f"tokens; {INSTEAD}"
-        )
-    return head
-
-
-def supports_shared_prefix(model: PreTrainedModel) -> bool:
-    """Whether the model gives the responses of a `SharedPrefixBatch` what it gives each of them alone.
-
-    It must follow a mask and positions that are given to it, in every layer. The families that
-    `from_scratch` makes do, and are tested for it, except with a sliding window.
-    """
-    config = model.config
-    return (
-        config.model_type in ("gpt_neox", "gpt2", "llama", "qwen2")
-        and config._attn_implementation == "sdpa"
-        and getattr(config, "sliding_window", None) is None
-    )
-
-
-# ---------------------------------------------------------------------------------- adapters
-
-
-def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel:
-    """Put low-rank adapters into every linear layer but the head, in place; returns the same model.
-
-    W x becomes W x + alpha / r · B A x. A is drawn with `seed` and B is zero, so that the model is unchanged
-    at first (arXiv 2106.09685, 4.1). Only the adapters and the head of a scoring model are trained. Experts
-    that a mixture holds as one tensor, and their router, get none; nor does a layer that could not learn by
-    one (`_learning_layers`).
-
-    Raises:
-        UserError: if the model cannot be computed, or has no layer for an adapter.
-    """
-    from peft import LoraConfig, TaskType, inject_adapter_in_model
-
-    scores = model.get_output_embeddings() is None
-    head = score_head(model) if scores else model.get_output_embeddings()
-    settings = LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=[f"0.{name}" for name in _learning_layers(model, head)],
-        task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
-    )
-    with torch.random.fork_rng(devices=[]):  # adapters change no other random draw
-        torch.manual_seed(seed)
-        # Inside a plain list peft does not know the family. Of some it would adapt the experts in place of
-        # layers with such names, in a form that could not be merged. Of others it refuses Mamba's out_proj,
-        # whose weight is read directly in training mode; models train in eval mode here, which calls it.
-        inject_adapter_in_model(settings, nn.ModuleList([model]))
-    if scores:
-        head.requires_grad_(True)
-    return cast(PreTrainedModel, model.eval())
-
-
-def _learning_layers(model: PreTrainedModel, head: nn.Module) -> list[str]:
-    """The linear layers, but the head, that could learn by an adapter which can be merged.
-
-    A short row shows it: a layer returns a tensor (a router of Llama 4 returns a tuple), and the logits have
-    a gradient for it (not if only the layer's weight is read, as of Jamba's dt_proj, or if it makes a sparse
-    index). Experts that the row does not reach are taken as well; layers with tied weights are not.
-
-    Raises:
-        UserError: if the model cannot be computed, or has no such layer.
-    """
-    outputs = list[tuple[nn.Module, Any]]()
-    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    # of a reward model the states, as `TokenScores` reads them
-    computed = model.base_model if model.get_output_embeddings() is None else model
-    hook = register_module_forward_hook(lambda module, _, output: outputs.append((module, output)))
-    try:
-        with torch.enable_grad():
-            logits = computed(input_ids=ids, use_cache=False)[0]
-    except Exception as error:  # a family can raise anything: its name and words are the message
-        raise UserError(f"lora: {type(model).__name__} could not be computed: {error!r}") from error
-    finally:
-        hook.remove()
-    tried = [(layer, one) for layer, one in outputs if isinstance(one, Tensor) and one.requires_grad]
-    gradients = torch.autograd.grad(logits.sum(), [one for _, one in tried], allow_unused=True)
-    learning = {layer for (layer, _), gradient in zip(tried, gradients, strict=True) if gradient is not None}
-    reached = {layer for layer, _ in outputs}
-    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    names = list[str]()
-    for name, layer in model.named_modules():
-        if layer is head or not isinstance(layer, nn.Linear | Conv1D) or uses[id(layer.weight)] > 1:
-            continue
-        if layer in learning or not {layer, model.get_submodule(name.rpartition(".")[0])} & reached:
-            names.append(name)
-    if not names:
-        raise UserError(f"lora: {type(model).__name__} has no linear layer that could learn by an adapter")
-    return names
-
-
-@contextmanager
-def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model without its adapters: PPO's reference without a copy.
-
-    A trained head stays as it is. Afterwards the same parameters are trainable as before.
-    """
-    layers = _adapted_layers(model).values()
-    were_trainable = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for parameter, was_trainable in were_trainable:
-            parameter.requires_grad_(was_trainable)
-
-
-@torch.no_grad()
-def merge_adapter(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy on the CPU with the adapters merged into the weights, for saving.
-
-    The model itself does not change, since merging and unmerging would round its weights. A model without
-    adapters is returned as it is.
-    """
-    layers = _adapted_layers(model)
-    if not layers:
-        return model
-    merged = copy_to(model, torch.device("cpu"))
-    for name, layer in layers.items():
-        plain: Any = merged.get_submodule(name).base_layer
-        plain.weight.data = (layer.base_layer.weight + layer.get_delta_weight("default")).to(plain.weight)
-        merged.set_submodule(name, plain)
-    return nn.Module.to(merged, "cpu")  # buffers
-
-
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that carry an adapter, by name; recognized without peft, which takes long to import."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 # ------------------------------------------------------------------------ gradient checkpointing

@@ -96,7 +96,7 @@ def token_stats(
             weight, bias = float32_weights()
             return linear(hidden.to(weight.dtype), weight, bias)
 
-    with _forward_replaced(head, plain_logits if makes_all else packed_stats):
+    with _replace_forward(head, plain_logits if makes_all else packed_stats):
         out = model(
             input_ids=batch.query_response,
             attention_mask=batch.attention_mask,
@@ -177,7 +177,7 @@ def _left_aligned(stats: Tensor, batch: Batch, states: Tensor) -> TokenStats:
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Within the block the module computes `forward` instead; its hooks stay."""
     own: Any = vars(module).get("forward")
     module.forward = forward

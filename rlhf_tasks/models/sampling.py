@@ -23,10 +23,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_tasks import console
 from rlhf_tasks.console import Meter
-from rlhf_tasks.data.batches import Batch, collate, load_tokenizer
-from rlhf_tasks.data.tokenizer import Ids, encode, read_plain, response_texts
+from rlhf_tasks.data.batches import Batch, collate
+from rlhf_tasks.data.tokenizer import Ids, encode, load_tokenizer, read_plain, response_texts
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, place
+from rlhf_tasks.models.passes import attempts
 from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, ends_of
 from rlhf_tasks.models.tensors import NonFiniteError
 
@@ -38,7 +39,11 @@ BATCH_SIZE = 256
 
 @dataclass(frozen=True)
 class Samples:
-    """Responses cut after the stop token, and the log-prob of each of their tokens under the sampler."""
+    """Responses cut after the stop token, and the log-prob of each of their tokens under the sampler.
+
+    With k samples to each of n queries, a response to each comes before the next response to each: row i is
+    a response to query i mod n. Ranks that have every r-th query have every r-th row, where r divides n.
+    """
 
     responses: list[Ids]
     logprobs: list[Tensor]
@@ -70,9 +75,8 @@ def sample(
 ) -> Samples:
     """Sample responses to each query from softmax(logits / temperature), by default all at once.
 
-    The responses to the n queries are followed by the next response to each, until there are `num_samples`. A
-    query whose responses share a batch is computed once for them, also where it is given several times.
-    `meter` counts the responses, by default one of its own.
+    There are `num_samples` responses to each. A query whose responses share a batch is computed once for
+    them, also where it is given several times. `meter` counts the responses, by default one of its own.
 
     A row ends when it draws one of `ends`, which is kept as its last token, or reaches `max_new_tokens`. Each
     token takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
@@ -91,30 +95,30 @@ def sample(
     by_length = sorted(range(num_queries), key=lambda i: (len(queries[i]), i))
     order = [row for i in by_length for row in range(i, num_rows, num_queries)]
     result = Samples([[] for _ in order], [torch.empty(0) for _ in order])
-    start, size = 0, batch_size or len(order)
+    start, size = 0, min(batch_size or len(order), len(order))
+
+    def shrink() -> None:
+        nonlocal size
+        if (size := min(size, len(order) - start) // 2) == 0:
+            raise torch.OutOfMemoryError("while it samples one row")
+        console.say(f"out of memory: {size} responses are sampled at a time now")
+
     with nullcontext(meter) if meter else console.part("sampling", len(order), "responses") as counted:
-        while start < len(order):
-            rows = order[start : start + size]
-            texts = [tuple(queries[row % num_queries]) for row in rows]
-            number_of = {ids: i for i, ids in enumerate(dict.fromkeys(texts))}
-            batch = collate([*map(list, number_of)], [[] for _ in number_of], pad).to(model.device)
-            query_of = torch.tensor([number_of[ids] for ids in texts], device=model.device)
-            found = None
-            try:
-                found = _decode(model, batch, query_of, uniform[rows], temperature, ends, counted)
-            except torch.OutOfMemoryError:
-                if len(rows) == 1:
-                    raise
-            if found is None:  # here the error's traceback, which holds tensors, is gone
-                torch.cuda.empty_cache()
-                size = len(rows) // 2
-                console.say(f"out of memory: {size} responses are sampled at a time now")
-                continue
-            start += len(rows)
-            tokens, logprobs = found
-            for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
-                length = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
-                result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
+        for attempt in attempts(shrink):
+            with attempt:
+                while start < len(order):
+                    rows = order[start : start + size]
+                    texts = [tuple(queries[row % num_queries]) for row in rows]
+                    number_of = {ids: i for i, ids in enumerate(dict.fromkeys(texts))}
+                    batch = collate([*map(list, number_of)], [[] for _ in number_of], pad).to(model.device)
+                    query_of = torch.tensor([number_of[ids] for ids in texts], device=model.device)
+                    tokens, logprobs = _decode(
+                        model, batch, query_of, uniform[rows], temperature, ends, counted
+                    )
+                    start += len(rows)
+                    for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
+                        length = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
+                        result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
     return result
 
 

@@ -1,8 +1,8 @@
 """Advantages: by a critic token by token (GAE), or by the other responses to the same prompt (RLOO, group).
 
 Without a critic, a whole response is one action. Its return is the sum of its token rewards, KL penalty
-included, and all of its tokens have the same advantage. Row i of B rows is a response to prompt i mod B / k,
-where k is the number of responses to each prompt.
+included, and all of its tokens have the same advantage. The k responses to a prompt are rows i, i + B / k, …,
+as in `Samples`.
 
 B batch · R response. `mask` (B, R) is True on real response tokens, EOS included.
 """
@@ -109,7 +109,7 @@ def estimate_by_group(
     return advantages.float()[:, None] * mask, returns.float()[:, None] * mask
 
 
-def own_estimator(
+def call_user_estimator(
     function: Callable[..., Any], name: str, rewards: Tensor, rollout: Rollout, config: Ppo
 ) -> tuple[Tensor, Tensor]:
     """An estimator of the user's, and a check of what it returns; `name` is its name in messages.
@@ -130,8 +130,8 @@ def own_estimator(
 
 
 Estimator = Callable[[Tensor, "Rollout", Ppo], tuple[Tensor, Tensor]]
-"""(rewards, rollout, config) → (advantages, returns), (B, R) each. `rollout` is that of all ranks: the k
-responses to a prompt are rows i, i + B / k, …; `values` and `bootstrap_values` are 0 without a critic."""
+"""(rewards, rollout, config) → (advantages, returns), (B, R) each. `rollout` is that of all ranks; its
+`values` and `bootstrap_values` are 0 without a critic."""
 
 ESTIMATORS: Mapping[str, Estimator] = {
     "gae": estimate_gae,

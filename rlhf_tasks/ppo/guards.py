@@ -24,6 +24,7 @@ after out-of-memory they are others, which is measured in tests/training/test_fi
 WARN_ENDED_SHARE = 0.1
 """A share of responses that end before training, below which PPO learns of ends alone."""
 
+NON_FINITE = "non_finite"  # the guard of NaN and infinity, which stops whatever the action is
 MIN_ENDED_SHARE = 0.2
 """A share of ended responses below which its fall is noise."""
 
@@ -35,8 +36,8 @@ class GuardTrip:
     name: str
     what: str
     cause: str
-    can_be_undone: bool = True
-    """Whether a roll back may help."""
+    kl_helps: bool = True
+    """Whether a higher kl_coef may help."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what}; likely cause: {self.cause}"
@@ -46,17 +47,17 @@ class GuardTripped(UserError):
     """A guard has stopped the training."""
 
 
-def warn_of_endless(settings: config.Ppo, ended: float) -> None:
+def warn_of_endless(response_length: int, ended: float) -> None:
     """Warn where few responses end before training: most scores are then those of the truncation rule."""
     if ended < WARN_ENDED_SHARE:
         console.say(
             f"Warning: {ended:.1%} of the SFT model's responses end within ppo.response_length="
-            f"{settings.response_length} tokens. Raise it, train stage sft longer, or name the token that "
+            f"{response_length} tokens. Raise it, train stage sft longer, or name the token that "
             "ends them in ppo.stop_token."
         )
 
 
-class Guards:
+class GuardChecks:
     """Checks each update; a guard trips when its condition fails for `patience` updates in a row."""
 
     def __init__(
@@ -83,7 +84,7 @@ class Guards:
         A condition that keeps failing trips its guard once, but with `raise_kl` again after as many updates.
         `gap` trips at each evaluation above the bound: it is a mean over all selection prompts.
         """
-        failed = {trip.name: trip for trip in self._failed(metrics)}
+        failed = {trip.name: trip for trip in self._find_failures(metrics)}
         self._most_ended = max(self._most_ended, 1 - metrics["val/truncated_share"])
         self._first = self._first or [metrics["val/response_length"], metrics["val/repetition"]]
         self._failures = {name: self._failures.get(name, 0) + 1 for name in failed}
@@ -94,17 +95,7 @@ class Guards:
             if name == "gap" or count == patience or (acts_again and count % patience == 0)
         ]
 
-    @property
-    def rolls_back(self) -> bool:
-        """Whether a trip brings an earlier state back, so that such a state must be kept."""
-        return self.settings.action == "roll_back"
-
-    @property
-    def all_passed(self) -> bool:
-        """Whether no condition failed at the last update: its start is a good state to roll back to."""
-        return not self._failures
-
-    def _failed(self, metrics: Mapping[str, float]) -> Iterator[GuardTrip]:
+    def _find_failures(self, metrics: Mapping[str, float]) -> Iterator[GuardTrip]:
         settings, kl, ratio = self.settings, metrics["objective/kl_k1"], metrics["val/ratio"]
         error, perplexity = metrics["val/first_ratio_error"], metrics["objective/perplexity"]
         if error > self._ratio_error:
@@ -112,7 +103,7 @@ class Guards:
                 "first_ratio",
                 f"val/first_ratio_error = {error:.3g} exceeds {self._ratio_error:g} before any step",
                 "the model gives other probabilities in training than in sampling; run `rlhf check-model`",
-                can_be_undone=False,
+                kl_helps=False,
             )
         noise = ROUNDING + 2 * metrics["objective/kl_k1_standard_error"]
         if kl < settings.kl_min - noise:

@@ -56,7 +56,7 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> tuple[Tensor, 
     return loss, {"policy/clipfrac_avg": is_clipped}
 
 
-def own_loss(
+def call_user_loss(
     function: Callable[..., Any], name: str, logprobs: Tensor, batch: MicroBatch, config: Ppo
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss of the user's, and a check of what it returns; `name` is its name in messages.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf_tasks.ppo.rollout import Rollout
 
 Metrics = dict[str, float]
-COUNT, PADDED, REAL, OFF_SQUARED = "num_tokens", "padded_tokens", "real_tokens", "ratio_off_squared"
+REAL, OFF_SQUARED = "real_tokens", "ratio_off_squared"
 LARGEST_NATS = math.log(sys.float_info.max)
 
 
@@ -130,32 +130,41 @@ def sampler_metrics(rollout: Rollout, sampler_logprobs: Tensor, cap: float | Non
 
 @dataclass
 class TokenSums:
-    """Sums of numbers per token, and the count of tokens: means over micro-batches of different sizes."""
+    """Sums of numbers per token, and their counts of tokens: means over micro-batches of different sizes."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     """By metric, scalars in float64 on the device."""
+    counts: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, Tensor], mask: Tensor, scale: float = 1.0) -> None:
         """Add (b, R) numbers at the real tokens of one micro-batch; those elsewhere do not matter."""
-        for name, value in {**values, COUNT: mask}.items():
-            part = scale * masked_sum(value.detach(), mask).double()
-            self.sums[name] = self.sums[name] + part if name in self.sums else part
+        count = scale * mask.sum().double()
+        for name, value in values.items():
+            self._add(name, scale * masked_sum(value.detach(), mask).double(), count)
 
     def count_padding(self, is_real: Tensor, scale: float) -> None:
         """Count the tokens of a pass, (b, T), and those of them that are not padding."""
-        for name, part in {PADDED: is_real.numel(), REAL: is_real.sum()}.items():
-            one = scale * torch.as_tensor(part, device=is_real.device).double()
-            self.sums[name] = self.sums[name] + one if name in self.sums else one
+        real = scale * is_real.sum().double()
+        self._add(REAL, real, torch.full_like(real, scale * is_real.numel()))
+
+    def update(self, other: TokenSums) -> None:
+        """Add the sums of another pass."""
+        for name, total in other.sums.items():
+            self._add(name, total, other.counts[name])
+
+    def _add(self, name: str, total: Tensor, count: Tensor) -> None:
+        for known, one in ((self.sums, total), (self.counts, count)):
+            known[name] = known[name] + one if name in known else one
 
     @staticmethod
     def means(parts: Sequence[TokenSums], reduce: Reduce) -> Metrics:
         """The means over the tokens of several minibatches and of all ranks."""
-        names = list(parts[0].sums)
-        stacked = torch.stack([torch.stack([part.sums[name] for part in parts]).sum() for name in names])
-        total = dict(zip(names, reduce(stacked).tolist(), strict=True))
-        count, padded, real = total.pop(COUNT), total.pop(PADDED, None), total.pop(REAL, None)
-        means = {name: value / count for name, value in total.items()}
-        return means if padded is None else means | {"time/padding_share": 1 - real / padded}
+        names = list(dict.fromkeys(name for part in parts for name in part.sums))
+        sums = [torch.stack([part.sums[name] for part in parts if name in part.sums]).sum() for name in names]
+        counts = [sum(part.counts[name] for part in parts if name in part.counts) for name in names]
+        total = reduce(torch.stack([*sums, *map(torch.as_tensor, counts)])).tolist()
+        means = {name: total[i] / total[i + len(names)] for i, name in enumerate(names)}
+        return means if REAL not in means else means | {"time/padding_share": 1 - means.pop(REAL)}
 
 
 def ratio_sums(logprobs: Tensor, old_logprobs: Tensor) -> dict[str, Tensor]:

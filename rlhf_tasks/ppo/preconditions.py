@@ -8,15 +8,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView, Split
-from rlhf_tasks.config.judge import RewardModelJudge
-from rlhf_tasks.config.scorers import OPTIMIZED, reward_folders
+from rlhf_tasks.config.judge import Judge, RewardModelJudge
+from rlhf_tasks.config.scorers import OPTIMIZED, Scorer, reward_folders
 from rlhf_tasks.data import columns, positions
-from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import checks, contracts
-from rlhf_tasks.models.load import TokenScores
-from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.models.heads import ActorCritic, TokenScores
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.distributed import Distributed
@@ -35,8 +34,9 @@ def check(config: PpoView, paths: Paths) -> None:
         contracts.check_parent(reward, "sft", paths.sft)
     settings = config.ppo
     _check_reward_models(config, paths)
-    _check_verifiers(settings, paths)
-    _check_selection_judge(settings, paths)
+    _check_verifiers(settings.scorers, paths)
+    if settings.select_by is not None:
+        _check_selection_judge(settings.select_by.judge, settings.scorers, paths)
     tokenizer = load_tokenizer(paths.sft)
     stop = settings.stop_token
     ids = tokenizer.get_vocab().values()
@@ -54,12 +54,13 @@ def _check_reward_models(config: PpoView, paths: Paths) -> None:
     Raises:
         UserError: naming the folder.
     """
-    folders = [folder for folder in reward_folders(config.ppo.scorers) if folder != OPTIMIZED]
+    optimized = reward_folders(config.ppo.scorers)
+    folders = [folder for folder in optimized if folder != OPTIMIZED]
     if not folders:
         return
     others = []  # the reward models of the pipeline that they must differ from
     if config.has_reward_model:
-        others += [OPTIMIZED] if is_rewarded(config.ppo) else []
+        others += [OPTIMIZED] if OPTIMIZED in optimized else []
         others.append(paths.relative(paths.reward_heldout))
     known = {contracts.fingerprint(paths.root / folder): folder for folder in others}
     for folder in folders:
@@ -74,17 +75,16 @@ def _check_reward_models(config: PpoView, paths: Paths) -> None:
         known[digest] = folder
 
 
-def _check_verifiers(settings: Ppo, paths: Paths) -> None:
-    verifiers = [Verifier(one.checks, one.format) for one in settings.scorers if one.kind == "verifier"]
+def _check_verifiers(scorers: Sequence[Scorer], paths: Paths) -> None:
+    verifiers = [Verifier(one.checks, one.format) for one in scorers if one.kind == "verifier"]
     for split in SPLITS_USED if verifiers else ():
         rows = read_table(paths, "prompts", split)
         for verifier in verifiers:
             verifier.check(rows, columns.of_rows(rows), f"ppo.scorers: a verifier (data/prompts, {split})")
 
 
-def _check_selection_judge(settings: Ppo, paths: Paths) -> None:
-    judge = None if settings.select_by is None else settings.select_by.judge
-    if judge is not None and read_table(paths, "prompts", "validation")[0]["reference"] is None:
+def _check_selection_judge(judge: Judge, scorers: Sequence[Scorer], paths: Paths) -> None:
+    if read_table(paths, "prompts", "validation")[0]["reference"] is None:
         raise UserError(
             "ppo.select_by compares with references, and data/prompts has prompts alone; set it to null, "
             "which keeps the last weights"
@@ -92,7 +92,7 @@ def _check_selection_judge(settings: Ppo, paths: Paths) -> None:
     if not isinstance(judge, RewardModelJudge):
         return
     chooses = contracts.fingerprint(paths.root / judge.path)
-    for folder in reward_folders(settings.scorers):
+    for folder in reward_folders(scorers):
         if contracts.fingerprint(paths.root / folder) == chooses:
             raise UserError(
                 f"ppo.select_by: {judge.path} has the weights of {folder}, which PPO optimizes and which "
@@ -158,8 +158,3 @@ def check_models(
             if (scores := dist.to_check(model)) is not None:
                 checks.require(checks.check_scores(scores, rows, pad=pad), name)
             del scores
-
-
-def is_rewarded(settings: Ppo) -> bool:
-    """Whether models/reward is what PPO optimizes, or part of it."""
-    return OPTIMIZED in reward_folders(settings.scorers)

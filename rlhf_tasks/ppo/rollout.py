@@ -9,25 +9,21 @@ B responses · R response length. In each (B, R) tensor a row starts with the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks import console
-from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Batch, TokenBudget, collate_groups, group_rows, group_sizes
+from rlhf_tasks.data.batches import Batch, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import TokenScores, disable_adapters, supports_shared_prefix
-from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
-from rlhf_tasks.models.sampling import Samples
-from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, has_ended
+from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.lora import disable_adapters
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
-from rlhf_tasks.ppo.rewards import bootstrap_values
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.distributed import Distributed, MicroRows
 
@@ -35,10 +31,35 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """Rows of prompts: their texts, the ids of these, and their kept columns."""
+
+    texts: Sequence[str]
+    queries: Sequence[Ids]
+    columns: Columns
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, rows: Sequence[int]) -> Prompts:
+        """These rows."""
+        texts, queries = [self.texts[i] for i in rows], [self.queries[i] for i in rows]
+        return Prompts(texts, queries, take(self.columns, rows))
+
+    def repeat(self, num_samples: int) -> Prompts:
+        """A row for each response, in the order of `Samples`."""
+        return self.take([*range(len(self))] * num_samples)
+
+    def responses(self, ids: Sequence[Ids], tokenizer: PreTrainedTokenizerBase) -> Responses:
+        """Responses to these prompts, for scorers."""
+        return Responses.of_ids(self.texts, self.queries, ids, tokenizer, self.columns)
+
+
+@dataclass(frozen=True)
 class Rollout:
     """The rollout of all ranks."""
 
-    queries: list[Ids]
+    queries: Sequence[Ids]
     responses: list[Ids]
     ended: Tensor  # (B,) bool: the response has an end
     mask: Tensor  # (B, R) bool
@@ -65,77 +86,28 @@ class Rollout:
         """The token ids of these groups of rows, padded."""
         return collate_groups(self.queries, self.responses, groups, self.pad)
 
+    def read(
+        self,
+        dist: Distributed,
+        rows: Sequence[int],
+        budget: TokenBudget,
+        compute: Callable[[Batch], Sequence[Tensor]],
+        into: Sequence[Tensor],
+    ) -> None:
+        """Put what `compute` gives for this rank's `rows`, (b, r) each, into their rows of (B, R) tensors."""
+        for attempt in dist.attempts(budget):
+            with attempt:
+                for micro in self.split(dist, rows, budget):
+                    with dist.autocast():
+                        parts = compute(self.batch(micro.groups).to(dist.device))
+                    if micro.scale:  # else it is a pass that other ranks need
+                        for whole, part in zip(into, parts, strict=True):
+                            whole[micro.rows, : part.shape[1]] = part.float().cpu()
+
     def select(self, rows: Sequence[int], width: int, device: torch.device) -> MicroBatch:
         """What the losses read of these rows, (b, width) each; `width` is the longest of their responses."""
         columns = (getattr(self, name)[list(rows), :width].to(device) for name in MicroBatch._fields)
         return MicroBatch(*columns)
-
-
-class ValueHead(nn.Linear):
-    """A critic without a trunk of its own: a linear map of the policy's hidden state to one number.
-
-    It starts at zero, as in lm-human-preferences: a random head would add noise to the first advantages.
-    """
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1)
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-
-class NoCritic(nn.Module):
-    """The critic where advantages need none: it has no weights, and every value is 0."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        """(B, R + 1) zeros."""
-        rows, width = batch.response_mask.shape
-        return torch.zeros(rows, width + 1, device=batch.response_mask.device)
-
-
-class ActorCritic(nn.Module):
-    """Policy and critic as one module, so that one optimizer, and one wrapper of DDP or ZeRO, hold both.
-
-    The critic is a model of its own, a head on the policy's trunk, or there is none.
-    """
-
-    def __init__(self, policy: PreTrainedModel, critic: TokenScores | ValueHead | NoCritic) -> None:
-        super().__init__()
-        self.policy, self.critic = policy, critic
-
-    def forward(
-        self, batch: Batch, temperature: float = 1.0, *, entropy_grad: bool = False, with_values: bool = True
-    ) -> tuple[TokenStats, Tensor | None]:
-        """The policy's statistics, (B, R) each, and (B, R + 1) values, or None with `with_values=False`.
-
-        `values[:, t]` is the value of the state before response token t; the one after a row's last token
-        follows it.
-        """
-        stats = token_stats(self.policy, batch, temperature, entropy_grad=entropy_grad)
-        if not with_values:
-            return stats, None
-        if isinstance(self.critic, ValueHead):
-            with torch.autocast(stats.states.device.type, enabled=False):  # 16 bits would round the values
-                values = self.critic(stats.states.to(self.critic.weight.dtype)).squeeze(-1).float()
-            return stats, _left_aligned(batch.states(values), batch)
-        return stats, self.values(batch)
-
-    @property
-    def shares_queries(self) -> bool:
-        """Whether both models share queries among responses; the reference is like the policy."""
-        models = [self.policy, *([self.critic.model] if isinstance(self.critic, TokenScores) else [])]
-        return all(map(supports_shared_prefix, models))
-
-    def values(self, batch: Batch) -> Tensor:
-        """The (B, R + 1) values alone, of a critic with a trunk of its own."""
-        return _left_aligned(self.critic(batch), batch)
-
-
-def _left_aligned(values: Tensor, batch: Batch) -> Tensor:
-    """(B, R + 1) values, moved from columns that end with a row's last token to ours."""
-    width = values.shape[1]
-    shift = width - 1 - batch.response_mask.sum(1, keepdim=True)  # (B, 1)
-    columns = torch.arange(width, device=values.device) + shift
-    return values.take_along_dim(columns.clamp_max(width - 1), 1)
 
 
 class Reference(Protocol):
@@ -179,120 +151,6 @@ class Scorers(Protocol):
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """(B,): the weighted sum."""
-
-
-@console.part("scoring")
-@torch.no_grad()
-def score_rollout(
-    dist: Distributed,
-    config: Ppo,
-    model: ActorCritic,
-    reference: Reference,
-    scorers: Scorers,
-    prompts: Sequence[str],
-    queries: list[Ids],
-    samples: Samples,
-    columns: Columns,
-    minibatches: Sequence[Sequence[int]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: StopTokens,
-    budget: TokenBudget,
-    is_on_policy: bool,
-) -> Rollout:
-    """The rollout of all ranks' samples, without advantages: log-probs, values and scores.
-
-    `queries` are the ids of the `prompts`; all of these are given to all ranks, and each computes its share.
-    Where the policy in training did not sample by itself (`is_on_policy` is False), or not in float32, its
-    log-probs come from a pass of their own: the sampler computes a token at a time and rounds otherwise, and
-    the first ratio would differ from 1. The passes read the micro-batches in which the first epoch will train
-    on these `minibatches`: in bf16 the rows of a pass decide how it rounds.
-
-    Raises:
-        NonFiniteError: on all ranks, if any number is NaN or infinite; the rollout is its `batch`.
-    """
-    responses, lengths = samples.responses, torch.tensor([len(r) for r in samples.responses])
-    shape = (len(queries), config.response_length)
-    recomputes = not is_on_policy or not dist.is_float32
-    ended = torch.tensor([has_ended(response, ends) for response in responses])
-    logprobs, ref_logprobs, values = (torch.zeros(shape) for _ in range(3))
-    last_values = torch.zeros(len(queries))
-    rollout = Rollout(
-        queries=queries,
-        responses=responses,
-        ended=ended,
-        mask=torch.arange(config.response_length) < lengths[:, None],
-        logprobs=logprobs,
-        ref_logprobs=ref_logprobs,
-        values=values,
-        bootstrap_values=last_values,
-        scores=torch.zeros(len(queries)),
-        parts={},
-        importance=torch.ones(shape),
-        advantages=torch.zeros(shape),
-        returns=torch.zeros(shape),
-        pad=tokenizer.pad_token_id,
-        shares_queries=model.shares_queries,
-    )
-
-    def forward(micro: MicroRows) -> None:
-        batch = rollout.batch(micro.groups).to(dist.device)
-        with dist.autocast():
-            ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
-            stats = None
-            if recomputes or isinstance(model.critic, ValueHead):
-                stats, state_values = model(batch, config.temperature)  # (b, r), (b, r + 1)
-            else:
-                state_values = model.values(batch)
-        if not micro.scale:  # a pass that other ranks need
-            return
-        rows, width = micro.rows, ref.shape[1]
-        mask, state_values = batch.mask.cpu(), state_values.float().cpu()
-        ref_logprobs[rows, :width] = ref.float().cpu()
-        values[rows, :width] = torch.where(mask, state_values[:, :-1], 0)
-        last_values[rows] = state_values.gather(1, lengths[rows, None]).squeeze(1)
-        if recomputes and stats is not None:
-            logprobs[rows, :width] = stats.logprobs.float().cpu()
-
-    if not recomputes:  # in float32 the other rows of a pass change a number by rounding alone
-        minibatches = [range(len(queries))]
-    with console.part("reading", len(minibatches), "minibatches") as meter:
-        for minibatch in minibatches:
-            for attempt in dist.attempts(budget):
-                with attempt:
-                    for micro in rollout.split(dist, dist.slice_rows(minibatch), budget):
-                        forward(micro)
-            meter.advance()
-    # each row was read by one rank, and is zero on the others
-    logprobs, ref_logprobs, values, last_values = (
-        dist.sum(x.to(dist.device)).cpu() for x in (logprobs, ref_logprobs, values, last_values)
-    )
-
-    own = dist.shard_rows(range(len(queries)))
-    own_queries, own_responses = [queries[i] for i in own], [responses[i] for i in own]
-    to_score = close_responses(tokenizer, own_responses, ends)
-    own_parts = raise_on_all_ranks(
-        dist,
-        lambda: scorers.parts(
-            Responses.of_ids([prompts[i] for i in own], own_queries, to_score, tokenizer, take(columns, own))
-        ),
-        {"queries": own_queries, "responses": own_responses},
-    )
-    parts: dict[str, Tensor] = interleave(dist.all_gather_object(own_parts))
-    rollout = replace(
-        rollout,
-        logprobs=logprobs if recomputes else pad_rows(samples.logprobs, config.response_length),
-        ref_logprobs=ref_logprobs,
-        values=values,
-        bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
-        scores=scorers.total(parts),
-        parts=parts,
-    )
-    names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")
-    wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]
-    if wrong:
-        raise NonFiniteError(f"a rollout has NaN or infinite {', '.join(wrong)}", vars(rollout))
-    return rollout
 
 
 def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:

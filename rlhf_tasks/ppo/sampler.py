@@ -12,14 +12,13 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.tokenizer import Ids, encode
+from rlhf_tasks.config.ppo import VllmSampler
+from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.models.load import merge_adapter
+from rlhf_tasks.models.lora import merge_adapter
 from rlhf_tasks.models.sampling import BATCH_SIZE, Samples, Share, sample
-from rlhf_tasks.models.stop_tokens import StopTokens, ends_of
 from rlhf_tasks.ppo.losses import importance_weights
 from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics
 from rlhf_tasks.ppo.rollout import Rollout, interleave, pad_rows, raise_on_all_ranks
@@ -29,11 +28,6 @@ from rlhf_tasks.training.distributed import Distributed
 
 T = TypeVar("T")
 MAX_SEED = 2**62  # vLLM adds the number of the sample to a seed, and takes 64 bits
-
-
-def response_ends(config: Ppo, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> StopTokens:
-    """The tokens that end the policy's responses, `ppo.stop_token` among them."""
-    return ends_of(policy, tokenizer, [config.stop_token])
 
 
 class Sampler(Protocol):
@@ -48,7 +42,7 @@ class Sampler(Protocol):
     """Whether the policy in training samples by itself: its log-probs are then exact."""
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
-        """The responses to p_1 … p_n, again p_1 … p_n, and so on, k times; all of them on all ranks.
+        """k responses to each query, all of them on all ranks.
 
         Raises:
             NonFiniteError: if the policy gives no distribution; the queries are its `batch`.
@@ -62,11 +56,11 @@ class Sampler(Protocol):
             VllmError: if the log-probs of a server differ too much from the policy's own.
         """
 
-    def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
-        """A response to each prompt, all of them on all ranks, for an evaluation; errors as in `sample`."""
+    def respond(self, queries: Sequence[Ids], seed: int, update: int) -> list[Ids]:
+        """A response to each query, all of them on all ranks, for an evaluation; errors as in `sample`."""
 
 
-class PolicySampler:
+class LocalSampler:
     """Samples of the policy in training: exact."""
 
     name, is_policy = "the policy", True
@@ -74,57 +68,53 @@ class PolicySampler:
     def __init__(
         self,
         dist: Distributed,
-        config: Ppo,
         policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
         generator: torch.Generator,
+        *,
+        num_samples: int,
+        batch_size: int | None,
+        **how: Any,
     ) -> None:
-        """`generator` is on this rank's device, and has the same state on all ranks."""
-        self._dist, self._config, self._policy, self._generator = dist, config, policy, generator
-        self._tokenizer, self._ends = tokenizer, response_ends(config, policy, tokenizer)
+        """`generator` is on this device, and has the same state on all ranks; `how` is for `sample`."""
+        self._dist, self._policy, self._generator = dist, policy, generator
+        self._num_samples, self._batch_size, self._how = num_samples, batch_size, how
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
-        batch_size = self._config.sampler.batch_size if self._config.sampler.kind == "policy" else None
-        own = self._sample(queries, self._config.samples_per_prompt, self._generator, batch_size)
-        parts = self._dist.all_gather_object((own.responses, own.logprobs))
-        responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
-        return Samples(responses, logprobs)
+        return self._sample(queries, self._num_samples, self._generator, self._batch_size)
 
     def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return rollout, {}
 
-    def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
+    def respond(self, queries: Sequence[Ids], seed: int, update: int) -> list[Ids]:
         generator = torch.Generator(self._dist.device).manual_seed(seed)
-        own = self._sample(encode(self._tokenizer, prompts), 1, generator, BATCH_SIZE).responses
-        responses: list[Ids] = interleave(self._dist.all_gather_object(own))
-        return responses
+        return self._sample(queries, 1, generator, BATCH_SIZE).responses
 
     @torch.no_grad()
     def _sample(
         self, queries: Sequence[Ids], n: int, generator: torch.Generator, batch_size: int | None
     ) -> Samples:
-        """This rank's share of `n` responses to each query."""
-        dist, config, own = self._dist, self._config, self._dist.shard_rows(queries)
+        """`n` responses to each query, of which each rank samples those to its share of the queries."""
+        dist, local = self._dist, self._dist.shard_rows(queries)
 
-        def sample_own() -> Samples:
+        def sample_local() -> Samples:
             with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
                 return sample(
                     policy,
-                    own,
-                    max_new_tokens=config.response_length,
-                    temperature=config.temperature,
-                    ends=self._ends,
-                    pad=self._tokenizer.pad_token_id,
+                    local,
                     generator=generator,
                     batch_size=batch_size,
                     num_samples=n,
                     share=Share(dist.rank, dist.world_size, n * len(queries)),
+                    **self._how,
                 )
 
-        return raise_on_all_ranks(dist, sample_own, {"queries": own})
+        found = raise_on_all_ranks(dist, sample_local, {"queries": local})
+        parts = dist.all_gather_object((found.responses, found.logprobs))
+        responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
+        return Samples(responses, logprobs)
 
 
-class VllmSampler:
+class ServedSampler:
     """Samples of a server that has the policy's weights.
 
     The first rank alone has the server. It gives the others what the server returns, or its failure.
@@ -135,18 +125,17 @@ class VllmSampler:
     def __init__(
         self,
         dist: Distributed,
-        config: Ppo,
+        settings: VllmSampler,
         policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
         generator: torch.Generator,
         server: VllmServer | None,
+        *,
+        num_samples: int,
     ) -> None:
         """`generator`, of the same state on all ranks, draws the requests' seeds."""
-        assert config.sampler.kind == "vllm"
         assert (server is not None) == dist.is_main
-        self._dist, self._config, self._settings = dist, config, config.sampler
-        self._policy, self._tokenizer, self._server = policy, tokenizer, server
-        self._generator = generator
+        self._dist, self._settings, self._policy, self._server = dist, settings, policy, server
+        self._generator, self._num_samples = generator, num_samples
         self._loaded: int | None = None  # the updates that the server's weights have seen
         self._load_seconds = 0.0
         self._logprobs: list[Tensor] = []  # of the last rollout, by the server
@@ -154,7 +143,7 @@ class VllmSampler:
 
     def sample(self, queries: Sequence[Ids], update: int) -> Samples:
         self._load(update)
-        samples = self._sample(queries, self._config.samples_per_prompt, self._generator)
+        samples = self._sample(queries, self._num_samples, self._generator)
         self._logprobs = samples.logprobs
         return samples
 
@@ -176,10 +165,9 @@ class VllmSampler:
         weights = importance_weights(rollout.logprobs, sampler_logprobs, cap)
         return replace(rollout, importance=torch.where(rollout.mask, weights, 0)), metrics
 
-    def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
+    def respond(self, queries: Sequence[Ids], seed: int, update: int) -> list[Ids]:
         self._load(update)
-        queries, generator = encode(self._tokenizer, prompts), torch.Generator().manual_seed(seed)
-        return self._sample(queries, 1, generator).responses
+        return self._sample(queries, 1, torch.Generator().manual_seed(seed)).responses
 
     def _load(self, update: int) -> None:
         """Give the server the policy's weights after `update` updates, unless it has them.

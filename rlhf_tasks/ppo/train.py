@@ -1,8 +1,8 @@
-"""PPO, from the first prompt to the last snapshot, in `train`; its passes with gradients are made in
-`accumulate_gradients`.
+"""PPO, from the first prompt to the last snapshot, in `train`; the passes with gradients are in
+`accumulate_gradients` and below it.
 
 The arithmetic is in `rewards`, `advantages`, `losses` and `kl`, all pure functions. State changes only here,
-in `state` and in `evaluate`.
+in `state` and in `evaluate`; `reporting` tells people what an update has done.
 
 Forward passes of each row in an update of the shipped params.yaml, in float32, beside sampling: 7.
 
@@ -10,7 +10,7 @@ Forward passes of each row in an update of the shipped params.yaml, in float32, 
     scoring    3: reference, critic and reward model. The policy makes one more in bf16, with a shared critic,
                and where vLLM sampled: elsewhere the sampler's own log-probs are exact
     training   4: policy and critic, forward and backward, in each of 2 epochs; 4 optimizer steps an epoch
-    also       with k samples a prompt is read once for all of them in each pass (`Rollout.groups`);
+    also       with k samples a prompt is read once for all of them in each pass (`Rollout.split`);
                with `kl_penalty` one of the policy after the epochs; with `ptx` one of its rows in each step;
                evaluations. The backward pass makes the logits again, and with `gradient_checkpointing` all
                layers
@@ -22,30 +22,27 @@ b rows of a micro-batch · r its longest response. A tensor's row starts with th
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Ppo
-from rlhf_tasks.config.ppo import CriticWarmup
-from rlhf_tasks.data.columns import Columns, take
-from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import TokenScores, num_bytes
+from rlhf_tasks.config.ppo import CriticWarmup, SeparateCritic, ValueLoss
+from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.models.heads import TokenScores, ValueHead
+from rlhf_tasks.models.load import num_bytes
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
-from rlhf_tasks.models.stop_tokens import StopTokens
+from rlhf_tasks.models.sampling import Samples
+from rlhf_tasks.models.stop_tokens import close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
-from rlhf_tasks.ppo.advantages import Estimator, group_deviations, response_returns
-from rlhf_tasks.ppo.evaluate import Evaluator
-from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
+from rlhf_tasks.ppo.advantages import group_deviations, response_returns
+from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
-from rlhf_tasks.ppo.losses import MicroBatch, PolicyLoss, merge_metrics, token_weights, value_loss
+from rlhf_tasks.ppo.losses import MicroBatch, merge_metrics, token_weights, value_loss
 from rlhf_tasks.ppo.metrics import (
     Metrics,
     TokenSums,
@@ -55,449 +52,413 @@ from rlhf_tasks.ppo.metrics import (
     ratio_sums,
     response_metrics,
 )
-from rlhf_tasks.ppo.rewards import token_rewards, truncated_scores
-from rlhf_tasks.ppo.rollout import (
-    NoCritic,
-    Rollout,
-    Scorers,
-    score_rollout,
-)
-from rlhf_tasks.ppo.state import TrainState, handle_trips, keep_rollback_target, write_fault
-from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.ppo.reporting import report_start, report_update, report_warmup
+from rlhf_tasks.ppo.rewards import bootstrap_values, token_rewards, truncated_scores
+from rlhf_tasks.ppo.rollout import Prompts, Rollout, interleave, pad_rows, raise_on_all_ranks
+from rlhf_tasks.ppo.state import PpoState, Setup, handle_trips, stop_at_non_finite
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.checkpoint import Checkpoint
-from rlhf_tasks.training.distributed import Distributed, MicroRows
+from rlhf_tasks.training.distributed import MicroRows
 from rlhf_tasks.training.optim import learning_rate, reset_moments, set_learning_rate
-from rlhf_tasks.training.supervised import LanguageModeling, budget_metrics
-
-SHOWN = {"score": "objective/scores", "kl": "objective/kl", "clipfrac": "policy/clipfrac_avg"}
-"""Metrics beside the progress bar; a loss of one's own may have no clip."""
+from rlhf_tasks.training.supervised import budget_metrics
 
 
-def train(
-    dist: Distributed,
-    config: Ppo,
-    state: TrainState,
-    *,
-    queries: Sequence[Ids],
-    prompts: Sequence[str],
-    columns: Columns,
-    scorers: Scorers,
-    loss: PolicyLoss,
-    estimator: Estimator,
-    evaluator: Evaluator,
-    ptx: LanguageModeling | None,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: StopTokens,
-    tracker: Tracker,
-    snapshots: Checkpoint,
-    faults: Path,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[Metrics]:
+def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
     """Train to the end; each update's metrics are yielded when all of it is done, snapshot included.
 
-    It is a generator: nothing happens until somebody iterates. `queries` are the ids of the `prompts`, whose
-    rows have the `columns`; `ptx` is PPO-ptx's text, or None without it. After NaN or infinity the batch that
-    it came from is saved below `faults`.
+    It is a generator: nothing happens until somebody iterates.
 
     Raises:
         GuardTripped: a guard stopped the training.
     """
-    num_updates, batch_size = config.total_episodes // config.rollout_batch_size, config.rollout_batch_size
+    dist, config, tracker, snapshots = setup.dist, setup.config, setup.tracker, setup.snapshots
+    num_updates, batch_size = setup.num_updates, config.rollout_batch_size
     num_prompts, num_samples = batch_size // config.samples_per_prompt, config.samples_per_prompt  # n, k
-    actor_critic = state.actor_critic
-    has_critic = not isinstance(actor_critic.critic, NoCritic)
-    warmup: CriticWarmup | None = getattr(config.critic, "warmup", None)
+    warmup = config.critic.warmup if isinstance(config.critic, SeparateCritic) else None
     kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
-    selected_at = selection_updates(config.num_selections, num_updates)
-    shown_at = sample_updates(config.num_sample_generations, num_updates)
-    kept_at = {max(1, update) for update in shown_at}  # the first rollout is that of the policy at the start
+    shuffle = partial(shuffle_minibatches, batch_size, config.num_mini_batches, num_samples, state.order_rng)
 
-    with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
+    with (
+        console.progress("ppo", config.total_episodes, unit="episodes") as bar,
+        stop_at_non_finite(setup, state),
+    ):
         # A run that was stopped goes on after its last snapshot, to the same bytes.
-        snapshots.reserve(num_bytes(actor_critic.policy), state.num_bytes)
-        snapshot = snapshots.load()
-        if snapshot is not None:
+        snapshots.reserve(num_bytes(state.actor_critic.policy), state.num_bytes)
+        if (snapshot := snapshots.load()) is not None:
             state.load_state_dict(dist, snapshot)
             tracker.load_state_dict(snapshot["tracker"])
             bar.skip(state.update * batch_size)
             del snapshot
-        num_shown = state.update
 
         while state.update < num_updates:
-            try:
-                # 0. Evaluate the SFT policy first: training must improve on it.
-                if not state.was_evaluated:
-                    state.metrics = _evaluate(
-                        dist, state, evaluator, tracker, select=True, show=0 in shown_at
-                    )
-                    warn_of_endless(config, state.metrics.get("eval/ended", 1.0))
-                    if state.guards is not None:
-                        state.guards.begin(state.metrics.get("eval/ended", 0.0))
-                    state.was_evaluated = True
-                    keep_rollback_target(dist, state)
+            # 0. Evaluate the SFT policy first: training must improve on it.
+            if not state.was_evaluated:
+                report_start(setup, state)
 
-                # 1. At first the critic may train alone, at a constant rate (arXiv 2307.04964, section
-                # 5.3.4). Then the learning rate follows its schedule.
-                start = clock()
-                is_warmup = warmup is not None and not _is_warm(warmup, state.warmup_losses)
-                rate = config.learning_rate
-                if not is_warmup:
-                    rate = learning_rate(config, state.update, num_updates)
-                if not is_warmup and state.update == 0 and state.warmup_losses:
-                    # data parallelism has given the policy gradients of zero: counted as steps they would
-                    # make its first real ones too small, or too large where the moments are slow
-                    reset_moments(state.optimizer, state.num_policy_groups)
-                    bar.restart_speed()  # a warm-up has taken time, and none of the episodes
-                set_learning_rate(state.optimizer, rate)
+            # 1. At first the critic may train alone, at a constant rate (arXiv 2307.04964, section 5.3.4).
+            # Then the learning rate follows its schedule.
+            start = setup.clock()
+            is_warmup = warmup is not None and not _is_warm(warmup, state.warmup_losses)
+            rate = config.learning_rate if is_warmup else learning_rate(config, state.update, num_updates)
+            if not is_warmup and state.update == 0 and state.warmup_losses:
+                # data parallelism has given the policy gradients of zero: counted as steps they would make
+                # its first real ones too small, or too large where the moments are slow
+                reset_moments(state.optimizer, state.num_policy_groups)
+                bar.restart_speed()  # a warm-up has taken time, and none of the episodes
+            set_learning_rate(state.optimizer, rate)
 
-                # 2. Responses: k to each of n prompts, in the order p_1 … p_n, again p_1 … p_n, and so on.
-                rows = state.prompt_order.take(num_prompts)
-                samples = state.sampler.sample([queries[i] for i in rows], state.update)
-                rows = rows * num_samples
-                generated = clock()
+            # 2. Responses: k to each of n prompts, in the order of `Samples`.
+            prompts = setup.prompts.take(state.prompt_order.take(num_prompts))
+            samples = state.sampler.sample(prompts.queries, state.update)
+            prompts = prompts.repeat(num_samples)
+            generated = setup.clock()
 
-                # 3. Scores, log-probs of policy and reference, and the critic's values. They are computed in
-                # the micro-batches of the first epoch, so that its ratios start at exactly 1 in bf16 too.
-                minibatches = shuffle_minibatches(config, state.order_rng)
-                rollout = score_rollout(
-                    dist,
-                    config,
-                    actor_critic,
-                    state.reference,
-                    scorers,
-                    [prompts[i] for i in rows],
-                    [queries[i] for i in rows],
-                    samples,
-                    take(columns, rows),
-                    minibatches,
-                    tokenizer=tokenizer,
-                    ends=ends,
-                    budget=state.budget,
-                    is_on_policy=state.sampler.is_policy,
+            # 3. Scores, log-probs of policy and reference, and the critic's values. They are computed in the
+            # micro-batches of the first epoch, so that its ratios start at exactly 1 in bf16 too.
+            minibatches = shuffle()
+            rollout = score_rollout(setup, state, prompts, samples, minibatches)
+            rollout, sampler_metrics = state.sampler.correct(rollout)
+            mask = rollout.mask  # (B, R)
+            scored = setup.clock()
+
+            # 4. Scores become token rewards: scaled, under the rule for responses without an end, and on the
+            # last token. The KL penalty from the reference is on every token: r_t = −kl_coef · kl_t
+            # (+ score). Two other KLs, of `kl_penalty` and `target_kl`, are from the rollout's policy.
+            scores = truncated_scores(
+                state.score_scaler(rollout.scores),
+                rollout.ended,
+                config.truncation.kind,
+                missing_eos_score=config.missing_eos_score,
+            )  # (B,)
+            kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
+            reward_kl_coef = state.kl_coef if config.kl.kind == "in_reward" else 0.0
+            rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B, R)
+            if config.whiten_rewards:
+                rewards = whiten(rewards, mask, shift_mean=False)
+
+            # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks: the moments are
+            # those of the whole batch, so that they do not depend on its cut into minibatches.
+            advantages, returns = setup.estimator(rewards, rollout, config)
+            if config.whiten_advantages:
+                advantages = whiten(advantages, mask)
+            if config.advantage_clip is not None:
+                advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+            rollout_metrics = objective_metrics(
+                rollout,
+                # γ·V of a response without an end: instead of its score (bootstrap) or beside it
+                # (bootstrap_add)
+                scores + config.gamma * rollout.bootstrap_values,
+                kl,
+                kl_coef=state.kl_coef,
+                reward_kl_coef=reward_kl_coef,
+            )
+            rollout_metrics |= response_metrics(rollout)
+            if config.critic is not None:
+                explained = explained_variance(returns, rollout.values, mask)
+                rollout_metrics["val/explained_variance"] = explained
+            elif num_samples > 1:
+                deviations = group_deviations(response_returns(rewards, mask), num_samples)
+                rollout_metrics["val/group_deviation"] = float(deviations.mean())
+            rollout = replace(rollout, advantages=advantages, returns=returns)
+            require_finite(rollout_metrics, rollout)
+
+            # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
+            steps, grad_norms, num_epochs = list[TokenSums](), list[float](), 0
+            num_steps = config.num_ppo_epochs * config.num_mini_batches
+            with console.part("epochs", num_steps, "steps") as meter:
+                while num_epochs < config.num_ppo_epochs:
+                    if num_epochs:
+                        minibatches = shuffle()
+                    for rows in minibatches:
+                        # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
+                        ptx_rows = state.ptx.take(len(rows)) if state.ptx and not is_warmup else []
+                        steps.append(accumulate_gradients(setup, state, rollout, rows, ptx_rows, is_warmup))
+
+                        # 8. The optimizer step, with the norm of the gradient clipped.
+                        grad_norms.append(take_step(setup, state, rollout, rows))
+                        meter.advance()
+                    num_epochs += 1
+                    # Early stopping: no more epochs once the policy is too far from the rollout's.
+                    if is_too_far(setup, steps):
+                        break
+
+            # 9. What the epochs have measured, in means over the tokens of all minibatches.
+            metrics = ratio_metrics(
+                TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
+            )
+            metrics |= {
+                "train/grad_norm": sum(grad_norms) / len(grad_norms),
+                "train/num_epochs": num_epochs,
+            } | budget_metrics(state.budget)
+            # The coefficient of KL(π_old ‖ π) follows what the epochs have moved: PPO's section 4.
+            if config.kl_penalty is not None and not is_warmup:
+                divergence = measure_divergence(setup, state, rollout)
+                metrics["policy/penalty_beta"] = state.penalty_beta
+                metrics["policy/penalty_kl_avg"] = divergence
+                state.penalty_beta = adapt_penalty(state.penalty_beta, divergence, config.kl_penalty.target)
+            require_finite(metrics, rollout)
+            trips: list[GuardTrip] = []
+            if warmup is not None and is_warmup:
+                state.warmup_losses.append(metrics["loss/value_avg"])
+                metrics = report_warmup(setup, state, warmup, rollout_metrics)
+            else:
+                # 10. The update is done: kl_coef adapts, and the reference may follow the policy.
+                state.update += 1
+                state.kl_coef = adapt_kl_coef(
+                    state.kl_coef, rollout_metrics["objective/kl_k1"], batch_size, config.adaptive_kl
                 )
-                rollout, sampler_metrics = state.sampler.correct(rollout)
-                mask = rollout.mask  # (B, R)
-                scored = clock()
+                sync, moving = config.reference_sync, state.moving_reference
+                if sync is not None and moving is not None and state.update % sync.every == 0:
+                    sharding.move_toward(moving.model, state.actor_critic.policy, sync.alpha)
 
-                # 4. Scores become token rewards: scaled, under the rule for responses without an end, and
-                # on the last token. The KL penalty from the reference is on every token: r_t = −kl_coef ·
-                # kl_t (+ score). Two other KLs, of `kl_penalty` and `target_kl`, are from the rollout's
-                # policy.
-                scores = truncated_scores(
-                    state.score_scaler(rollout.scores),
-                    rollout.ended,
-                    config.truncation.kind,
-                    missing_eos_score=config.missing_eos_score,
-                )  # (B,)
-                kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
-                reward_kl_coef = state.kl_coef if config.kl.kind == "in_reward" else 0.0
-                rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B, R)
-                if config.whiten_rewards:
-                    rewards = whiten(rewards, mask, shift_mean=False)
+                # 11. Metrics, an evaluation and samples when they are due, and what the guards say of them.
+                end = setup.clock()
+                metrics = merge_metrics(metrics, rollout_metrics) | sampler_metrics
+                metrics |= {
+                    "time/generate_seconds": generated - start,
+                    "time/score_seconds": scored - generated,
+                    "time/train_seconds": end - scored,
+                    "time/tokens_per_second": metrics["val/response_length"] * batch_size / (end - start),
+                    "eps": batch_size / (end - start),
+                    "episode": float(state.update * batch_size),
+                    "lr": rate,
+                }
+                trips = report_update(setup, state, rollout, prompts, kl, metrics, bar)
 
-                # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks: the moments
-                # are those of the whole batch, so that they do not depend on its cut into minibatches.
-                advantages, returns = estimator(rewards, rollout, config)
-                if config.whiten_advantages:
-                    advantages = whiten(advantages, mask)
-                if config.advantage_clip is not None:
-                    advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-                rollout_metrics = objective_metrics(
-                    rollout,
-                    # γ·V of a response without an end: instead of its score (bootstrap) or beside it
-                    # (bootstrap_add)
-                    scores + config.gamma * rollout.bootstrap_values,
-                    kl,
-                    kl_coef=state.kl_coef,
-                    reward_kl_coef=reward_kl_coef,
-                )
-                rollout_metrics |= response_metrics(rollout)
-                if has_critic:
-                    rollout_metrics["val/explained_variance"] = explained_variance(
-                        returns, rollout.values, mask
-                    )
-                elif num_samples > 1:
-                    deviations = group_deviations(response_returns(rewards, mask), num_samples)
-                    rollout_metrics["val/group_deviation"] = float(deviations.mean())
-                rollout = replace(rollout, advantages=advantages, returns=returns)
-                require_finite(rollout_metrics, rollout)
-
-                # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
-                steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
-                num_epochs = 0
-                num_steps = config.num_ppo_epochs * config.num_mini_batches
-                with console.part("epochs", num_steps, "steps") as meter:
-                    while num_epochs < config.num_ppo_epochs:
-                        if num_epochs:
-                            minibatches = shuffle_minibatches(config, state.order_rng)
-                        for mini in minibatches:
-                            ptx_rows = state.ptx.take(len(mini)) if state.ptx and not is_warmup else []
-
-                            # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
-                            sums, ptx_sums = accumulate_gradients(
-                                dist, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
-                            )
-
-                            # 8. The optimizer step, with the norm of the gradient clipped.
-                            try:
-                                norm = dist.step(state.wrapped, state.optimizer, config.max_grad_norm)
-                            except NonFiniteError as error:
-                                error.batch = vars(rollout) | {"rows": mini}
-                                raise
-                            meter.advance()
-                            grad_norms.append(norm)
-                            steps.append(sums)
-                            ptx_steps += [ptx_sums] if ptx_rows else []
-                        num_epochs += 1
-                        # Early stopping: no more epochs once the policy is too far from the rollout's.
-                        if config.target_kl is not None:
-                            last_epoch = TokenSums.means(steps[-config.num_mini_batches :], dist.sum)
-                            if last_epoch["policy/approxkl_avg"] > config.target_kl:
-                                break
-
-                # 9. What the epochs have measured, in means over the tokens of all minibatches.
-                epoch_metrics = ratio_metrics(
-                    TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
-                )
-                if ptx_steps:
-                    epoch_metrics |= TokenSums.means(ptx_steps, dist.sum)
-                epoch_metrics |= {
-                    "train/grad_norm": sum(grad_norms) / len(grad_norms),
-                    "train/num_epochs": num_epochs,
-                } | budget_metrics(state.budget)
-                # The coefficient of KL(π_old ‖ π) follows what the epochs have moved: PPO's section 4.
-                if config.kl_penalty is not None and not is_warmup:
-                    divergence = _divergence(dist, config, state, rollout)
-                    epoch_metrics |= {
-                        "policy/penalty_beta": state.penalty_beta,
-                        "policy/penalty_kl_avg": divergence,
-                    }
-                    state.penalty_beta = adapt_penalty(
-                        state.penalty_beta, divergence, config.kl_penalty.target
-                    )
-                require_finite(epoch_metrics, rollout)
-                trips: list[GuardTrip] = []
-                if warmup is not None and is_warmup:  # which has an axis of its own
-                    state.warmup_losses.append(epoch_metrics["loss/value_avg"])
-                    metrics = {
-                        "warmup/value_loss": epoch_metrics["loss/value_avg"],
-                        "warmup/explained_variance": rollout_metrics["val/explained_variance"],
-                    }
-                    tracker.metrics(metrics, step=len(state.warmup_losses) * batch_size)
-                    console.say(
-                        f"ppo: the critic warms up, update {len(state.warmup_losses)} of at most "
-                        f"{warmup.max_updates}: value loss {state.warmup_losses[-1]:.4g}"
-                    )
-                else:
-                    # 10. The update is done: kl_coef adapts, and the reference may follow the policy.
-                    state.update += 1
-                    state.kl_coef = adapt_kl_coef(
-                        state.kl_coef, rollout_metrics["objective/kl_k1"], batch_size, config.adaptive_kl
-                    )
-                    sync = config.reference_sync
-                    if sync is not None and state.update % sync.every == 0:
-                        assert state.moving_reference is not None
-                        sharding.move_toward(state.moving_reference.model, actor_critic.policy, sync.alpha)
-
-                    # 11. Metrics, an evaluation and samples when they are due, and the guards. The axis
-                    # counts undone episodes too, so that a roll back overwrites no point of a curve. Rollouts
-                    # are kept beside samples, and where a guard trips for the first time.
-                    end = clock()
-                    metrics = merge_metrics(epoch_metrics, rollout_metrics) | sampler_metrics
-                    metrics |= {
-                        "time/generate_seconds": generated - start,
-                        "time/score_seconds": scored - generated,
-                        "time/train_seconds": end - scored,
-                        "time/tokens_per_second": metrics["val/response_length"] * batch_size / (end - start),
-                        "eps": batch_size / (end - start),
-                        "episode": float(state.update * batch_size + state.undone_episodes),
-                        "lr": rate,
-                    }
-                    state.metrics = metrics
-                    tracker.metrics(metrics, step=int(metrics["episode"]))
-                    state.metrics = metrics | _evaluate(
-                        dist,
-                        state,
-                        evaluator,
-                        tracker,
-                        select=state.update in selected_at,
-                        show=state.update in shown_at,
-                    )
-                    bar.advance(
-                        batch_size, **{key: metrics[name] for key, name in SHOWN.items() if name in metrics}
-                    )
-                    num_shown = state.update
-                    if state.guards is not None:
-                        trips = state.guards.check(state.metrics)
-                    known = {trip["guard"] for trip in state.trips}
-                    if state.update in kept_at or any(trip.name not in known for trip in trips):
-                        kept = evaluator.rollout_rows(
-                            state.evaluation,
-                            rollout,
-                            [prompts[i] for i in rows],
-                            kl,
-                            episode=int(metrics["episode"]),
-                            update=state.update,
-                        )
-                        state.rollouts += kept
-                        tracker.table("rollouts", kept)
-            except NonFiniteError as error:  # on all ranks; what it came from is written out
-                metrics, trips = {}, [write_fault(dist, state, error, faults)]
-            state.num_rollouts += 1
-
-            # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
-            if not handle_trips(dist, config, state, trips, tracker):
-                keep_rollback_target(dist, state)
-            if state.update < num_shown:  # what was undone is to be done again
-                bar.skip((state.update - num_shown) * batch_size)
-                num_shown = state.update
+            # 12. A trip of a guard warns, raises kl_coef or stops.
+            handle_trips(setup, state, trips)
 
             # 13. A snapshot, when one is due.
             if snapshots.due():
                 snapshots.save(state.num_rollouts, state.state_dict(dist) | {"tracker": tracker.state_dict()})
-            if metrics:
-                yield metrics
+            yield metrics
 
 
-def shuffle_minibatches(config: Ppo, generator: torch.Generator) -> list[list[int]]:
+@console.part("scoring")
+@torch.no_grad()
+def score_rollout(
+    setup: Setup, state: PpoState, prompts: Prompts, samples: Samples, minibatches: Sequence[Sequence[int]]
+) -> Rollout:
+    """The rollout of all ranks' samples, without advantages: log-probs, values and scores.
+
+    All ranks have all of the `prompts`, one for each sample, and each computes its share.
+    Where the policy in training did not sample by itself, or not in float32, its log-probs come from a pass
+    of their own: the sampler computes a token at a time and rounds otherwise, and the first ratio would
+    differ from 1. The passes read the micro-batches in which the first epoch will train on these
+    `minibatches`: in bf16 the rows of a pass decide how it rounds.
+
+    Raises:
+        NonFiniteError: on all ranks, if any number is NaN or infinite; the rollout is its `batch`.
+    """
+    dist, config, model, tokenizer = setup.dist, setup.config, state.actor_critic, setup.tokenizer
+    responses, lengths = samples.responses, torch.tensor([len(r) for r in samples.responses])
+    shape = (len(prompts), config.response_length)
+    recomputes = not state.sampler.is_policy or not dist.is_float32
+    ended = torch.tensor([has_ended(response, setup.ends) for response in responses])
+    rollout = Rollout(
+        queries=prompts.queries,
+        responses=responses,
+        ended=ended,
+        mask=torch.arange(config.response_length) < lengths[:, None],
+        logprobs=torch.zeros(shape),
+        ref_logprobs=torch.zeros(shape),
+        values=torch.zeros(shape),
+        bootstrap_values=torch.zeros(len(prompts)),
+        scores=torch.zeros(len(prompts)),
+        parts={},
+        importance=torch.ones(shape),
+        advantages=torch.zeros(shape),
+        returns=torch.zeros(shape),
+        pad=tokenizer.pad_token_id,
+        shares_queries=model.shares_queries,
+    )
+
+    def compute(batch: Batch) -> list[Tensor]:
+        ref_logprobs = state.reference.logprobs(batch, config.temperature)  # (b, r), r their longest
+        if not recomputes and not isinstance(model.critic, ValueHead):
+            return [ref_logprobs, model.values(batch)]  # (b, r + 1)
+        stats, values = model(batch, config.temperature)
+        return [ref_logprobs, values, stats.logprobs][: len(computed)]
+
+    if not recomputes:  # in float32 the other rows of a pass change a number by rounding alone
+        minibatches = [range(len(prompts))]
+    # the reference's log-probs, values, with that of the last state, and the policy's log-probs if need be
+    widths = (shape[1], shape[1] + 1, shape[1])[: 2 + recomputes]
+    computed = [torch.zeros(len(prompts), width) for width in widths]
+    with console.part("reading", len(minibatches), "minibatches") as meter:
+        for rows in minibatches:
+            rollout.read(dist, dist.slice_rows(rows), state.budget, compute, computed)
+            meter.advance()
+    # each row was read by one rank, and is zero on the others
+    ref_logprobs, values, *own_logprobs = (dist.sum(x.to(dist.device)).cpu() for x in computed)
+    last_values = values.gather(1, lengths[:, None]).squeeze(1)
+
+    local = dist.shard_rows(range(len(prompts)))
+    local_prompts, local_responses = prompts.take(local), [responses[i] for i in local]
+    to_score = local_prompts.responses(close_responses(tokenizer, local_responses, setup.ends), tokenizer)
+    local_parts = raise_on_all_ranks(
+        dist,
+        lambda: setup.scorers.parts(to_score),
+        {"queries": local_prompts.queries, "responses": local_responses},
+    )
+    parts: dict[str, Tensor] = interleave(dist.all_gather_object(local_parts))
+    rollout = replace(
+        rollout,
+        logprobs=own_logprobs[0] if recomputes else pad_rows(samples.logprobs, config.response_length),
+        ref_logprobs=ref_logprobs,
+        values=torch.where(rollout.mask, values[:, :-1], 0),
+        bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
+        scores=setup.scorers.total(parts),
+        parts=parts,
+    )
+    names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")
+    wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]
+    if wrong:
+        raise NonFiniteError(f"a rollout has NaN or infinite {', '.join(wrong)}", vars(rollout))
+    return rollout
+
+
+def shuffle_minibatches(
+    batch_size: int, num_mini_batches: int, num_samples: int, generator: torch.Generator
+) -> list[list[int]]:
     """The rows of each minibatch of an epoch, of all ranks.
 
     The k responses to a prompt stay together, where a minibatch is a multiple of k, and the models read it
     once.
     """
-    batch_size, size = config.rollout_batch_size, config.rollout_batch_size // config.num_mini_batches
-    num_prompts = batch_size // config.samples_per_prompt
+    num_prompts, size = batch_size // num_samples, batch_size // num_mini_batches
     shuffled: list[int] = torch.randperm(num_prompts, generator=generator).tolist()
     order = [row for p in shuffled for row in range(p, batch_size, num_prompts)]
     return [order[first : first + size] for first in range(0, batch_size, size)]
 
 
 def accumulate_gradients(
-    dist: Distributed,
-    config: Ppo,
-    state: TrainState,
+    setup: Setup,
+    state: PpoState,
     rollout: Rollout,
     rows: Sequence[int],
-    loss: PolicyLoss,
-    ptx: LanguageModeling | None,
     ptx_rows: Sequence[int],
     is_warmup: bool,
-) -> tuple[TokenSums, TokenSums]:
+) -> TokenSums:
     """Add the gradients of one minibatch, micro-batch by micro-batch; returns the metrics' sums.
 
-    `rows` are the minibatch's rows of the `rollout`, of all ranks; `ptx_rows` are those of PPO-ptx's text,
-    whose sums are the second result.
+    `rows` are the minibatch's rows of the `rollout`, of all ranks; `ptx_rows` are those of PPO-ptx's text.
     """
+    dist = setup.dist
     # A token's weight is that in the loss of the whole minibatch, of all ranks: so the sum over micro-batches
     # is the same, however they are cut.
     weights = torch.zeros(rollout.mask.shape)  # (B, R)
-    weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
-    own_rows, own_ptx_rows = dist.slice_rows(rows), dist.shard_rows(ptx_rows)
+    weights[list(rows)] = token_weights(rollout.mask[list(rows)], setup.config.loss_reduction)
     for attempt in dist.attempts(state.budget, state.optimizer):
         with attempt:
-            sums, ptx_sums = TokenSums(), TokenSums()  # what a failed attempt has added counts nowhere
-            work: list[tuple[Rollout | LanguageModeling, MicroRows]]
-            work = [(rollout, micro) for micro in rollout.split(dist, own_rows, state.budget)]
-            if ptx is not None and ptx_rows:
-                sizes = [ptx.sizes[i] for i in own_ptx_rows]
-                parts = dist.split(sizes, [[i] for i in own_ptx_rows], state.budget)
-                work += [(ptx, micro) for micro in parts]
-            for source, micro in dist.passes(state.wrapped, work):
-                # the loss has no name: it would keep a failed attempt's graph in memory beside the next one's
-                dist.backward(
-                    state.wrapped,
-                    ppo_loss(dist, config, state, source, micro, weights, loss, is_warmup, sums)
-                    if isinstance(source, Rollout)
-                    else ptx_loss(dist, config, state, source, micro, source.num_targets(ptx_rows), ptx_sums),
-                )
-    return sums, ptx_sums
+            # What a failed attempt has added counts nowhere, and its graph is dropped.
+            sums, loss = TokenSums(), torch.empty(0)
+            # The responses to a prompt are side by side, and stay on one rank, whose models read it once.
+            work = [
+                ppo_losses(setup, state, rollout, micro, weights, is_warmup)
+                for micro in rollout.split(dist, dist.slice_rows(rows), state.budget)
+            ]
+            if setup.ptx is not None and ptx_rows:
+                # Nothing belongs together here: of rows in the order of a shuffle, a rank gets every n-th.
+                local, num_tokens = dist.shard_rows(ptx_rows), setup.ptx.num_targets(ptx_rows)
+                parts = dist.split([setup.ptx.sizes[i] for i in local], [[i] for i in local], state.budget)
+                work += [ptx_losses(setup, state, micro, num_tokens) for micro in parts]
+            for losses in dist.passes(state.wrapped, work):
+                for loss, part in losses:
+                    sums.update(part)
+                    if loss.requires_grad:  # the policy's alone has none while the critic warms up
+                        dist.backward(state.wrapped, loss)
+    return sums
 
 
-def ppo_loss(
-    dist: Distributed,
-    config: Ppo,
-    state: TrainState,
-    rollout: Rollout,
-    micro: MicroRows,
-    weights: Tensor,
-    loss: PolicyLoss,
-    is_warmup: bool,
-    sums: TokenSums,
-) -> Tensor:
-    """The loss of a micro-batch of the rollout, whose metrics are added to `sums`; `weights` are (B, R).
+def ppo_losses(
+    setup: Setup, state: PpoState, rollout: Rollout, micro: MicroRows, weights: Tensor, is_warmup: bool
+) -> Iterator[tuple[Tensor, TokenSums]]:
+    """The loss of a micro-batch and its metrics' sums; `weights` are (B, R).
 
-    A critic with a pass of its own has the only loss that is returned: the policy's gradient is added here.
+    There are two losses, the policy's and the critic's, where nothing wraps the two models: the gradient of
+    the first is taken, and the policy's activations are freed, before the critic's pass is made. DDP, ZeRO
+    and FSDP2 want one pass of all weights.
     """
-    batch, has_own_pass = rollout.batch(micro.groups).to(dist.device), critic_has_own_pass(dist, state)
-    # The forward pass: log-probs and entropies of the response tokens, and values of their states.
-    with dist.autocast():
-        stats, values = state.wrapped(
-            batch, config.temperature, entropy_grad=config.entropy_coef > 0, with_values=not has_own_pass
-        )  # (b, r) each, and (b, r + 1) or None
-    # The policy's loss: the clipped surrogate, or a function of the user's, with its penalties.
+    dist, config = setup.dist, setup.config
+    batch = rollout.batch(micro.groups).to(dist.device)
     old = rollout.select(micro.rows, batch.num_response_columns, dist.device)  # what the rollout recorded
     weight = micro.scale * weights[micro.rows, : batch.num_response_columns].to(dist.device)  # (b, r)
-    losses, metrics = policy_losses(stats, old, config, loss, state)  # (b, r)
-    if is_warmup:  # 0 and not left out: under data parallelism every weight needs a gradient
-        losses = 0 * losses
-    total = (weight * losses).sum()
-    # A critic apart: the policy's graph is freed before the critic's is made.
-    if has_own_pass:
-        if not is_warmup:
-            dist.backward(state.wrapped, total)
+    splits = critic_has_own_pass(setup, state)
+
+    def policy_loss() -> tuple[Tensor, TokenSums]:
+        # The forward pass: log-probs and entropies of the response tokens, and values of their states.
         with dist.autocast():
-            values = state.actor_critic.values(batch)
-        total = torch.zeros((), device=dist.device)
-    if config.critic is not None:
-        value, is_clipped = value_loss(
-            values[:, :-1], old.values, old.returns, config.critic.cliprange_value
-        )  # (b, r)
-        metrics |= {"loss/value_avg": value, "val/clipfrac_avg": is_clipped}
-        total = total + config.critic.vf_coef * (weight * value.where(old.mask, 0)).sum()
-    sums.add(metrics, old.mask, micro.scale)
-    sums.count_padding(batch.is_real, micro.scale)
-    return total
+            stats, values = state.wrapped(
+                batch, config.temperature, entropy_grad=config.entropy_coef > 0, with_values=not splits
+            )  # (b, r) each, and (b, r + 1) or None
+        # The policy's loss: the clipped surrogate, or a function of the user's, with its penalties.
+        losses, metrics = policy_losses(setup, state, stats, old)  # (b, r)
+        if is_warmup:  # under data parallelism every weight needs a gradient, if one of zero
+            losses = losses.detach() if splits else 0 * losses
+        total, sums = (weight * losses).sum(), TokenSums()
+        if config.critic is not None and not splits:
+            loss, of_critic = critic_loss(config.critic, values, old, weight)
+            total, metrics = total + loss, metrics | of_critic
+        sums.add(metrics, old.mask, micro.scale)
+        sums.count_padding(batch.is_real, micro.scale)
+        return total, sums
+
+    yield policy_loss()
+    if config.critic is not None and splits:
+        with dist.autocast():
+            values = state.actor_critic.values(batch)  # (b, r + 1)
+        loss, metrics = critic_loss(config.critic, values, old, weight)
+        sums = TokenSums()
+        sums.add(metrics, old.mask, micro.scale)
+        yield loss, sums
 
 
-def ptx_loss(
-    dist: Distributed,
-    config: Ppo,
-    state: TrainState,
-    ptx: LanguageModeling,
-    micro: MicroRows,
-    num_tokens: float,
-    sums: TokenSums,
-) -> Tensor:
+def critic_has_own_pass(setup: Setup, state: PpoState) -> bool:
+    """Whether the critic has a pass of its own: it is a model of its own, and nothing wraps the two."""
+    is_wrapped = state.wrapped is not state.actor_critic or setup.dist.shards
+    return isinstance(state.actor_critic.critic, TokenScores) and not is_wrapped
+
+
+def critic_loss(
+    settings: ValueLoss, values: Tensor, old: MicroBatch, weight: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's part of the loss, of (b, r + 1) values, and its metrics, (b, r) each."""
+    value, is_clipped = value_loss(
+        values[:, :-1], old.values, old.returns, settings.cliprange_value
+    )  # (b, r)
+    metrics = {"loss/value_avg": value, "val/clipfrac_avg": is_clipped}
+    return settings.vf_coef * (weight * value.where(old.mask, 0)).sum(), metrics
+
+
+def ptx_losses(
+    setup: Setup, state: PpoState, micro: MicroRows, num_tokens: float
+) -> Iterator[tuple[Tensor, TokenSums]]:
     """PPO-ptx: the mean −log p of other text (Ouyang et al. 2022, eq. 2), over the minibatch's tokens."""
+    dist, config = setup.dist, setup.config
+    assert setup.ptx is not None
     assert config.ptx is not None
-    batch, has_own_pass = ptx.batch(micro.rows).to(dist.device), critic_has_own_pass(dist, state)
+    batch = setup.ptx.batch(micro.rows).to(dist.device)
     with dist.autocast():  # at temperature 1: this text was not sampled
         stats, values = state.wrapped(
-            batch, 1.0, entropy_grad=config.entropy_coef > 0, with_values=not has_own_pass
+            batch,
+            1.0,
+            entropy_grad=config.entropy_coef > 0,
+            with_values=not critic_has_own_pass(setup, state),
         )  # (b, r) each, and (b, r + 1) or None
+    sums = TokenSums()
     sums.add({"loss/ptx_avg": -stats.logprobs}, batch.mask, micro.scale)
     total: Tensor = -config.ptx.coef * micro.scale * stats.logprobs.sum() / num_tokens
     if values is not None:
         total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
-    return total
-
-
-def critic_has_own_pass(dist: Distributed, state: TrainState) -> bool:
-    """Whether the critic has a pass of its own, once the policy's activations are freed.
-
-    It has where nothing wraps the two models. DDP, ZeRO and FSDP2 want one pass of all weights.
-    """
-    is_wrapped = state.wrapped is not state.actor_critic or dist.shards
-    return isinstance(state.actor_critic.critic, TokenScores) and not is_wrapped
+    yield total, sums
 
 
 def policy_losses(
-    stats: TokenStats, old: MicroBatch, config: Ppo, loss: PolicyLoss, state: TrainState
+    setup: Setup, state: PpoState, stats: TokenStats, old: MicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's loss of each token and its metrics, (b, r) each; the loss is zero on padding."""
-    logprobs, entropy = stats.logprobs, stats.entropy
-    losses, metrics = loss(logprobs, old, config)
+    config, logprobs, entropy = setup.config, stats.logprobs, stats.entropy
+    losses, metrics = setup.loss(logprobs, old, config)
     losses = losses * old.importance
     metrics = merge_metrics(metrics, ratio_sums(logprobs, old.logprobs))
     metrics = merge_metrics(metrics, {"loss/policy_avg": losses, "policy/entropy_avg": entropy})
@@ -511,6 +472,27 @@ def policy_losses(
     return torch.where(old.mask, losses, 0), metrics
 
 
+def take_step(setup: Setup, state: PpoState, rollout: Rollout, rows: Sequence[int]) -> float:
+    """The optimizer step; returns the norm of the gradient before clipping.
+
+    Raises:
+        NonFiniteError: with the rollout, and the rows of the minibatch, as its `batch`.
+    """
+    try:
+        return setup.dist.step(state.wrapped, state.optimizer, setup.config.max_grad_norm)
+    except NonFiniteError as error:
+        error.batch = vars(rollout) | {"rows": rows}
+        raise
+
+
+def is_too_far(setup: Setup, steps: Sequence[TokenSums]) -> bool:
+    """Whether the approximate KL of the last epoch exceeds `target_kl`."""
+    target, num_steps = setup.config.target_kl, setup.config.num_mini_batches
+    if target is None:
+        return False
+    return TokenSums.means(steps[-num_steps:], setup.dist.sum)["policy/approxkl_avg"] > target
+
+
 def _is_warm(warmup: CriticWarmup, losses: Sequence[float]) -> bool:
     """Whether the critic's loss has settled, or the warm-up is at its end."""
     if len(losses) >= warmup.max_updates:
@@ -520,42 +502,18 @@ def _is_warm(warmup: CriticWarmup, losses: Sequence[float]) -> bool:
 
 @console.part("the KL of the epochs")
 @torch.no_grad()
-def _divergence(dist: Distributed, config: Ppo, state: TrainState, rollout: Rollout) -> float:
+def measure_divergence(setup: Setup, state: PpoState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
-    own = dist.shard_rows(range(len(rollout.queries)))
-    for attempt in dist.attempts(state.budget):
-        with attempt:
-            sums = TokenSums()
-            for micro in rollout.split(dist, own, state.budget):
-                batch = rollout.batch(micro.groups).to(dist.device)
-                with dist.autocast():
-                    logprobs = response_logprobs(state.actor_critic.policy, batch, config.temperature)
-                old = rollout.select(micro.rows, batch.num_response_columns, dist.device)
-                sums.add({"divergence": k3(old.logprobs, logprobs)}, old.mask, micro.scale)  # (b, r)
-    return TokenSums.means([sums], dist.sum)["divergence"]
+    dist, logprobs = setup.dist, torch.zeros(rollout.mask.shape)  # (B, R)
+    rows = dist.shard_rows(range(len(rollout.queries)))
 
+    def compute(batch: Batch) -> list[Tensor]:
+        return [response_logprobs(state.actor_critic.policy, batch, setup.config.temperature)]
 
-def _evaluate(
-    dist: Distributed, state: TrainState, evaluator: Evaluator, tracker: Tracker, *, select: bool, show: bool
-) -> Metrics:
-    """An evaluation that may choose the weights, and samples that are shown and kept."""
-    episode = int(state.metrics.get("episode", 0))
-    metrics: Metrics = {}
-    if select:
-        metrics = evaluator.evaluate(
-            state.evaluation, state.sampler, state.evaluation_budget, episode=episode, update=state.update
-        )
-        tracker.metrics(metrics, step=episode)
-    if show:  # on all ranks: NaN must stop all of them
-        rows = evaluator.show(state.evaluation, state.sampler, episode=episode, update=state.update)
-        if dist.is_main:
-            tracker.table("samples", rows)
-            console.table(
-                f"samples at episode {episode}",
-                ["query", "response", "score"],
-                [(row["prompt"], row["response"], f"{row['score']:.2f}") for row in rows],
-            )
-    return metrics
+    rollout.read(dist, rows, state.budget, compute, [logprobs])
+    sums = TokenSums()
+    sums.add({"divergence": k3(rollout.logprobs[rows], logprobs[rows])}, rollout.mask[rows])
+    return TokenSums.means([sums], lambda x: dist.sum(x.to(dist.device)))["divergence"]
 
 
 def require_finite(metrics: Metrics, rollout: Rollout) -> None:
@@ -567,13 +525,3 @@ def require_finite(metrics: Metrics, rollout: Rollout) -> None:
     wrong = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
     if wrong:
         raise NonFiniteError(", ".join(wrong), vars(rollout))
-
-
-def selection_updates(count: int, num_updates: int) -> set[int]:
-    """`count` update numbers, evenly spaced; the last update is one of them."""
-    return {max(1, round((i + 1) * num_updates / count)) for i in range(count)}
-
-
-def sample_updates(count: int, num_updates: int) -> set[int]:
-    """`count` update numbers, evenly spaced from 0, before training, to the last."""
-    return {num_updates} if count == 1 else {round(i * num_updates / (count - 1)) for i in range(count)}

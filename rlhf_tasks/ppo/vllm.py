@@ -27,8 +27,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Ppo
-from rlhf_tasks.config.ppo import VllmSampler as Settings
+from rlhf_tasks.config.ppo import PolicySampler, VllmSampler
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.sampling import Samples
@@ -37,7 +36,6 @@ from rlhf_tasks.project import processes
 from rlhf_tasks.project.atomic import whole, write_text
 from rlhf_tasks.project.processes import HOST, Daemon
 from rlhf_tasks.training import launch
-from rlhf_tasks.training.distributed import Distributed
 
 
 class VllmError(OutsideFault):
@@ -226,29 +224,19 @@ WEIGHTS, OWNER = "weights-", "owner"  # a folder's name begins so; the file in i
 
 @contextmanager
 def open_server(
-    dist: Distributed,
-    config: Ppo,
+    settings: PolicySampler | VllmSampler | None,
     home: Path,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    ends: StopTokens,
-    longest_query: int,
+    sampling: Sampling,
 ) -> Iterator[VllmServer | None]:
-    """The server, which is closed at the end of the block; None on the other ranks, or if PPO needs none.
+    """The server, which is closed at the end of the block; None if this rank or PPO needs none.
 
-    Its logs, and by default its weights, are below `home`. `longest_query` is in tokens.
+    Its logs, and by default its weights, are below `home`.
     """
-    if config.sampler.kind == "policy" or not dist.is_main:
+    if settings is None or settings.kind == "policy":
         yield None
         return
-    sampling = Sampling(
-        temperature=config.temperature,
-        ends=ends,
-        max_tokens=config.response_length,
-        longest_query=longest_query,
-        is_float32=dist.is_float32,
-    )
-    server = VllmServer(config.sampler, home / "vllm", tokenizer, sampling)
+    server = VllmServer(settings, home / "vllm", tokenizer, sampling)
     try:
         yield server
     finally:
@@ -262,7 +250,7 @@ class VllmServer:
     """
 
     def __init__(
-        self, settings: Settings, home: Path, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+        self, settings: VllmSampler, home: Path, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
     ) -> None:
         """`home` holds the server's log and, by default, the weights. The first `load` starts the server."""
         self.name = "vLLM"
@@ -297,7 +285,7 @@ class VllmServer:
         shutil.rmtree(before, ignore_errors=True)
 
     def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
-        """Responses p_1 … p_B, again p_1 … p_B, and so on, `n` times; each query's draws depend on its seed.
+        """`n` responses to each query; each query's draws depend on its seed.
 
         Raises:
             VllmError: after a bounded time, if there are no usable responses.

@@ -1,15 +1,13 @@
 """Presets: files of values that replace those of params.yaml."""
 
 from rlhf_tasks.presets.overlays import (
-    MOSTLY,
+    BETWEEN,
     Request,
     apply,
-    matching,
+    combine,
     names,
     read,
-    remaining,
-    replaced,
     summary,
 )
 
-__all__ = ["MOSTLY", "Request", "apply", "matching", "names", "read", "remaining", "replaced", "summary"]
+__all__ = ["BETWEEN", "Request", "apply", "combine", "names", "read", "summary"]

@@ -19,9 +19,8 @@ from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project import atomic
 
 FOLDER = Path(__file__).parent
+BETWEEN = "+"  # between the names in the key `preset`
 NAMED, LONGEST_NAME = 4, 80  # changes and characters in the name of a run
-MOSTLY = 0.75
-"""Share of a preset's values with which a run still has its name."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class Request:
         """
         given = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
         single = _together([config.nested(key, value) for key, value in given.items()])
-        overlays = [read(self.preset)] if self.preset else []
-        return _combine(text, overlays, "params.yaml with the run's changes", single)
+        chosen = [self.preset] if self.preset else []
+        return _combine(text, chosen, single, "params.yaml with the run's changes")
 
 
 def names() -> list[str]:
@@ -83,29 +82,6 @@ def read(name: str) -> dict[str, Any]:
     return YAML(typ="safe", pure=True).load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")) or {}
 
 
-def matching(values: Mapping[str, Any], share: float = 1.0) -> list[str]:
-    """The presets of which at least this share of values, by dotted key, is among these.
-
-    The best match is first. A section that is null stays null.
-    """
-
-    def has(key: str, value: Any) -> bool:
-        parts = key.split(".")
-        null = any(values.get(".".join(parts[:n]), "") is None for n in range(1, len(parts)))
-        return null or (key in values and values[key] == value)
-
-    found = list[tuple[float, str]]()
-    for name in names():
-        own = config.flatten(read(name))
-        tree: dict[str, Any] = {}
-        config.merge(tree, read(name))
-        complete = config.values(tree, name)  # the scorers and judges of a preset with all of their keys
-        held = sum(has(key, complete.get(key, value)) for key, value in own.items()) / len(own)
-        if held >= share:
-            found.append((-held, name))
-    return [name for _, name in sorted(found)]
-
-
 def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> list[str]:
     """Apply presets to a parameter file, in order, and keep its comments; an invalid result is not written.
 
@@ -114,34 +90,28 @@ def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> li
     `settings` are single values that come last, each `KEY=VALUE` with a dotted key and a value in YAML.
     Returns the changes as `key: old → new`, and the sections that stay null.
     """
-    overlays, single = [read(name) for name in chosen], _together([_setting(words) for words in settings])
-    origin = f"params.yaml with {', '.join([*chosen, *settings])}"
-    text, _, changes = _combine(config.read_text(path), overlays, origin, single)
+    text, _, changes = combine(config.read_text(path), chosen, settings)
     atomic.write_text(path, text)
     return changes
 
 
-def remaining(
-    committed: Mapping[str, Any], values: Mapping[str, Any], chosen: Sequence[str], settings: Sequence[str]
-) -> list[str]:
-    """How `values` differ from the committed ones where neither these presets nor settings set them."""
-    own = {*config.flatten(_together([_setting(words) for words in settings]))}
-    own |= {key for name in chosen for key in config.flatten(read(name))}
-    return [
-        change
-        for change in config.differences(committed, values)
-        if not any(f"{change.partition(':')[0]}.".startswith(f"{key}.") for key in own)
-    ]
+def combine(
+    text: str, chosen: Sequence[str], settings: Sequence[str] = ()
+) -> tuple[str, config.Config, list[str]]:
+    """What `apply` makes of a parameter file's text: the new text, its config, and the changes."""
+    single = _together([_setting(words) for words in settings])
+    return _combine(text, chosen, single, f"params.yaml with {', '.join([*chosen, *settings])}")
 
 
 def _combine(
-    text: str, overlays: Sequence[Mapping[str, Any]], origin: str, single: Mapping[str, Any]
+    text: str, chosen: Sequence[str], single: Mapping[str, Any], origin: str
 ) -> tuple[str, config.Config, list[str]]:
-    """A parameter file's text with overlays, its config, and the changes as `key: old → new`.
+    """A parameter file's text with presets, its config, and the changes as `key: old → new`.
 
-    Comments are kept. `single` values come last. A preset does not turn on a section that the file, and no
-    single value, turns off: one that loosens the gate does not create a gate. Neither does it change the
-    kind of a section if it names none: what the kind in force does not have is left off.
+    Comments are kept, and `preset` names the presets. `single` values come last. A preset does not turn on a
+    section that the file, and no single value, turns off: one that loosens the gate does not create a gate.
+    Neither does it change the kind of a section if it names none: what the kind in force does not have is
+    left off.
 
     Raises:
         ConfigError: naming every problem of the result.
@@ -149,8 +119,12 @@ def _combine(
     before = config.parse(text, origin)
     tree = config.round_trip().load(text)
     left_off: list[str] = []
-    for overlay in overlays:
-        config.merge(tree, dict(_fitting(overlay, tree, single, Config, (), left_off)))
+    for name in chosen:
+        config.merge(tree, dict(_fitting(read(name), tree, single, Config, (), left_off)))
+    if chosen:
+        if "preset" not in tree:
+            tree.insert(0, "preset", None)
+        tree["preset"] = BETWEEN.join(chosen)
     config.merge(tree, single)
     written = config.written(tree)
     after = config.parse(written, origin)
@@ -197,16 +171,6 @@ def _fitting(
                 value = {inner: one for inner, one in value.items() if inner not in lost}
             own = own if isinstance(own, Mapping) else {}
             yield key, dict(_fitting(value, present, own, section, (*path, key), left_off))
-
-
-def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, config.Config]:
-    """A parameter file's text with some sections replaced, and its config.
-
-    Raises:
-        ConfigError: naming every problem of the text or of the result.
-    """
-    tree = {**config.parse(text, origin), **sections}
-    return config.written(tree), config.validate(tree, origin)
 
 
 def _setting(words: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def is_full(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in FULL) or SPACE in str(error)
 
 
-def explained(error: OSError) -> str:
+def explain(error: OSError) -> str:
     """The message for an error of a full disk that was not raised in a `room`."""
     if not isinstance(error.filename, str):
         return f"a disk is full ({error}). {ADVICE}"
@@ -93,11 +93,7 @@ def message(folder: Path, needed: int, free: int) -> str:
 
 
 def reserve(needs: Mapping[Path, int]) -> None:
-    """Refuse to begin what writes so many bytes below these folders, some of which may be on one disk.
-
-    Raises:
-        DiskFullError: naming the first disk that has not enough free.
-    """
+    """Refuse to begin what writes so many bytes below these folders, some of which may be on one disk."""
     on_disk = Counter[int]()
     for folder, needed in needs.items():
         device = _existing(folder).stat().st_dev

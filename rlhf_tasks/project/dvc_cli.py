@@ -33,34 +33,25 @@ def _config(root: Path) -> tuple[Path, Any]:
     from dvc.config import Config, ConfigError
 
     above = [root.resolve(), *root.resolve().parents]
-    own = next((folder / ".dvc" for folder in above if (folder / ".dvc").is_dir()), None)
-    if own is None:
+    place = next((folder / ".dvc" for folder in above if (folder / ".dvc").is_dir()), None)
+    if place is None:
         raise UserError(f"{root.resolve()} is in no DVC repository; run `dvc init`")
     try:
-        return own, Config(dvc_dir=str(own))
+        return place, Config(dvc_dir=str(place))
     except ConfigError as error:
         raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) are not valid: {error}") from None
 
 
 def cache(root: Path) -> Path:
-    """The DVC cache of the project, as `dvc cache dir` prints it.
-
-    Raises:
-        UserError: if the project is in no DVC repository, or DVC's settings are not valid.
-    """
-    own, settings = _config(root)
-    return Path(settings["cache"].get("dir") or own / "cache")
+    """The DVC cache of the project, as `dvc cache dir` prints it."""
+    place, settings = _config(root)
+    return Path(settings["cache"].get("dir") or place / "cache")
 
 
 def check(root: Path) -> None:
-    """Check that DVC finds its repository, and git's where it expects one: an archive of a project has none.
-
-    Raises:
-        UserError: if it does not, or for the reasons of `cache`.
-    """
-    has_git = shutil.which("git") is None or git.quiet_output(
-        root, "rev-parse", "--git-dir"
-    )  # DVC has its own
+    """Check that DVC finds its repository, and git's where it expects one: an archive has none."""
+    needs_git = shutil.which("git") is not None  # DVC has its own
+    has_git = not needs_git or git.quiet_output(root, "rev-parse", "--git-dir")
     if not has_git and not _config(root)[1]["core"].get("no_scm"):
         raise UserError(
             f"{root.resolve()} is in no git repository, which DVC needs (an archive has none): {git.BEGIN}; "
@@ -69,11 +60,7 @@ def check(root: Path) -> None:
 
 
 def check_remote(root: Path) -> None:
-    """Check that `dvc push` has a default remote, or that outs in dvc.yaml name one of their own.
-
-    Raises:
-        UserError: if there is none, and for the reasons of `cache`.
-    """
+    """Check that `dvc push` has a default remote, or that outs in dvc.yaml name one of their own."""
     settings = _config(root)[1]
     default = settings["core"].get("remote")
     has_own = "remote:" in (root / "dvc.yaml").read_text(encoding="utf-8")

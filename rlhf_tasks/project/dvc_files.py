@@ -58,15 +58,15 @@ def graph(root: Path) -> dict[str, Node]:
 
 def graph_in(text: str, params: str) -> dict[str, Node]:
     """The stages in the text of a dvc.yaml, filled from the text of a params.yaml."""
-    tree, values = _parsed(text, "dvc.yaml"), flatten(_parsed(params, "params.yaml"))
+    tree, values = _parse(text, "dvc.yaml"), flatten(_parse(params, "params.yaml"))
     if not isinstance(tree.get("stages"), Mapping):
         raise UserError("dvc.yaml has no `stages`; give one or more")
     return {
         name: Node(
             cmd=str(stage.get("cmd", "")),
-            deps=tuple(_filled(path, values) for path in _paths(stage.get("deps", []))),
+            deps=tuple(_fill(path, values) for path in _paths(stage.get("deps", []))),
             outs=tuple(
-                _filled(path, values)
+                _fill(path, values)
                 for kind in ("outs", "metrics", "plots")
                 for path in _paths(stage.get(kind, []))
             ),
@@ -86,7 +86,7 @@ def descriptions(root: Path) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=32)
-def _parsed(text: str, origin: str) -> Mapping[str, Any]:
+def _parse(text: str, origin: str) -> Mapping[str, Any]:
     """`parse`, cached by text because it takes 0.1 s. The tree must not leave this module."""
     return parse(text, origin)
 
@@ -95,7 +95,7 @@ def _paths(entries: list[Any]) -> list[str]:
     return [next(iter(entry)) if isinstance(entry, Mapping) else entry for entry in entries]
 
 
-def _filled(path: str, values: Mapping[str, Any]) -> str:
+def _fill(path: str, values: Mapping[str, Any]) -> str:
     names = re.findall(r"\$\{([\w.]+)\}", path)
     if unknown := [name for name in names if name not in values]:
         raise UserError(f"{path!r} in dvc.yaml needs {', '.join(unknown)}, which params.yaml does not have")
@@ -103,12 +103,8 @@ def _filled(path: str, values: Mapping[str, Any]) -> str:
 
 
 def parameters(root: Path) -> dict[str, Any]:
-    """The values of params.yaml, unchecked.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
-    return copy.deepcopy(dict(_parsed(read_text(root / "params.yaml"), "params.yaml")))
+    """The values of params.yaml, unchecked."""
+    return copy.deepcopy(dict(_parse(read_text(root / "params.yaml"), "params.yaml")))
 
 
 def locked(root: Path) -> dict[str, str]:
@@ -128,8 +124,8 @@ def locked_in(text: str) -> dict[str, str]:
     Another stage may have read an older version of an out.
     """
     both = read_and_written(text).values()
-    found = {path: md5 for read, _ in both for path, md5 in read.items()}
-    return found | {path: md5 for _, written in both for path, md5 in written.items()}
+    inputs = {path: md5 for read, _ in both for path, md5 in read.items()}
+    return inputs | {path: md5 for _, written in both for path, md5 in written.items()}
 
 
 def read_and_written(text: str) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
@@ -138,7 +134,7 @@ def read_and_written(text: str) -> dict[str, tuple[dict[str, str], dict[str, str
     def hashes(entries: list[dict[str, str]]) -> dict[str, str]:
         return {entry["path"]: entry["md5"] for entry in entries if "md5" in entry}
 
-    stages = _parsed(text, "dvc.lock").get("stages") or {}
+    stages = _parse(text, "dvc.lock").get("stages") or {}
     return {name: (hashes(it.get("deps", [])), hashes(it.get("outs", []))) for name, it in stages.items()}
 
 

@@ -20,11 +20,7 @@ MAX_SEARCHED = 50  # experiments of one commit; each starts a git process
 
 
 def check_commit(root: Path) -> None:
-    """Check that an isolated run can work on a commit of the project.
-
-    Raises:
-        UserError: if it is in no git repository or has no commit, or git does not know the user.
-    """
+    """Check that an isolated run can work on a commit of the project, and that git knows the user."""
     if not quiet_output(root, "rev-parse", "--verify", "--quiet", "HEAD"):
         raise UserError(f"{root} has no git commit, and an isolated run needs one: {BEGIN}")
     try:
@@ -59,11 +55,7 @@ def commit(root: Path, revision: str = "HEAD") -> str | None:
 
 
 def committed(root: Path, path: str, revision: str = "HEAD") -> str:
-    """The text of a file in a commit.
-
-    Raises:
-        UserError: if the commit does not hold it.
-    """
+    """The text of a file in a commit; the error of one that is not there says what to do."""
     check_commit(root)
     try:
         return show(root, revision, path)
@@ -80,15 +72,11 @@ def files(root: Path, revision: str, under: str) -> list[str]:
 
 
 def show(root: Path, revision: str, path: str) -> str:
-    """The text of a file in a commit.
-
-    Raises:
-        UserError: if the commit does not hold it.
-    """
+    """The text of a file in a commit."""
     return output(root, "show", f"{revision}:./{path}", strip=False)
 
 
-def changed(root: Path, *excluded: str) -> list[str]:
+def list_changes(root: Path, *excluded: str) -> list[str]:
     """The files that differ from the commit, new ones too, except the git paths `excluded`."""
     lines = output(root, "status", "--porcelain", "--", ".", *excluded, strip=False).splitlines()
     return [line[2:].strip() for line in lines]
@@ -169,7 +157,7 @@ def experiments(root: Path, base: str = "") -> list[tuple[str, str]]:
 def find_experiment(root: Path, name: str) -> str | None:
     """The commit of the newest experiment with this name; None if there is none, or no git."""
     known = experiments(root) if commit(root) is not None else []
-    return next((commit for commit, own in known if own == name), None)
+    return next((commit for commit, other in known if other == name), None)
 
 
 def experiment_with(root: Path, revision: str, params: str) -> tuple[str, str] | None:

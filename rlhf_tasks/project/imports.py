@@ -21,32 +21,30 @@ import psutil
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 
+EXAMPLES = "examples", "rlhf_examples"
+"""The folder of the repository whose functions presets name, and its name in an installed wheel."""
 loaded: set[str] = set()
 """The functions that this process has loaded."""
 _said: set[tuple[str, str]] = set()
 
 
 def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:
-    """`module:function` from a file below `root`, or else from an installed module; `key` names it.
-
-    Raises:
-        UserError: if it cannot be imported or called.
-    """
+    """`module:function` from a file below `root`, or else from an installed module; `key` names it."""
     module_name, _, name = function.partition(":")
     try:
-        with unchanged(f"{key}: {function}"):
+        with protect(f"{key}: {function}"):
             module = _import(module_name, root.resolve())
     except (Exception, SystemExit) as error:  # the user's module can raise anything: one message names it
         raise UserError(
             f"{key}: {function} cannot be imported: {type(error).__name__}: {error} "
             f"(tried files below {root.resolve()} and installed packages)"
         ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
+    member = getattr(module, name, None)
+    if not callable(member):
+        what = "has no such function" if member is None else f"holds a {type(member).__name__} of that name"
         raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
     loaded.add(function)
-    return found  # type: ignore[no-any-return]
+    return member  # type: ignore[no-any-return]
 
 
 def call(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +54,7 @@ def call(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         UserError: whatever the function raises, with the place in it; out-of-memory stays as it is.
     """
     try:
-        with unchanged(name):
+        with protect(name):
             return function(*args, **kwargs)
     except (Exception, SystemExit) as error:
         if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
@@ -97,7 +95,7 @@ def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object
 
 
 @contextmanager
-def unchanged(name: str) -> Iterator[None]:
+def protect(name: str) -> Iterator[None]:
     """Put back what the block changes of this process, and say so once; `name` is that of the function.
 
     A process that the block forks ends with the block, and does not go on with the stage.
@@ -111,8 +109,10 @@ def unchanged(name: str) -> Iterator[None]:
     finally:
         if os.getpid() != process:
             error = sys.exc_info()[1]
-            code = error.code if isinstance(error, SystemExit) else 1
-            os._exit(code if isinstance(code, int) else int(code is not None))
+            if isinstance(error, SystemExit):
+                os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+            traceback.print_exception(error)
+            os._exit(1)
         for what, read, write, value in before:
             if read() == value:
                 continue
@@ -125,19 +125,30 @@ def unchanged(name: str) -> Iterator[None]:
 
 
 def _wakeup_descriptor() -> int:
-    _set_wakeup_descriptor(found := signal.set_wakeup_fd(-1))
-    return found
+    _set_wakeup_descriptor(descriptor := signal.set_wakeup_fd(-1))
+    return descriptor
 
 
 def _set_wakeup_descriptor(descriptor: int) -> None:
     signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
 
 
+def file_of(module: str, root: Path) -> Path | None:
+    """The file of a module, or of a package, below `root`."""
+    path = root.joinpath(*module.split("."))
+    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+
+
+def installed_name(module: str) -> str:
+    """The name that a module has as an installed one."""
+    top, dot, rest = module.partition(".")
+    return f"{EXAMPLES[1]}{dot}{rest}" if top == EXAMPLES[0] else module
+
+
 def _import(name: str, root: Path) -> ModuleType:
-    path = root.joinpath(*name.split("."))
-    file = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+    file = file_of(name, root)
     if file is None:
-        return importlib.import_module(name)
+        return importlib.import_module(installed_name(name))
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(file):
         return known

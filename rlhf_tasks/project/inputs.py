@@ -5,7 +5,8 @@ The first stage, `rlhf inputs`, writes a file for each other stage, which depend
     inputs/STAGE.json
       values      the parameters that the stage reads, defaults included; what `auto` stands for is resolved
       files       the md5 of the files and folders that they name, and of the code of the functions
-      packages    the versions of the packages on whose code the results depend, and that functions import
+      packages    the versions of the packages on whose code the results depend, and that functions import;
+                  and what `reads()` beside a source of data names
 
 So DVC runs a stage again after a change of any of them, and after no other. The bytes depend on nothing else.
 """
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
 import json
 import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,14 @@ from packaging.utils import canonicalize_name
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, Config, ModelView, Stage
 from rlhf_tasks.config.scorers import HELDOUT, OPTIMIZED
-from rlhf_tasks.config.stages import PRECISION
-from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, packaged, precision
-from rlhf_tasks.project.dvc_files import INPUTS, is_in
+from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, imports, packaged
+from rlhf_tasks.project.dvc_files import INPUTS, is_code, is_in
 from rlhf_tasks.project.paths import Paths
 
 FILES: Mapping[str, tuple[str, ...]] = {
     "data.path": (),
+    "data.shapes": (),
     "data.mix.path": (),
     "model.base": ("scratch",),
     "sft.from": (),
@@ -55,6 +56,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
 }
 """The parameters that name a file, or the folder of a model or of tasks; and their values that name none."""
 FUNCTIONS = (
+    "data.source",
     "data.format",
     "data.mix.format",
     "preferences.function",
@@ -68,8 +70,6 @@ FUNCTIONS = (
 FUNCTION = re.compile(r"[\w.]+:\w+")
 HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
 LIST_INDEX = re.compile(r"\.\d+(?=\.)")
-TRAINED = ("base", "sft", "reward", "ppo")
-"""Sections with `micro_batch_tokens`, which may be `auto`."""
 READS_NO_FILES: tuple[Stage, ...] = ("verdict", "report")
 """Stages that read what the stages before them wrote, and not what params.yaml names."""
 TOKENIZER_PACKAGES = ("tokenizers", "transformers")
@@ -82,104 +82,63 @@ NO_RESULT = (
 """Code on which no result depends: it decides where a stage runs, and what it prints and records. The values
 that `config` gives a stage are in its inputs file."""
 SHOWN_DIFFERENCES = 8
+COMMAND = "cmd"
+"""The name of a stage's command among its deps."""
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What inputs/STAGE.json holds."""
+class Fingerprint:
+    """What decides what a stage writes: what inputs/STAGE.json holds, and what DVC compares itself."""
 
-    values: Mapping[str, Any]
-    files: Mapping[str, str]
-    packages: Mapping[str, str]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    deps: Mapping[str, str] = field(default_factory=dict)
+    """The command, and the md5 of the deps of dvc.yaml, in `lineage.fingerprint` only."""
 
     def flat(self) -> dict[str, Any]:
         """All of it by name: parameters, paths, packages."""
-        return {**self.values, **self.files, **{f"package {k}": v for k, v in self.packages.items()}}
+        packages = {f"package {name}": version for name, version in self.packages.items()}
+        return {**self.values, **self.files, **packages, **self.deps}
+
+    def data(self) -> dict[str, str]:
+        """The md5 of the data that the stage reads, and of the code of functions."""
+        is_data = {path: md5 for path, md5 in self.deps.items() if path != COMMAND and not is_code(path)}
+        return {**is_data, **self.files}
 
 
 # ----------------------------------------------------------------------------------- written and read
 
 
 @console.part("collecting the inputs")
-def write(paths: Paths) -> None:
-    """Write inputs/STAGE.json for every stage of dvc.yaml that has parameters.
+def write(paths: Paths, settings: Config) -> None:
+    """Write inputs/STAGE.json for every stage of dvc.yaml that has parameters; none of them is `auto`.
 
     Raises:
-        ConfigError: if params.yaml has a problem.
         UserError: naming everything that does not exist.
     """
-    settings = resolved(paths.root, config.load(paths.params))
     stages = [name for name in VIEWS if name in dvc_files.graph(paths.root)]
-    found = {stage: _collect(paths, stage, VIEWS[stage].of(settings).declared) for stage in stages}
-    if problems := dict.fromkeys(problem for _, several in found.values() for problem in several):
+    collected = {stage: _collect(paths, stage, VIEWS[stage].of(settings).declared) for stage in stages}
+    if problems := dict.fromkeys(problem for _, several in collected.values() for problem in several):
         raise UserError("; ".join(problems))
-    for stage, (inputs, _) in found.items():
-        atomic.write_text(paths.inputs(stage), json.dumps(asdict(inputs), indent=2, sort_keys=True) + "\n")
+    for stage, (inputs, _) in collected.items():
+        tree = {key: value for key, value in vars(inputs).items() if key != "deps"}
+        atomic.write_text(paths.inputs(stage), json.dumps(tree, indent=2, sort_keys=True) + "\n")
 
 
-def recorded(paths: Paths, stage: str) -> Inputs | None:
+def read_record(paths: Paths, stage: str) -> Fingerprint | None:
     """What inputs/STAGE.json holds; None without the file."""
     path = paths.inputs(stage)
-    return Inputs(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return Fingerprint(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def used(root: Path, stage: str) -> Inputs:
+def used(root: Path, stage: str) -> Fingerprint:
     """What inputs/STAGE.json held in the last run of a stage, by dvc.lock; empty if it is lost."""
     file = Paths(root).inputs(stage)
     md5 = dvc_files.locked_by(root, stage).get(f"{INPUTS}/{stage}.json")
     is_here = md5 is not None and file.exists() and hashing.dvc_md5(file) == md5
     tree = json.loads(file.read_text(encoding="utf-8")) if is_here else dvc_cli.cached_json(root, md5)
-    return Inputs(**tree) if tree else Inputs({}, {}, {})
-
-
-def auto_keys(settings: Config) -> list[str]:
-    """The parameters that are `auto`: what they stand for depends on the machine."""
-    values = config.in_force(settings)
-    keys = (PRECISION, *(f"{section}.micro_batch_tokens" for section in TRAINED))
-    return [key for key in keys if values[key] == "auto"]
-
-
-def resolved(root: Path, settings: Config, recorded: Mapping[str, Any] | None = None) -> Config:
-    """The parameters with what `auto` stands for: values `recorded` by dotted key, else this machine's."""
-    known, launch = recorded or {}, settings.launch
-    recorded_format = known.get(PRECISION) if launch.precision == "auto" else None
-    number_format = recorded_format or precision.resolve(settings, root)
-    changed: dict[str, Any] = {"launch": launch.model_copy(update={"precision": number_format})}
-    for name in TRAINED:
-        section, key = getattr(settings, name), f"{name}.micro_batch_tokens"
-        if section.micro_batch_tokens == AUTO:
-            tokens = known.get(key) or precision.micro_batch_tokens(settings, root, number_format, name)
-            changed[name] = section.model_copy(update={"micro_batch_tokens": tokens})
-    return settings.model_copy(update=changed)
-
-
-def in_force(paths: Paths, stage: Stage, settings: Config, *, check: bool = True) -> Config:
-    """The parameters with what inputs/STAGE.json records for `auto`; without the file, what it is here.
-
-    `check`: whether the file must hold what the stage would read now. So a stage and its record agree.
-
-    Raises:
-        UserError: if something has changed since the file was written, or this machine lacks the precision.
-    """
-    record = recorded(paths, stage)
-    values = resolved(paths.root, settings, None if record is None else record.values)
-    if record is None or not check:
-        return values
-    is_auto = settings.launch.precision == "auto"
-    if is_auto and values.launch.precision == "bf16" and not precision.computes_in_bf16():
-        raise UserError(
-            f"{paths.relative(paths.inputs(stage))} records {PRECISION}: bf16, which `auto` stood for where "
-            "it was written, and here neither a GPU nor the CPU computes in it. Run the stage there; or set "
-            f"{PRECISION}, and run `dvc repro`, which starts this stage from the beginning"
-        )
-    now = collect(paths, stage, VIEWS[stage].of(values).declared)
-    if now != record:
-        raise UserError(
-            f"{differences(record.flat(), now.flat())} changed since {paths.relative(paths.inputs(stage))} "
-            "was written, and the stage's record would be wrong; run `dvc repro`, or `rlhf inputs` before "
-            f"`rlhf {stage}`"
-        )
-    return values
+    return Fingerprint(**tree)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -197,19 +156,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------- collected
 
 
-def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Inputs:
-    """What the stage reads, given its parameters by dotted key.
-
-    Raises:
-        UserError: naming everything that does not exist, by its parameter.
-    """
-    found, problems = _collect(paths, stage, values)
+def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Fingerprint:
+    """What the stage reads, given its parameters by dotted key."""
+    collected, problems = _collect(paths, stage, values)
     if problems:
         raise UserError("; ".join(problems))
-    return found
+    return collected
 
 
-def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Inputs, list[str]]:
+def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Fingerprint, list[str]]:
     """What the stage reads, and what is wrong with it."""
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     deps = graph[stage].deps if stage in graph else ()
@@ -217,9 +172,6 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
     names = MODEL_PACKAGES if stage in MODEL_STAGES else TOKENIZER_PACKAGES if stage == "prepare" else ()
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
     packages = {name: _version(name) for name in (*names, *harness)}
-    if values.get("data.source") == "docstrings" and stage == "prepare":  # it reads the files of all packages
-        installed = {canonicalize_name(one.name) for one in importlib.metadata.distributions() if one.name}
-        packages |= {name: _version(name) for name in installed}
     named: Mapping[str, Any] = {} if stage in READS_NO_FILES else values
     for key, path in files_named(named):
         if is_in(path, deps):
@@ -244,20 +196,22 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
             files[path] = hashing.dvc_md5(place, paths.home / "hashes.json")
     problems += [f"{', '.join(keys)}: {error}" for error, keys in missing.items()]
     for key, function in functions_named(named):
+        if key == "data.source" and stage != "prepare":
+            continue  # the others read its rows
         module, _, name = function.partition(":")
         if module.endswith(".py") and (paths.root / module).is_file():
             problems.append(f"{key}: write {module.removesuffix('.py')}:{name}, without .py")
             continue
         try:
-            own, foreign = code_of(paths.root, module, name, (*deps, *NO_RESULT))
+            code, foreign = code_of(paths.root, module, name, (*deps, *NO_RESULT))
+            packages |= _read_by(paths.root, module) if key == "data.source" else {}
         except UserError as error:
-            problems.append(f"{key}: {error}")
+            problems.append(f"{key}: {str(error).removeprefix(f'{key}: ')}")
             continue
-        files |= own
+        files |= code
         packages |= {name: _version(name) for name in _distributions(foreign)}
-        place, top = paths.root.joinpath(*module.split(".")), module.split(".")[0]
-        has_file = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
-        if not has_file and not _distributions({top}):
+        top = imports.installed_name(module).split(".")[0]
+        if imports.file_of(module, paths.root) is None and not _distributions({top}):
             of_python = f"{top} is a module of Python itself: name a function of your own"
             advice = (
                 of_python if top in sys.stdlib_module_names else f"write {top}.py, or install its package"
@@ -266,7 +220,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Input
                 f"{key}: the module of {function} is neither a file below {paths.root.resolve()} nor in an "
                 f"installed package; {advice}"
             )
-    return Inputs(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
+    return Fingerprint(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
 
 
 def files_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -276,11 +230,8 @@ def files_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         known = LIST_INDEX.sub("", key)
         is_hub_id = flat.get(f"{key.rpartition('.')[0]}.revision") is not None
         is_unread = known == "data.path" and values.get("data.source") != "files"
-        if (
-            isinstance(value, str)
-            and value not in FILES.get(known, (value,))
-            and not (is_hub_id or is_unread)
-        ):
+        is_path = isinstance(value, str) and value not in FILES.get(known, (value,))
+        if is_path and not is_hub_id and not is_unread:
             yield key, Path(value).as_posix()
 
 
@@ -320,7 +271,7 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
     Raises:
         UserError: if a file is not Python, or that of the function does not define it.
     """
-    found, foreign = dict[str, str](), set[str]()
+    hashes, foreign = dict[str, str](), set[str]()
     todo, seen = [module], set[Path]()
     while todo:
         name = todo.pop()
@@ -328,7 +279,7 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
         places = [root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
         files = [f for at in places for f in (at.with_suffix(".py"), at / "__init__.py") if f.is_file()]
         if not files and parts[0] not in sys.stdlib_module_names:
-            foreign.add(parts[0])
+            foreign.add(imports.installed_name(parts[0]))
         for file in files:
             path = file.relative_to(root).as_posix()
             is_known = is_in(path, known)
@@ -336,7 +287,7 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
                 continue  # DVC compares the known ones
             seen.add(file)
             if not is_known:
-                found[path] = hashing.dvc_md5(file)
+                hashes[path] = hashing.dvc_md5(file)
             try:
                 tree = ast.parse(file.read_bytes())
             except (SyntaxError, ValueError) as error:
@@ -344,25 +295,38 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
             todo += _imports(tree, file.relative_to(root).parent.parts)
             if name == module and file.with_suffix("") == places[-1] and not _defines(tree, function):
                 raise UserError(f"{path} has no {function}; define it there, or correct the name")
-    return found, foreign
+    return hashes, foreign
+
+
+def _read_by(root: Path, module: str) -> dict[str, str]:
+    """What `reads()` beside a source of data returns: the versions or hashes of what its rows depend on."""
+    file = imports.file_of(module, root)
+    with suppress(ImportError):
+        if file is None and (spec := importlib.util.find_spec(imports.installed_name(module))) is not None:
+            file = Path(str(spec.origin))
+    if file is None or not re.search(r"^def reads\(", file.read_text("utf-8"), re.MULTILINE):
+        return {}
+    reads = imports.load_function(f"{module}:reads", "data.source", root)
+    versions = imports.call(f"data.source: {module}:reads", lambda: dict(reads()))
+    return {str(name): str(version) for name, version in versions.items()}
 
 
 def _defines(tree: ast.Module, name: str) -> bool:
     """Whether a module binds a name somewhere, or has code by which it could while it runs."""
     dynamic = {"globals", "locals", "vars", "setattr", "exec", "eval"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in (
-            name,
-            "__getattr__",
-        ):
-            return True
-        if isinstance(node, ast.Name) and (
-            node.id in dynamic or (node.id == name and isinstance(node.ctx, ast.Store))
-        ):
-            return True
-        if isinstance(node, ast.Attribute) and node.attr in ("modules", "__dict__"):
-            return True
-        if isinstance(node, ast.alias) and (node.asname or node.name.split(".")[0]) in (name, "*"):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                binds = node.name in (name, "__getattr__")
+            case ast.Name():
+                binds = node.id in dynamic or (node.id == name and isinstance(node.ctx, ast.Store))
+            case ast.Attribute():
+                binds = node.attr in ("modules", "__dict__")
+            case ast.alias():
+                binds = (node.asname or node.name.split(".")[0]) in (name, "*")
+            case _:
+                binds = False
+        if binds:
             return True
     return False
 
@@ -386,26 +350,26 @@ def _distributions(modules: Collection[str]) -> list[str]:
     if not modules:
         return []
     listed = re.compile(rf"^({'|'.join(map(re.escape, modules))})[/.]", re.MULTILINE)
-    found = set()
+    packages = set()
     for package in importlib.metadata.distributions():
         names = {*(package.read_text("top_level.txt") or "").split()}
         if not names and (files := package.read_text("RECORD")) is None:
             files = "\n".join(map(str, package.files or ()))  # of an egg-info
         is_listed = bool(names.intersection(modules)) if names else listed.search(files or "") is not None
         if is_listed and package.name:  # one that was installed by half has no name
-            found.add(canonicalize_name(package.name))
-    return sorted(found)
+            packages.add(canonicalize_name(package.name))
+    return sorted(packages)
 
 
 def function_files(root: Path, values: Mapping[str, Any]) -> set[str]:
     """The files below `root` of the functions that the parameters name, and those that these import."""
-    found = set[str]()
+    files = set[str]()
     for _, function in functions_named(values):
         module, _, name = function.partition(":")
-        found.add(module_path(function))
+        files.add(module_path(function))
         with suppress(UserError):  # which the stages report
-            found |= code_of(root, module, name, ("rlhf_tasks",))[0].keys()
-    return found
+            files |= code_of(root, module, name, ("rlhf_tasks",))[0].keys()
+    return files
 
 
 def module_path(function: str) -> str:
@@ -417,9 +381,6 @@ def check_committed(root: Path, settings: Config) -> None:
     """Check that each function stands in the commit of `root`, or in a package that its pyproject.toml names.
 
     A run form may name any function, and the run would import it.
-
-    Raises:
-        UserError: naming the functions that do not.
     """
     from packaging.requirements import Requirement
 
@@ -432,7 +393,8 @@ def check_committed(root: Path, settings: Config) -> None:
     for key, function in functions_named(config.in_force(settings)):
         path = module_path(function)
         is_committed = any(git.files(root, "HEAD", name) for name in (path, f"{path[:-3]}/__init__.py"))
-        if not is_committed and not allowed.intersection(_distributions([re.split("[.:]", function)[0]])):
+        top = re.split("[.:]", imports.installed_name(function))[0]
+        if not is_committed and not allowed.intersection(_distributions([top])):
             problems.append(
                 f"{key}: {function} is neither in a file of the run's commit nor in a package that "
                 f"pyproject.toml names; commit {path}, or add its package to pyproject.toml"

@@ -1,16 +1,13 @@
-"""`rlhf lineage MODEL_OR_RUN`: the chain from raw data to the win rates, and the commands that restore it.
+"""`rlhf lineage MODEL_OR_COMMIT`: the chain from raw data to the win rates, and the commands that restore it.
 
-A chain is found by a path (models/policy), an experiment, a git revision, a run's key (`rlhf.run`), a flow
-run's id, or an MLflow run's id. What each stage read and wrote is in the dvc.lock of a commit, or in that of
-the working tree if it is not committed. Which run wrote it is in models/lineage/STAGE.json, which the DVC
-cache has. No torch here.
+What each stage read and wrote is in the dvc.lock of a commit, or in that of the working tree if it is not
+committed. Which run wrote it is in models/lineage/STAGE.json, which the DVC cache has. No torch here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +17,7 @@ from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing
 from rlhf_tasks.project.dvc_files import INPUTS, KEPT_BY_GIT
-from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking.record import DamagedRecordError, Record
 
-MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
-FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-RUN_KEY = re.compile(r"(\w+)-\d{8}T\d{6}-[0-9a-f]+")
 JUDGE_METRICS = "metrics/judge.json"
 
 
@@ -61,52 +53,24 @@ class Chain:
 
 
 def find(root: Path, name: str) -> Chain:
-    """The chain that leads to `name`; of an experiment, a commit or a flow run the whole chain.
+    """The chain that leads to `name`; of an experiment or a commit the whole chain.
 
     Raises:
-        UserError: if nothing has this name, or MLflow does not answer.
+        UserError: if nothing has this name.
     """
     path = name.rstrip("/")
     makers = {out: stage for stage, node in dvc_files.graph(root).items() for out in node.outs}
     if makers.get(path, INPUTS) != INPUTS:
         return _of_path(root, path, makers[path])
-    if flow := FLOW_ID.fullmatch(name):
-        name = _run_or_commit(root, _flow_tags(root, flow[2])) or name
-    elif MLFLOW_ID.fullmatch(name):
-        from rlhf_tasks.tracking import context, runs
-
-        uri = context.uri(config.load(root / "params.yaml").tracking)
-        name = _run_or_commit(root, runs.tags(uri, Paths(root).home, name)) or name
     if (revision := git.find_experiment(root, name)) is not None:
         return _of_revision(root, revision, name)
-    if (key := RUN_KEY.fullmatch(name)) and key[1] in dvc_files.graph(root):
-        return _of_key(root, name, key[1])
     if (revision := git.commit(root, name)) is not None:
         return _of_revision(root, revision, None)
     raise UserError(
         f"{name!r} is not known: give an out of dvc.yaml, such as models/policy, an experiment (`dvc exp "
-        "list`), a git revision, or a run of this project (a key like ppo-20260101T000000-abc123, a flow "
-        "run's id, an MLflow run's id)"
+        "list`), or a git revision. The page of a run in MLflow (tags `dvc.exp` and `git.rev`) or in Prefect "
+        "names its experiment or commit"
     )
-
-
-def _flow_tags(root: Path, flow: str) -> dict[str, str]:
-    home, tags = Paths(root).home, dict[str, str]()
-    for file in (home / "outbox").glob(f"flow-{flow}*.jsonl"):
-        try:
-            events, _ = Record(home, file.stem).read()
-        except DamagedRecordError as error:
-            raise UserError(str(error)) from None
-        for event in events:
-            tags |= event["values"] if event["kind"] == "tags" else {}
-    return tags
-
-
-def _run_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
-    """The run's key or experiment; else its commit, because a run that changed nothing saves none."""
-    name = tags.get("dvc.exp")
-    own = name if name and git.find_experiment(root, name) else tags.get("git.rev")
-    return tags.get("rlhf.run") or own
 
 
 def _of_path(root: Path, path: str, stage: str) -> Chain:
@@ -122,19 +86,9 @@ def _of_path(root: Path, path: str, stage: str) -> Chain:
     )
 
 
-def _of_key(root: Path, key: str, stage: str) -> Chain:
-    for revision, name in _revisions(root):
-        md5 = _locked(root, revision).get(f"models/lineage/{stage}.json")
-        if dvc_cli.cached_json(root, md5).get("rlhf.run") == key:
-            return _of_revision(root, revision, name, stage)
-    raise UserError(
-        f"the run {key} is in no dvc.lock: not here, not in the commit checked out, not in an experiment"
-    )
-
-
 def revision_with(root: Path, path: str, md5: str) -> tuple[str | None, str | None] | None:
     """The first of `_revisions` whose dvc.lock has these bytes at the path, with its name."""
-    return next((found for found in _revisions(root) if _locked(root, found[0]).get(path) == md5), None)
+    return next((found for found in _revisions(root) if read_lock(root, found[0]).get(path) == md5), None)
 
 
 def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
@@ -153,7 +107,8 @@ def _text(root: Path, revision: str | None, path: str) -> str | None:
     return (root / path).read_text(encoding="utf-8") if (root / path).exists() else None
 
 
-def _locked(root: Path, revision: str | None) -> dict[str, str]:
+def read_lock(root: Path, revision: str | None) -> dict[str, str]:
+    """The md5 of every out in the dvc.lock of a commit, or of the working tree; empty without one."""
     return dvc_files.locked_in(_text(root, revision, "dvc.lock") or "{}")
 
 

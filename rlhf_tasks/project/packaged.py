@@ -14,11 +14,7 @@ PREFIX = "package:"
 
 
 def locate(source: str) -> str:
-    """The path of the file that `package:NAME/FILE` names; any other source as it is.
-
-    Raises:
-        UserError: if the package is not installed, or ships no such file.
-    """
+    """The path of the file that `package:NAME/FILE` names; any other source as it is."""
     if not source.startswith(PREFIX):
         return source
     name, _, file = source.removeprefix(PREFIX).partition("/")

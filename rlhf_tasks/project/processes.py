@@ -1,20 +1,20 @@
-"""Daemon processes: how they are started, found and stopped, and how one ends with its owner. No torch.
+"""Programs that are started: supervised to their end, as daemons, or for as long as their owner lives.
 
     FOLDER/NAME.json    pid, name and token of the program
     FOLDER/NAME.log     what it prints
 
-The token is in the environment of the program, and so of every process that it starts, whatever session or
+A daemon's token is in its environment, and so in that of every process that it starts, whatever session or
 parent these have later. They are found and ended by it, and no other process is: a pid alone may be reused.
 
-A process that is killed cannot end what it has started. A program that must end with it is started by
-`attached`: it has this module beside it, as `python -P -m rlhf_tasks.project.processes OWNER WORD …`. That
-checks that the owner lives, and leads the session of all that it starts. What outlives the program is killed:
-vLLM's own processes overwrite their environment, and do not end with their server.
+A process that is killed cannot end what it has started. A program that must end with it is `attached`: it has
+this module beside it, which checks that the owner lives, and leads the session of all that it starts. What
+outlives the program is killed: vLLM's own processes overwrite their environment, and outlive their server.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import secrets
@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -43,7 +43,7 @@ KILL_SECONDS = 2.0
 STARTTIME = 19  # among the fields of /proc/PID/stat after the program's name; see proc_pid_stat(5)
 ATTACHED_GRACE_SECONDS = 5.0  # for an attached program to end its own processes
 OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""Variables that would lead an attached program's own Python to our packages."""
+"""Variables that would lead another Python of an attached program to our packages."""
 TOKEN = "RLHF_DAEMON"  # in the environment of a daemon and of its descendants
 
 
@@ -80,12 +80,11 @@ class Daemon:
 
     def listens(self, port: int) -> bool:
         """Whether the program itself, or a process that it started, listens on this port."""
+        listening = []
         for process in self.processes():
             with suppress(psutil.Error):
-                for connection in process.net_connections("tcp"):
-                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                        return True
-        return False
+                listening += [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        return any(connection.laddr.port == port for connection in listening)
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, **facts: Any
@@ -106,8 +105,8 @@ class Daemon:
                 env={**environment, TOKEN: token},
                 start_new_session=True,
             )
-        own = {"pid": process.pid, "process": name_of(psutil.Process(process.pid)), "token": token}
-        atomic.write_json(self.file, {**own, **facts})
+        name = name_of(psutil.Process(process.pid))
+        atomic.write_json(self.file, {"pid": process.pid, "process": name, "token": token, **facts})
         process.returncode = 0  # it outlives this command: the interpreter must not warn of a lost child
 
     def wait_until_ready(self, is_ready: Callable[[], bool], seconds: float) -> None:
@@ -192,12 +191,12 @@ def others_in_session(leader: int) -> list[psutil.Process]:
 
 
 def _living(is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    found = []
+    living = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
             if process.status() != psutil.STATUS_ZOMBIE and is_wanted(process):
-                found.append(process)
-    return found
+                living.append(process)
+    return living
 
 
 def end(variable: str, value: str, number: signal.Signals, grace_seconds: float) -> None:
@@ -215,26 +214,68 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)  # psutil first checks that the pid is still the same process
 
 
+def supervise(
+    program: subprocess.Popen[Any],
+    interrupt: Callable[[], object],
+    grace_seconds: float = math.inf,
+    check: Callable[[], object] = lambda: None,
+) -> int:
+    """Wait for the end of a program that leads a process group; returns its exit status.
+
+    An exception in the meantime, of a signal's handler or of `check`, calls `interrupt`, and is raised when
+    the program has ended; a further signal calls it again. After the grace its group is killed.
+    """
+    stop, deadline = None, math.inf
+    while True:
+        try:
+            # Not one long wait: a signal that the kernel hands to another thread would not end it.
+            while program.poll() is None:
+                time.sleep(POLL_SECONDS)
+                if stop is None:
+                    check()
+                elif time.monotonic() > deadline:
+                    interrupt_group(program, signal.SIGKILL)
+            break
+        except BaseException as error:
+            stop, deadline = stop or error, min(deadline, time.monotonic() + grace_seconds)
+            interrupt()
+    if stop is not None:
+        raise stop
+    return program.returncode
+
+
+def interrupt_group(leader: subprocess.Popen[Any], number: signal.Signals = signal.SIGINT) -> None:
+    """Send a signal to a program and its process group: on SIGINT, DVC waits for its stage."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader.pid, number)
+
+
 def attached(words: Sequence[str]) -> list[str]:
-    """The command that runs `words` for as long as this process lives; start it in a session of its own."""
+    """The command that runs `words` for as long as this process lives; start it in a session of its own.
+
+    It ends as they do, and everything in that session with it.
+    """
     return [sys.executable, "-P", "-m", "rlhf_tasks.project.processes", str(os.getpid()), *words]
 
 
 def run_attached(owner: int, words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a program until it ends, or its owner, our parent, does; returns its exit status, or 143."""
-    program = subprocess.Popen(words, env={k: v for k, v in environment.items() if k not in OF_THIS_PYTHON})
-    received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    hidden = () if words[0] == sys.executable else OF_THIS_PYTHON
+    variables = {name: value for name, value in environment.items() if name not in hidden}
+    program = subprocess.Popen(words, env=variables, process_group=0)
+
+    def end(*_: object) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def check() -> None:
+        if os.getppid() != owner:  # whoever loses its parent gets another one
+            end()
+
+    signal.signal(signal.SIGTERM, end)
     try:
-        while os.getppid() == owner and not received:  # whoever loses its parent gets another one
-            with suppress(subprocess.TimeoutExpired):
-                return program.wait(0.5)
-        program.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            program.wait(ATTACHED_GRACE_SECONDS)
+        return supervise(program, program.terminate, ATTACHED_GRACE_SECONDS, check)
     finally:
         send(others_in_session(os.getpid()), signal.SIGKILL)
-    return 128 + signal.SIGTERM
 
 
 def is_free(port: int) -> bool:
@@ -249,11 +290,7 @@ def is_free(port: int) -> bool:
 
 
 def free_port(first: int, besides: Collection[int] = ()) -> int:
-    """`first`, or the next port that is free and not among `besides`.
-
-    Raises:
-        UserError: if none of the next ones is free.
-    """
+    """`first`, or the next port that is free and not among `besides`."""
     last = min(first + PORTS_TRIED - 1, LAST_PORT)
     for port in range(first, last + 1):
         if port not in besides and is_free(port):
@@ -267,4 +304,9 @@ def environment_path(base: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_attached(int(sys.argv[1]), sys.argv[2:], os.environ))
+    status = run_attached(int(sys.argv[1]), sys.argv[2:], os.environ)
+    if status < 0:  # a signal has ended the program, and so it ends this one
+        with suppress(OSError):  # nothing handles SIGKILL
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)

@@ -47,11 +47,7 @@ def read(folder: str | Path) -> dict[str, Any] | None:
 
 
 def check_place(source: str | Path) -> None:
-    """Check that a source is no file but GGUF, no adapter alone, and no folder without a config.
-
-    Raises:
-        UserError: naming what the source is, and what to give instead.
-    """
+    """Check that a source is no file but GGUF, no adapter alone, and no folder without a config."""
     folder = Path(source)
     if (adapter := folder / "adapter_config.json").is_file():
         try:
@@ -68,10 +64,10 @@ def check_place(source: str | Path) -> None:
     if folder.is_file() and folder.suffix != ".gguf":
         raise UserError(f"{source} is a file; give the folder that holds config.json and the weights")
     if folder.is_dir() and not (folder / "config.json").exists():
-        found = (what for pattern, what in OF_NO_MODEL.items() if any(folder.glob(pattern)))
+        contents = (what for pattern, what in OF_NO_MODEL.items() if any(folder.glob(pattern)))
         raise UserError(
             f"{source} is no checkpoint folder: it has no config.json; it holds "
-            f"{next(found, 'nothing' if not any(folder.iterdir()) else 'no weights of a model')}"
+            f"{next(contents, 'nothing' if not any(folder.iterdir()) else 'no weights of a model')}"
         )
 
 
@@ -79,8 +75,8 @@ def weights(place: Path) -> list[Path]:
     """The files of weights of a source: a GGUF file, or those in a folder, with their index."""
     if place.is_file():
         return [place]
-    found = sorted(place.glob("*.safetensors")) or sorted(place.glob("pytorch_model*.bin"))
-    return [*found, *sorted(place.glob("*.index.json")), *sorted(place.glob("value_head.bin"))]
+    shards = sorted(place.glob("*.safetensors")) or sorted(place.glob("pytorch_model*.bin"))
+    return [*shards, *sorted(place.glob("*.index.json")), *sorted(place.glob("value_head.bin"))]
 
 
 def describe(folder: Path, place: Path, source: Ready, fingerprint: str | None) -> dict[str, Any]:
@@ -110,23 +106,23 @@ def locate(source: str | Path) -> str | Path:
     """
     if (known := read(source)) is None:
         return source
-    if (made := converted(Path(source), known["fingerprint"])) is not None and made.is_dir():
-        return made
+    if (folder := converted(Path(source), known["fingerprint"])) is not None and folder.is_dir():
+        return folder
     key, hub, root = known["params"], known["hub"], _project(Path(source))
-    given, problem = None, "no params.yaml lies above this folder"
+    value, problem = None, "no params.yaml lies above this folder"
     if root is not None:
         file = root / "params.yaml"
-        given = config.flatten(config.parse(config.read_text(file), str(file))).get(key)
+        value = config.flatten(config.parse(config.read_text(file), str(file))).get(key)
         problem = "params.yaml does not set it"
-    if root is not None and given is not None:
-        is_of_hub = hub is not None and is_hub_id(given)
-        place, problem = _snapshot(known, root) if is_of_hub else _local(known, root, given)
+    if root is not None and value is not None:
+        is_of_hub = hub is not None and is_hub_id(value)
+        place, problem = _snapshot(known, root) if is_of_hub else _local(known, root, value)
         if not problem:
             return place
     wanted = [f"{hub['id']} at revision {hub['revision']}"] if hub else []
     wanted += [f"{name} (sha256 {digest})" for name, digest in known["files"].items()]
     raise UserError(
-        f"{source} has no weights of its own; it refers to {key} of params.yaml (given: {given}): {problem}. "
+        f"{source} has no weights of its own; it refers to {key} of params.yaml (given: {value}): {problem}. "
         f"Expected: {', '.join(wanted)}. Put these files there, or name in {key} where this machine has "
         "them; if they were changed on purpose, run `dvc repro`. `model.keep: copy` puts weights into DVC"
     )
@@ -138,10 +134,10 @@ def converted(folder: Path, fingerprint: str) -> Path | None:
     return root and Paths(root).home / "models" / fingerprint
 
 
-def _local(known: Mapping[str, Any], root: Path, given: str) -> tuple[Path, str]:
+def _local(known: Mapping[str, Any], root: Path, value: str) -> tuple[Path, str]:
     """The folder or file that params.yaml names; and what is wrong with it."""
     try:
-        name = packaged.locate(given)
+        name = packaged.locate(value)
     except UserError as error:
         return Path(), str(error)
     # an isolated run works in a worktree, which lacks what git and DVC do not hold
@@ -157,7 +153,7 @@ def _snapshot(known: Mapping[str, Any], root: Path) -> tuple[Path, str]:
     place, problem, hub = Path(), "", known["hub"]
     for is_offline in (True, False):
         try:
-            found = snapshot_download(
+            folder = snapshot_download(
                 hub["id"],
                 revision=hub["revision"],
                 allow_patterns=[*known["files"]],
@@ -166,7 +162,7 @@ def _snapshot(known: Mapping[str, Any], root: Path) -> tuple[Path, str]:
         except (OSError, ValueError) as error:
             problem = f"the hub's cache lacks it, and it cannot be fetched ({str(error).splitlines()[0]})"
             continue
-        place, problem = Path(found), _difference(Path(found), known["files"], root)
+        place, problem = Path(folder), _difference(Path(folder), known["files"], root)
         if not problem:
             break
     return place, problem
@@ -178,8 +174,8 @@ def _difference(place: Path, files: Mapping[str, str], root: Path) -> str:
         file = place if place.is_file() else place / name
         if not file.is_file():
             return f"{name} is not there"
-        if (found := hashing.sha256(file, _known(root))) != digest:
-            return f"{name} has other bytes (sha256 {found})"
+        if (other := hashing.sha256(file, _known(root))) != digest:
+            return f"{name} has other bytes (sha256 {other})"
     return ""
 
 

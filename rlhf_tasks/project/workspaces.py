@@ -18,7 +18,6 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,9 +45,9 @@ class Workspace:
 
     def environment(self) -> dict[str, str]:
         """Variables that make the stages run the code of this commit instead of the main checkout's."""
-        given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        path = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         has_code = (self.folder / "rlhf_tasks").is_dir()
-        return {"PYTHONPATH": os.pathsep.join([str(self.folder), *given])} if has_code else {}
+        return {"PYTHONPATH": os.pathsep.join([str(self.folder), *path])} if has_code else {}
 
     def save(self, name: str, instead: str) -> tuple[str, str]:
         """Save the workspace as a DVC experiment; returns its name and commit.
@@ -106,20 +105,6 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
     return workspace
 
 
-@contextmanager
-def visited(root: Path, name: str, params: str, revision: str) -> Iterator[Path]:
-    """The project's folder at a commit, with these parameters and its outs from the DVC cache.
-
-    It serves to read the results of a run. It has no data, and is removed at the end of the block.
-    """
-    workspace = _claim(root, name)
-    try:
-        _populate(workspace, params, revision)
-        yield workspace.folder
-    finally:
-        workspace.remove()
-
-
 def _claim(root: Path, name: str) -> Workspace:
     """A locked workspace of this name, still empty; workspaces of dead processes are removed first."""
     remove_left(root)
@@ -155,9 +140,9 @@ def remove(root: Path, name: str) -> None:
 
 def remove_left(root: Path) -> list[str]:
     """Remove all workspaces of dead processes of this machine; returns their names."""
-    own = f"@{platform.node()}.lock"
+    suffix = f"@{platform.node()}.lock"
     with _worktrees(root):
-        names = [path.name.removesuffix(own) for path in sorted(_all(root).glob(f"*{own}"))]
+        names = [path.name.removesuffix(suffix) for path in sorted(_all(root).glob(f"*{suffix}"))]
         left = [name for name in names if not _is_held(root, name)]
         _remove(root, *left)
     return left
@@ -195,14 +180,14 @@ def _configure(root: Path, folder: Path) -> None:
         shutil.copy(there / "config.local", here)
     try:
         config = DvcConfig(dvc_dir=str(here))
-        with config.edit("local") as own:
+        with config.edit("local") as local:
             for level in ("repo", "local"):
                 for name, remote in config.load_one(level)["remote"].items():
                     for key, value in remote.items():
                         if isinstance(value, RelPath):
                             path = os.path.normpath(there / os.path.relpath(value, here))
-                            own["remote"].setdefault(name, {})[key] = path
-            own["cache"]["dir"] = str(dvc_cli.cache(root))
+                            local["remote"].setdefault(name, {})[key] = path
+            local["cache"]["dir"] = str(dvc_cli.cache(root))
     except DvcConfigError as error:
         raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) are not valid: {error}") from None
 
@@ -232,11 +217,7 @@ def data_paths(settings: Config) -> dict[str, str]:
 
 
 def check_data(settings: Config) -> None:
-    """Check that no data would be copied to a path outside of the workspace.
-
-    Raises:
-        UserError: for a relative path that leads out of the project's folder.
-    """
+    """Check that no data would be copied to a path outside of the workspace."""
     for key, path in data_paths(settings).items():
         if not Path(path).is_absolute() and ".." in Path(path).parts:
             raise UserError(
@@ -249,9 +230,6 @@ def _bring_data(key: str, path: str, root: Path, folder: Path) -> None:
     """Copy the present data, which may be outside git or newer than the commit.
 
     Links are followed, because relative links would have another target in the workspace.
-
-    Raises:
-        UserError: naming files that cannot be copied.
     """
     source, target = root / path, folder / path
     if Path(path).is_absolute() or not source.exists():
@@ -279,19 +257,16 @@ def _check_seen(root: Path, folder: Path, settings: Config) -> None:
 
     They are the deps of dvc.yaml, the files and folders that the parameters name, and the files of functions,
     with what these import.
-
-    Raises:
-        UserError: naming the missing ones.
     """
     graph = dvc_files.graph(folder)
-    made = [out for node in graph.values() for out in node.outs]
+    outs = [out for node in graph.values() for out in node.outs]
     values = in_force(settings)
     named = [path for _, path in inputs.files_named(values)]
     named += sorted(inputs.function_files(root, values))
     deps = dict.fromkeys([*(dep for node in graph.values() for dep in node.deps), *named])
-    given = [dep for dep in deps if not Path(dep).is_absolute() and not dvc_files.is_in(dep, made)]
-    lost = [dep for dep in given if os.path.lexists(root / dep) and not (folder / dep).exists()]
-    lost += [f"{dep}/{name}" for dep in given for name in _not_copyable(folder / dep)]
+    sources = [dep for dep in deps if not Path(dep).is_absolute() and not dvc_files.is_in(dep, outs)]
+    lost = [dep for dep in sources if os.path.lexists(root / dep) and not (folder / dep).exists()]
+    lost += [f"{dep}/{name}" for dep in sources for name in _not_copyable(folder / dep)]
     if lost:
         raise UserError(
             f"an isolated run cannot see {', '.join(lost)}: it sees only files in git, in the DVC cache and "
@@ -323,5 +298,5 @@ def unseen(root: Path, settings: Config) -> list[str]:
 
     Files that runs write are left out, and the data, which is copied.
     """
-    given = [f":!{path}" for path in data_paths(settings).values() if not Path(path).is_absolute()]
-    return git.changed(root, *git.WRITTEN_BY_RUNS, *given)
+    data = [f":!{path}" for path in data_paths(settings).values() if not Path(path).is_absolute()]
+    return git.list_changes(root, *git.WRITTEN_BY_RUNS, *data)

@@ -1,4 +1,4 @@
-"""`rlhf promote [MODEL]` and `--rollback`. MODEL is a folder, or an experiment that has a policy.
+"""`rlhf promote [MODEL]` and `--rollback`. MODEL is a checkpoint's folder.
 
 A promotion has these steps, so that after a kill at any point the same command can be repeated:
 register the policy and make it challenger; judge it against the champion; write the verdict as a file and as
@@ -17,14 +17,14 @@ from filelock import FileLock
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Promotion
-from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project import atomic, dvc_files, git, hashing, lineage_chain, ready_models
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import experiment, gate, measurement, weights
+from rlhf_tasks.promotion import measurement, weights
 from rlhf_tasks.promotion.measurement import Candidate
 from rlhf_tasks.promotion.registry import CHAMPION, ROLLED_BACK, Registry, Unreachable, Version
+from rlhf_tasks.promotion.verdict import Verdict, decide, make_table, show
 from rlhf_tasks.tracking.context import run_name
 from rlhf_tasks.tracking.sync import sync
 
@@ -36,90 +36,89 @@ NOT_COMPARED = "no champion (`rlhf promote` compares it with one)"
 RETRY_HINT = "; repeat the command later"
 
 
-def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bool = False) -> int:
+def promote(paths: Paths, model: str, *, again: bool = False, unless_judging: bool = False) -> int:
     """Let the gate decide about a policy, and make it champion if it passes. Returns the exit status.
 
     Args:
-        local: The user's project.
-        model: A checkpoint's folder, or the name of an experiment.
+        paths: The user's project.
+        model: A checkpoint's folder.
         again: Also promote a policy that was rolled back.
         unless_judging: Do nothing if the verdict needs anything judged.
 
     Raises:
         UserError: if there is no gate, no such policy, or no way to judge it.
     """
-    settings, root = config.load(local.params), local.root
-    criteria_of(settings)
+    settings, root = config.load(paths.params), paths.root
+    criteria = read_criteria(settings)
     is_checkpoint = (root / model / "config.json").is_file()
-    revision = None if is_checkpoint else git.find_experiment(root, model)
-    if revision is None:
-        check(root / model, model)
+    if not is_checkpoint and (revision := git.find_experiment(root, model)) is not None:
+        has_policy = POLICY in lineage_chain.read_lock(root, revision)
+        missing = "" if has_policy else f"`rlhf run` (it has no {POLICY}: its stage ppo has not run), then "
+        raise UserError(
+            f"{model} is an experiment, and only a policy in a folder can be promoted; bring it into this "
+            f"folder with `dvc exp apply {model}`, then {missing}`rlhf promote`"
+        )
+    check(root / model, model)
     try:
-        with _lock(local):
-            if revision is None:
-                label, folder = Path(model).as_posix(), _with_weights(local, model)
-                return _promote(Candidate(local, folder, label, settings, local), again, unless_judging)
-            with experiment.check_out(root, settings, model, revision) as (merged, paths):
-                label = f"{POLICY} of {model}"
-                return _promote(Candidate(paths, POLICY, label, merged, local), again, unless_judging)
+        with _lock(paths):
+            label, folder = Path(model).as_posix(), _copy_reference(paths, model)
+            return _promote(Candidate(paths, folder, label, settings, criteria), again, unless_judging)
     except Unreachable as error:
         console.say(f"Deferred: MLflow does not answer ({error}){RETRY_HINT}")
         return DEFERRED
 
 
-def _with_weights(local: Paths, model: str) -> str:
+def _copy_reference(paths: Paths, model: str) -> str:
     """The path of a checkpoint that holds its weights: for a reference, of a copy in .rlhf/policies."""
-    known = ready_models.read(local.root / model)
+    known = ready_models.read(paths.root / model)
     if known is None:
         return Path(model).as_posix()
     from rlhf_tasks.models.load import copy_checkpoint
 
-    target = local.home / "policies" / known["fingerprint"]
+    target = paths.home / "policies" / known["fingerprint"]
     with atomic.whole(target) as copy:
-        copy_checkpoint(local.root / model, copy)
-    return os.path.relpath(target, local.root)
+        copy_checkpoint(paths.root / model, copy)
+    return os.path.relpath(target, paths.root)
 
 
 def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
-    settings, local, md5 = candidate.settings, candidate.local, candidate.md5
-    criteria, bar = criteria_of(settings), settings.judge.bar
-    registry = Registry.open(settings.tracking, local.home, criteria.model)
+    settings, paths, md5 = candidate.settings, candidate.paths, candidate.md5
+    criteria, bar = candidate.criteria, settings.judge.bar
+    registry = Registry.open(settings.tracking, paths.home, criteria.model)
     champion = registry.champion()
     if champion is not None and champion.md5 == md5:
         console.say(f"Promoted: {_name(candidate, champion)} is {CHAMPION} already")
         return DONE
     opponent = champion if criteria.over_champion is not None else None
-    stale = measurement.stale_reason(candidate)
+    stale = measurement.find_stale_reason(candidate)
     if unless_judging and (stale or opponent):
         console.say(f"Undecided: {candidate.label} must be judged first")
         return UNDECIDED
 
     # 1. The version, with what restores it and the run that trained it.
-    version = _challenger(candidate, registry)
+    version = _register(candidate, registry)
 
     # 2. The verdict.
-    evidence = measurement.collect(candidate, stale)
-    compared = {one.b for one in evidence.results.comparisons if one.a == "policy"}
+    measured = measurement.collect(candidate, stale)
+    compared = {one.b for one in measured.results.comparisons if one.a == "policy"}
     if opponent is not None:
-        restored = weights.restore(local.root, local.home, opponent.md5, opponent.tags)
-        evidence = measurement.with_opponent(candidate, evidence, "champion", restored)
+        restored = weights.restore(paths.root, paths.home, opponent.md5, opponent.tags)
+        measured = measurement.compare_with(candidate, measured, "champion", restored)
     elif bar not in compared:
-        folder = candidate.paths.base if bar == "base" else None
-        evidence = measurement.with_opponent(candidate, evidence, bar, folder)
-    judges_to_check = {part for name in criteria.named for part in with_parts(settings.judge.judges, name)}
-    verdict = gate.decide(
-        criteria, evidence, judges_to_check=judges_to_check, champion=champion is not None, bar=bar
-    )
+        folder = paths.base if bar == "base" else None
+        measured = measurement.compare_with(candidate, measured, bar, folder)
+    judges = settings.judge.judges
+    verdict = decide(criteria, measured, judges=judges, champion=champion is not None, bar=bar)
     if not again and ROLLED_BACK in version.tags:
         at = version.tags[ROLLED_BACK]
-        verdict = verdict.blocked(f"it was rolled back (at {at}; --again permits it)")
+        verdict = verdict.withhold(f"it was rolled back (at {at}; --again permits it)")
 
     # 3. The record: a file, and tags and text of the version. The alias moves last.
     against = f"version {champion.number}" if champion else "no champion yet"
     known = {"model": criteria.model, "version": version.number, "against": against, "time": _now()}
-    atomic.write_json(verdict_file(local.home, md5), verdict.tree() | known)
+    atomic.write_json(verdict_file(paths.home, md5), verdict.tree() | known)
     _record(registry, version, verdict, candidate.label, against)
-    gate.show(verdict)
+    show(verdict)
     if not verdict.passed:
         console.say(f"Not promoted: {_name(candidate, version)}: {verdict.summary}")
         return REFUSED
@@ -136,15 +135,15 @@ def record_verdict(paths: Paths, settings: Config) -> None:
     outs = {out for node in dvc_files.graph(paths.root).values() for out in node.outs}
     if settings.promotion is None or not settings.tracking.enabled or POLICY not in outs:
         return
-    candidate = Candidate(paths, POLICY, POLICY, settings, paths)
-    verdict = gate.Verdict.of_tree(json.loads(paths.verdict.read_text(encoding="utf-8")))
+    candidate = Candidate(paths, POLICY, POLICY, settings, settings.promotion)
+    verdict = Verdict.of_tree(json.loads(paths.verdict.read_text(encoding="utf-8")))
     try:
         with _lock(paths):
             registry = Registry.open(settings.tracking, paths.home, settings.promotion.model)
             champion = registry.champion()
             if champion is not None and champion.md5 == candidate.md5:
                 return
-            version = _challenger(candidate, registry)
+            version = _register(candidate, registry)
             _record(registry, version, verdict, POLICY, NOT_COMPARED)
     except (Unreachable, UserError) as error:
         console.say(f"the registry does not have this verdict ({error}); `rlhf promote` writes it later")
@@ -157,7 +156,7 @@ def rollback(paths: Paths) -> int:
         UserError: if there is no gate, no champion, or no former one.
     """
     settings = config.load(paths.params)
-    criteria = criteria_of(settings)
+    criteria = read_criteria(settings)
     try:
         with _lock(paths):
             registry = Registry.open(settings.tracking, paths.home, criteria.model)
@@ -183,8 +182,7 @@ def check(folder: Path, name: str) -> None:
     """
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{name} is neither a checkpoint (it has no config.json) nor an experiment; give a folder such "
-            f"as {POLICY}, or a name that `dvc exp list -A` shows"
+            f"{name} is not a checkpoint's folder (it has no config.json); give one such as {POLICY}"
         )
     if contracts.read_identity(folder).get("kind") in REWARD_KINDS:
         raise UserError(f"{name} is a reward model; give a policy such as {POLICY}")
@@ -195,23 +193,22 @@ def verdict_file(home: Path, md5: str) -> Path:
     return home / "verdicts" / f"{md5}.json"
 
 
-def _challenger(candidate: Candidate, registry: Registry) -> Version:
+def _register(candidate: Candidate, registry: Registry) -> Version:
     """The version of a policy, with what restores it and the run that trained it; it is challenger now."""
-    tags, run = _origin(candidate, registry)
+    tags, run = _trace(candidate, registry)
     version = registry.register(candidate.md5, candidate.model, tags, run)
     registry.challenge(version)
     return version
 
 
-def _record(registry: Registry, version: Version, verdict: gate.Verdict, label: str, against: str) -> None:
-    result, now = "passed" if verdict.passed else "refused", _now()
-    tags = {"verdict": result, "verdict.summary": verdict.summary}
-    tags |= {"verdict.against": against, "verdict.time": now}
-    page = f"{result}: {verdict.summary}\n\n`{label}` against {against}, {now}\n\n{verdict.table()}\n"
-    registry.record(version, tags, page)
+def _record(registry: Registry, version: Version, verdict: Verdict, label: str, against: str) -> None:
+    result, now, summary = "passed" if verdict.passed else "refused", _now(), verdict.summary
+    tags = {"": result, ".summary": summary, ".against": against, ".time": now}
+    page = f"{result}: {summary}\n\n`{label}` against {against}, {now}\n\n{make_table(verdict.rows())}\n"
+    registry.record(version, {f"verdict{key}": value for key, value in tags.items()}, page)
 
 
-def _origin(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], str | None]:
+def _trace(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], str | None]:
     """Tags that say how to restore the policy, and the id of its MLflow run if that is known."""
     root, model, md5 = candidate.paths.root, candidate.model, candidate.md5
     tags = {weights.PATH: model}
@@ -234,19 +231,19 @@ def _origin(candidate: Candidate, registry: Registry) -> tuple[dict[str, str], s
     lineage: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     tags |= {"rlhf.run": lineage["rlhf.run"], "git.rev": lineage.get("git.rev") or "none"}
     name = candidate.settings.tracking.experiment
-    run = registry.run_of(lineage["rlhf.run"], name)
+    run = registry.find_run(lineage["rlhf.run"], name)
     if run is None:
-        sync(candidate.local.home)  # the run may still be in the outbox
-        run = registry.run_of(lineage["rlhf.run"], name)
+        sync(candidate.paths.home)  # the run may still be in the outbox
+        run = registry.find_run(lineage["rlhf.run"], name)
     return tags, run
 
 
 def _name(candidate: Candidate, version: Version) -> str:
-    return f"{criteria_of(candidate.settings).model} version {version.number} ({candidate.label})"
+    return f"{candidate.criteria.model} version {version.number} ({candidate.label})"
 
 
-def criteria_of(settings: Config) -> Promotion:
-    """The gate. Raises UserError without one."""
+def read_criteria(settings: Config) -> Promotion:
+    """The gate's criteria. Raises UserError without a gate."""
     if settings.promotion is None:
         raise UserError(
             "params.yaml has promotion: null, so there is no gate and no champion; give the section a value "

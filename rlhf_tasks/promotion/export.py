@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, git, hashing, lineage_chain
+from rlhf_tasks.project import git, hashing, lineage_chain
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.lineage_chain import Chain
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import weights
-from rlhf_tasks.promotion.command import POLICY, check, criteria_of, verdict_file
-from rlhf_tasks.promotion.gate import Verdict
+from rlhf_tasks.promotion.command import POLICY, check, read_criteria, verdict_file
 from rlhf_tasks.promotion.registry import CHAMPION, Registry, Unreachable
+from rlhf_tasks.promotion.verdict import Verdict, make_table
 
 CARD = "README.md"
 
@@ -42,7 +42,7 @@ def export(paths: Paths, name: str, to: Path) -> Source:
     Raises:
         UserError: if the folder is not empty, there is no such policy, or it cannot be loaded.
     """
-    from rlhf_tasks.data.batches import load_tokenizer
+    from rlhf_tasks.data.tokenizer import load_tokenizer
     from rlhf_tasks.models import contracts
     from rlhf_tasks.models.load import copy_checkpoint, load_causal
 
@@ -80,7 +80,7 @@ def find(paths: Paths, name: str) -> Source:
             f"{name!r} is neither `{CHAMPION}`, nor a checkpoint's folder, nor an experiment; "
             "`dvc exp list -A` shows the experiments"
         )
-    md5 = dvc_files.locked_in(git.show(root, revision, "dvc.lock")).get(POLICY)
+    md5 = lineage_chain.read_lock(root, revision).get(POLICY)
     if md5 is None:
         raise UserError(
             f"the experiment {name} has no {POLICY}: its stage ppo has not run; run it, or export another "
@@ -92,7 +92,7 @@ def find(paths: Paths, name: str) -> Source:
 
 def _champion(paths: Paths) -> Source:
     settings = config.load(paths.params)
-    model = criteria_of(settings).model
+    model = read_criteria(settings).model
     try:
         version = Registry.open(settings.tracking, paths.home, model).champion()
     except Unreachable as error:
@@ -129,7 +129,7 @@ def card(source: Source, home: Path) -> str:
             f"{tree['time']}, against {tree['against']}",
         )
         parts.append(f"## Verdict\n\n{result} by the gate: {tree['summary']} ({where}).")
-        parts.append(Verdict.of_tree(tree).table())
+        parts.append(make_table(Verdict.of_tree(tree).rows()))
     else:
         parts.append("## Verdict\n\nThe gate has not judged this policy.")
     parts.append(f"## Lineage\n\nmd5 of the original folder: `{source.md5}`")

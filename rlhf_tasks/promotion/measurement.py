@@ -1,8 +1,6 @@
-"""The evidence about a policy: what the pipeline measured, or else what is measured now.
+"""What decides about a policy: what the pipeline measured, or else what is measured now.
 
-The judges' files (prompts, texts, questions, tasks, model folders, modules of functions) are read from the
-user's project, whichever run is judged. Outs of the pipeline (models/reward_heldout) are the exception: they
-belong to the run that is judged. No torch here: what runs models is imported when something must be measured.
+No torch here: what runs models is imported when something must be measured.
 """
 
 from __future__ import annotations
@@ -10,29 +8,28 @@ from __future__ import annotations
 import functools
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import config, console
-from rlhf_tasks.config import VIEWS, Config, JudgeView, Judging
-from rlhf_tasks.config.judge import Retention
+from rlhf_tasks.config import VIEWS, Config, JudgeView, Promotion
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.comparisons import (
-    has_reward,
-    is_trial,
-    optimized_judges,
-    selecting_judges,
-)
-from rlhf_tasks.judging.results import EvaluationResults, ResponseStatistics
+from rlhf_tasks.judging.judges.comparisons import describe_training
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.project import dvc_files, hashing, inputs
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import evidence
-from rlhf_tasks.promotion.gate import Evidence, Kl, Opponent
+from rlhf_tasks.promotion.verdict import Kl, Measurements, Opponent, read_kl
 
-DISPLAY_ONLY = ("judge.labels", "judge.num_samples_shown")  # they change no comparison
+DISPLAY_ONLY = ("judge.labels",)  # it changes no comparison
+BOUNDS_OF_COST = (
+    *("max_kl", "max_perplexity_growth", "max_response_perplexity_growth", "min_distinct_ratio"),
+    *("max_choice_drop", "max_task_drop"),
+)
+"""Criteria whose values `measure_cost` measures."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +37,12 @@ class Candidate:
     """A policy that may become champion."""
 
     paths: Paths
-    """The project that it belongs to: the user's, or the worktree of an experiment."""
     model: str
     """Its folder, as a path from the project's folder."""
     label: str
     """Its name in messages."""
     settings: Config
-    """Its parameters, with the judges, the gate and the registry of the user's project."""
-    local: Paths
-    """The user's project."""
+    criteria: Promotion
 
     @property
     def folder(self) -> Path:
@@ -86,17 +80,7 @@ def _describes(paths: Paths, stage: str, written: Path, md5: str) -> bool:
     return is_current and locked.get(paths.relative(paths.policy)) == md5
 
 
-def reward_functions(paths: Paths) -> set[str]:
-    """The functions that PPO optimized when it trained the policy of dvc.lock, and those of params.yaml.
-
-    The cache may lack the record of the training.
-    """
-    now = dvc_files.parameters(paths.root).get("ppo", {}).get("scorers", [])
-    scorers = [*inputs.used(paths.root, "ppo").values.get("ppo.scorers", []), *now]
-    return {scorer["function"] for scorer in scorers if "function" in scorer}
-
-
-def stale_reason(candidate: Candidate) -> str | None:
+def find_stale_reason(candidate: Candidate) -> str | None:
     """Why the project's results do not describe the candidate by today's judges; None if they do."""
     paths = candidate.paths
     if not is_judged_here(paths, candidate.md5):
@@ -106,78 +90,70 @@ def stale_reason(candidate: Candidate) -> str | None:
     except UserError:
         file = paths.relative(paths.evaluation_results)
         return f"are of another version of the code ({file} is missing or has another form)"
-    changed = changed_files(paths.root, candidate.local.root)
+    changed = find_changed_files(paths.root)
     return f"were measured with another {', '.join(changed)}" if changed else None
 
 
-def changed_files(run: Path, local: Path) -> list[str]:
-    """Files below `local` that differ from those that stage judge used in `run`, by its inputs file."""
-    files = inputs.used(run, "judge").files
+def find_changed_files(root: Path) -> list[str]:
+    """Files of a project that differ from those that stage judge used, by its inputs file."""
+    files = inputs.used(root, "judge").files
     return [
         path
         for path, md5 in files.items()
-        if not (local / path).exists() or hashing.dvc_md5(local / path) != md5
+        if not (root / path).exists() or hashing.dvc_md5(root / path) != md5
     ]
 
 
-def collect(candidate: Candidate, stale: str | None) -> Evidence:
+def collect(candidate: Candidate, stale: str | None) -> Measurements:
     """The pipeline's results, or new ones if `stale` is a reason not to use those."""
-    paths, settings = candidate.paths, _with_local_files(candidate)
+    paths, settings = candidate.paths, candidate.settings
     is_own = is_trained_here(paths, candidate.md5)
     if stale is None:
-        known = evidence.read(paths)
+        known = Measurements.read(paths)
     else:
         console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
-        bounds = candidate.settings.promotion
-        known = Evidence(results=EvaluationResults(), kl=None)
-        if bounds is not None and {
-            bounds.max_kl,
-            bounds.max_perplexity_growth,
-            bounds.max_response_perplexity_growth,
-            bounds.min_distinct_ratio,
-            bounds.max_choice_drop,
-            bounds.max_task_drop,
-        } != {None}:
+        known = Measurements(results=EvaluationResults(), kl=None)
+        if any(getattr(candidate.criteria, key) is not None for key in BOUNDS_OF_COST):
             known = measure_cost(settings, paths, candidate.folder)
         if is_own:
-            known = replace(known, kl=evidence.selected_kl(paths) or known.kl)
-        known = with_opponent(candidate, known, "sft", paths.sft)
-    optimized = optimized_judges(settings.judge, candidate.folder, paths.root)
-    if is_own:
-        functions = reward_functions(paths)
+            known = replace(known, kl=read_kl(paths) or known.kl)
+        known = compare_with(candidate, known, "sft", paths.sft)
+    training = describe_training(settings.judge, candidate.folder, paths.root)
+    optimized = {**known.results.optimised_judges, **training["optimised_judges"]}
+    if is_own:  # params.yaml counts too, since the cache may lack the record of the training
+        scorers = [
+            *inputs.used(paths.root, "ppo").values.get("ppo.scorers", []),
+            *dvc_files.parameters(paths.root).get("ppo", {}).get("scorers", []),
+        ]
+        functions = {scorer["function"] for scorer in scorers if "function" in scorer}
         own = [one for one in settings.judge.judges if one.kind == "function" and one.function in functions]
         optimized |= {one.name: one.function for one in own}
-    facts = {
-        "has_reward": has_reward(candidate.folder),
-        "is_trial": is_trial(candidate.folder),
-        "optimised_judges": {**known.results.optimised_judges, **optimized},
-        "selecting_judges": selecting_judges(settings.judge, candidate.folder, paths.root),
-    }
-    return replace(known, results=known.results.model_copy(update=facts))
+    training["optimised_judges"] = optimized
+    return replace(known, results=known.results.model_copy(update=training))
 
 
-def with_opponent(candidate: Candidate, known: Evidence, opponent: Opponent, folder: Path | None) -> Evidence:
-    """The evidence, and the comparisons with a model in a folder, or with the references.
+def compare_with(
+    candidate: Candidate, known: Measurements, opponent: Opponent, folder: Path | None
+) -> Measurements:
+    """These measurements, and the comparisons with a model in a folder, or with the references.
 
     The gate's judges compare; the results name the models `policy` and `opponent`.
     """
     from rlhf_tasks.judging import head_to_head
 
-    root, promotion = candidate.paths.root, candidate.settings.promotion
     results = head_to_head.compare_models(
-        JudgeView.of(_with_local_files(candidate)),
+        JudgeView.of(candidate.settings),
         candidate.model,
-        head_to_head.REFERENCE if folder is None else os.path.relpath(folder, root),
+        head_to_head.REFERENCE if folder is None else os.path.relpath(folder, candidate.paths.root),
         paths=candidate.paths,
-        names=promotion.named if promotion is not None else (),
-        functions_root=candidate.local.root,
+        names=candidate.criteria.named,
     )
     named = (one.model_copy(update={"a": "policy", "b": opponent}) for one in results.comparisons)
     comparisons = (*known.results.comparisons, *named)
     return replace(known, results=known.results.model_copy(update={"comparisons": comparisons}))
 
 
-def measure_cost(settings: Config, paths: Paths, policy: Path) -> Evidence:
+def measure_cost(settings: Config, paths: Paths, policy: Path) -> Measurements:
     """What PPO cost the policy: its KL from the SFT model of a project, and the retention of both.
 
     A policy with another tokenizer than SFT's has no KL. Its perplexity per token cannot be compared either:
@@ -188,7 +164,9 @@ def measure_cost(settings: Config, paths: Paths, policy: Path) -> Evidence:
     """
     import torch
 
-    from rlhf_tasks.judging.retention import Probes
+    from rlhf_tasks.data.batches import read_table
+    from rlhf_tasks.judging.responses import sample_alike
+    from rlhf_tasks.judging.retention import Probes, measure_responses
 
     needed = [paths.table("prompts", "test"), paths.table("sft", "test")]
     missing = [paths.relative(path) for path in needed if not path.exists()]
@@ -210,54 +188,39 @@ def measure_cost(settings: Config, paths: Paths, policy: Path) -> Evidence:
     except ContractError as error:
         console.say(f"KL, perplexity and what the responses are like cannot be compared with SFT's: {error}")
         kept = {name: one.model_copy(update={"perplexity": {}}) for name, one in results.retention.items()}
-        return Evidence(results=results.model_copy(update={"retention": kept}), kl=None)
-    measured = measure_responses(settings, paths, policy, device)
-    return Evidence(
-        results=results.model_copy(update={"responses": measured}),
-        kl=measure_kl(settings, paths, policy, device),
-    )
-
-
-def measure_responses(
-    settings: Config, paths: Paths, policy: Path, device: Any
-) -> dict[str, ResponseStatistics]:
-    """What stage judge measures of the responses of SFT and a policy with the same tokenizer."""
-    from rlhf_tasks.data.batches import read_table
-    from rlhf_tasks.judging.responses import as_judged, response_statistics, shared_ends
-    from rlhf_tasks.judging.retention import perplexities_by_sft
-
-    view, folders = JudgeView.of(settings), {"sft": paths.sft, "policy": policy}
-    rows = read_table(paths, "prompts", "test")[: view.judge.num_examples]
+        return Measurements(results=results.model_copy(update={"retention": kept}), kl=None)
+    sources: dict[str, Any] = {"sft": (paths.sft, None), "policy": (policy, None)}
+    if paths.base.exists():  # it shares its ends, and samples nothing
+        sources["base"] = (paths.base, None)
+    rows = read_table(paths, "prompts", "test")[: settings.judge.num_examples]
     prompts, references = [row["prompt"] for row in rows], [row["reference"] for row in rows]
-    base = [paths.base] if paths.base.exists() else []  # it shares its ends, and samples nothing
-    ends = shared_ends([(folder, None) for folder in (*folders.values(), *base)])
-    sample = as_judged(view, paths, device)
-    sampled = {
-        who: sample(folder, prompts, ends=own_ends)
-        for (who, folder), own_ends in zip(folders.items(), ends, strict=False)
-    }
-    ids = {who: responses.ids for who, responses in sampled.items()}
-    perplexities = perplexities_by_sft(paths.sft, prompts, ids, view.judge.retention or Retention(), device)
-    known = None if None in references else references
-    return {
-        who: response_statistics(responses, known, perplexities[who]) for who, responses in sampled.items()
-    }
+    sampled = sample_alike(
+        JudgeView.of(settings), paths, prompts, device, sources=sources, names=("sft", "policy")
+    )
+    measured = measure_responses(
+        paths.sft,
+        prompts,
+        sampled,
+        None if None in references else references,
+        settings.judge.retention,
+        device,
+    )
+    results = results.model_copy(update={"responses": measured})
+    return Measurements(results=results, kl=measure_kl(settings, paths, policy, prompts, device))
 
 
-def measure_kl(settings: Config, paths: Paths, policy: Path, device: Any) -> Kl:
-    """Mean over test prompts of Σ log π/π_SFT of a sampled response: objective/kl_k1 of PPO.
+def measure_kl(settings: Config, paths: Paths, policy: Path, prompts: Sequence[str], device: Any) -> Kl:
+    """Mean over prompts of Σ log π/π_SFT of a sampled response: objective/kl_k1 of PPO.
 
     Responses are sampled as PPO does, at `ppo.temperature`, which both log-probs use.
     """
-    from rlhf_tasks.data.batches import load_tokenizer, read_table
-    from rlhf_tasks.data.tokenizer import encode
+    from rlhf_tasks.data.tokenizer import encode, load_tokenizer
     from rlhf_tasks.judging.responses import sample
     from rlhf_tasks.judging.retention import logprob_sums
     from rlhf_tasks.models.load import load_causal, place
+    from rlhf_tasks.training import auto
 
-    ppo = inputs.resolved(paths.root, settings).ppo
-    rows = read_table(paths, "prompts", "test")[: settings.judge.num_examples]
-    prompts = [row["prompt"] for row in rows]
+    ppo = auto.resolve(settings, paths.root).ppo
     responses = sample(
         policy,
         prompts,
@@ -283,20 +246,3 @@ def measure_kl(settings: Config, paths: Paths, policy: Path, device: Any) -> Kl:
     kls = [a - b for a, b in zip(ours, theirs, strict=True)]
     error = statistics.stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else abs(kls[0])
     return Kl(mean=statistics.fmean(kls), standard_error=error)
-
-
-def _with_local_files(candidate: Candidate) -> Config:
-    """The config with absolute paths to the judges' files in the user's project; outs stay relative."""
-    settings, run, local = candidate.settings, candidate.paths.root, candidate.local.root
-    if run == local:
-        return settings
-    outs = [out for node in dvc_files.graph(run).values() for out in node.outs]
-    judge = settings.judge.model_dump(mode="json")
-    for key, path in inputs.files_named({"judge": judge}):
-        _, *inner, last = key.split(".")
-        part: Any = judge
-        for name in inner:
-            part = part[int(name) if name.isdigit() else name]
-        if not dvc_files.is_in(path, outs):
-            part[last] = str(local.resolve() / path)
-    return settings.model_copy(update={"judge": Judging.model_validate(judge)})

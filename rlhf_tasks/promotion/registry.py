@@ -56,7 +56,7 @@ class Version:
 
 
 @contextmanager
-def translated_errors() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Separate a server that does not answer from a request that it refused.
 
     Raises:
@@ -78,7 +78,7 @@ def translated_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _passed_over(code: str) -> Iterator[None]:
+def _ignore(code: str) -> Iterator[None]:
     """Let MLflow's errors of this code pass."""
     from mlflow.exceptions import MlflowException
 
@@ -116,7 +116,7 @@ class Registry:
         bound_requests()
         from rlhf_tasks.tracking.store import open_store
 
-        with translated_errors():
+        with translate_errors():
             registry = cls(open_store(uri(settings), home), name)
             registry._aliases()
         return registry
@@ -124,20 +124,20 @@ class Registry:
     # ------------------------------------------------------------------------------- reading
 
     def champion(self) -> Version | None:
-        with translated_errors():
+        with translate_errors():
             number = self._aliases().get(CHAMPION)
             return None if number is None else self._version(number)
 
-    def of_md5(self, md5: str) -> Version | None:
+    def find_version(self, md5: str) -> Version | None:
         """The version of the policy with these bytes."""
-        with translated_errors():
+        with translate_errors():
             query = f"name = '{self.name}' and tags.`{MD5}` = '{md5}'"
             versions = sorted(self.client.search_model_versions(query), key=lambda v: int(v.version))
             return _version(versions[0]) if versions else None
 
-    def run_of(self, key: str, experiment: str) -> str | None:
+    def find_run(self, key: str, experiment: str) -> str | None:
         """The id of the MLflow run that has the key of a stage's run."""
-        with translated_errors():
+        with translate_errors():
             known = self.client.get_experiment_by_name(experiment)
             if known is None:
                 return None
@@ -146,12 +146,12 @@ class Registry:
             return str(runs[0].info.run_id) if runs else None
 
     def _aliases(self) -> dict[str, str]:
-        with _passed_over(NOT_FOUND):
+        with _ignore(NOT_FOUND):
             return {k: str(v) for k, v in self.client.get_registered_model(self.name).aliases.items()}
         return {}
 
     def _version(self, number: str) -> Version | None:
-        with _passed_over(NOT_FOUND):
+        with _ignore(NOT_FOUND):
             return _version(self.client.get_model_version(self.name, number))
         return None
 
@@ -159,12 +159,12 @@ class Registry:
 
     def register(self, md5: str, path: str, tags: Mapping[str, str], run: str | None) -> Version:
         """Return the version of these bytes with these tags. It is created if it does not exist."""
-        known = self.of_md5(md5)
-        with translated_errors():
+        known = self.find_version(md5)
+        with translate_errors():
             if known is not None:
                 self._tag(known.number, {k: v for k, v in tags.items() if known.tags.get(k) != v})
                 return Version(known.number, {**known.tags, **tags})
-            with _passed_over(ALREADY_EXISTS):
+            with _ignore(ALREADY_EXISTS):
                 self.client.create_registered_model(self.name, description=DESCRIPTION)
             # MLflow's server refuses a source with `..` in it.
             shown = Path(path).name if ".." in Path(path).parts else path.strip("/")
@@ -177,7 +177,7 @@ class Registry:
 
     def challenge(self, version: Version) -> None:
         """Move the alias `challenger` to a version."""
-        with translated_errors():
+        with translate_errors():
             self.client.set_registered_model_alias(self.name, CHALLENGER, version.number)
 
     def record(self, version: Version, tags: Mapping[str, str], page: str) -> None:
@@ -185,7 +185,7 @@ class Registry:
 
         The tags of an earlier verdict are removed.
         """
-        with translated_errors():
+        with translate_errors():
             for key in [k for k in version.tags if k.split(".")[0] == "verdict" and k not in tags]:
                 self.client.delete_model_version_tag(self.name, version.number, key)
             self.client.update_model_version(self.name, version.number, page)
@@ -204,7 +204,7 @@ class Registry:
                 "was judged against another one; run `rlhf promote` again"
             )
         before = [over.number, *over.before][:MAX_BEFORE] if over else []
-        with translated_errors():
+        with translate_errors():
             self._tag(version.number, {BEFORE: ",".join(before) or NONE})
             if ROLLED_BACK in version.tags:
                 self.client.delete_model_version_tag(self.name, version.number, ROLLED_BACK)
@@ -221,7 +221,7 @@ class Registry:
         now = self.champion()
         if now is None:
             raise UserError(f"{self.name} has no champion; `rlhf promote` makes one")
-        with translated_errors():
+        with translate_errors():
             # A version that somebody deleted from the registry is passed over.
             remaining = [v for number in now.before if (v := self._version(number))]
             if not remaining:

@@ -33,11 +33,10 @@ def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
         )
     target = home / "policies" / md5
     with FileLock(target.with_suffix(".lock")):
-        return _restored(root, target, md5, tags)
+        return _restore(root, target, md5, tags)
 
 
-def _restored(root: Path, target: Path, md5: str, tags: Mapping[str, str]) -> Path:
-    """`target`, filled from the first place that has these bytes, or their first folder."""
+def _restore(root: Path, target: Path, md5: str, tags: Mapping[str, str]) -> Path:
     if _has_bytes(target, md5):
         return target
     problems: list[str] = []

@@ -20,10 +20,9 @@ from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, git
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, figures, run_facts
-from rlhf_tasks.report.figures import Curve, Figure
+from rlhf_tasks.report import document, run_facts
 from rlhf_tasks.tracking import catalogue
-from rlhf_tasks.tracking.curves import read_csv
+from rlhf_tasks.tracking.curves import Curve, Figure, Points, read_csv
 
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict, but no weight and no win rate
@@ -34,31 +33,21 @@ MAX_SETTINGS = 6  # lines that a figure can tell apart
 class Result:
     """One run of a comparison."""
 
-    setting: str
-    """The parameters in which it differs from the others; see `with_settings`."""
+    setting: str  # the parameters in which it differs from the others; see `with_settings`
     seed: int
     experiment: str
-    metrics: Mapping[str, float]
-    """`{"ppo/objective/kl": 1.2, …}`"""
-    curves: Mapping[str, figures.Points]
-    """By stage."""
+    metrics: Mapping[str, float]  # `{"ppo/objective/kl": 1.2, …}`
+    curves: Mapping[str, Points]  # by stage
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Text by dotted key: the parameters that decide the result, without the seed."""
-    code: str = ""
-    """The beginning of the commit that it ran from; empty where it is not known."""
-
-
-# --------------------------------------------------------------------------------------- reading
+    code: str = ""  # the beginning of the commit that it ran from; empty where it is not known
 
 
 def find(paths: Paths, name: str) -> Result:
     """Read a run by name: a folder that a pipeline worked in, an experiment, or a run of MLflow.
 
-    An MLflow run whose experiment exists here is read from git, which has its cached stages too. The result
-    has no setting yet: `with_settings` gives it one.
-
-    Raises:
-        UserError: if no run has this name, or MLflow does not answer.
+    An MLflow run whose experiment exists here is read from git, which has its cached stages too. Raises
+    UserError if no run has this name, or MLflow does not answer. The setting is left to `with_settings`.
     """
     folder = paths.root / name
     if (folder / "metrics").is_dir():
@@ -69,7 +58,7 @@ def find(paths: Paths, name: str) -> Result:
     from rlhf_tasks.tracking import context, runs
 
     # MLflow finds curves by the ends of their names: of a family what follows its last placeholder.
-    drawn = (m for stage in figures.STAGES for panel in catalogue.panels(stage) for m in panel.metrics)
+    drawn = (m for stage in document.CURVES for panel in catalogue.panels(stage) for m in panel.metrics)
     ends = dict.fromkeys(
         m.name.rpartition(m.placeholders[-1])[2] if m.placeholders else m.name for m in drawn
     )
@@ -84,7 +73,7 @@ def find(paths: Paths, name: str) -> Result:
         return _of_commit(paths.root, revision, name)
     metrics = {f"{stage}/{key}": value for stage, own in record.metrics.items() for key, value in own.items()}
     seed = int(record.parameters.get("seed", 0))
-    return Result("", seed, name, metrics, record.curves, decisive(record.parameters))
+    return Result("", seed, name, metrics, record.curves, select_decisive(record.parameters))
 
 
 def _of_commit(root: Path, revision: str, name: str) -> Result:
@@ -97,7 +86,7 @@ def _of_commit(root: Path, revision: str, name: str) -> Result:
 def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
     """A run by the texts of its files."""
     metrics: dict[str, float] = {}
-    curves: dict[str, figures.Points] = {}
+    curves: dict[str, Points] = {}
     parameters: Mapping[str, Any] = {}
     for path, text in texts.items():
         stage = Path(path).stem
@@ -115,24 +104,20 @@ def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
             ) from None
     if not metrics:
         raise UserError(f"{name} has no metrics: no stage has run there; leave this run out")
-    return Result("", int(parameters.get("seed", 0)), name, metrics, curves, decisive(parameters))
+    return Result("", int(parameters.get("seed", 0)), name, metrics, curves, select_decisive(parameters))
 
 
-def decisive(parameters: Mapping[str, Any]) -> dict[str, str]:
+def select_decisive(parameters: Mapping[str, Any]) -> dict[str, str]:
     """The parameters that decide a result, without the seed, as text: the one that MLflow has."""
     kept = {k: v for k, v in parameters.items() if k != "seed" and k.split(".")[0] not in UNCOMPARED}
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}
 
 
-# -------------------------------------------------------------------------------------- settings
-
-
 def with_settings(results: Sequence[Result]) -> list[Result]:
     """The results with their settings: the parameters in which they differ.
 
-    MLflow has only the parameters of the stages that ran, so a run without one of those parameters is a
-    setting of its own. Runs that differ only in their verdict, under another gate, count once: they were
-    trained once.
+    MLflow has only the parameters of the stages that ran, so a run without one is a setting of its own. Runs
+    that differ only in their verdict, under another gate, count once: they were trained once.
     """
 
     def training(result: Result) -> tuple[Any, ...]:
@@ -140,12 +125,12 @@ def with_settings(results: Sequence[Result]) -> list[Result]:
         return result.seed, *sorted(result.parameters.items()), *sorted(measured)
 
     results = list({training(result): result for result in results}.values())
-    rows = _differing([result.parameters for result in results])
+    rows = _find_differences([result.parameters for result in results])
     settings = [", ".join(f"{key}={row[i]}" for key, row in rows.items()) for i in range(len(results))]
     return [replace(one, setting=setting or "all") for one, setting in zip(results, settings, strict=True)]
 
 
-def _differing(parameters: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+def _find_differences(parameters: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """The parameters with several values, in the order of their keys; "?" where a run lacks one."""
     keys = sorted({key for known in parameters for key in known})
     rows = {key: [known.get(key, "?") for known in parameters] for key in keys}
@@ -153,10 +138,8 @@ def _differing(parameters: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result.setting, []).append(result)
-    return groups
+    settings = dict.fromkeys(result.setting for result in results)
+    return {setting: [result for result in results if result.setting == setting] for setting in settings}
 
 
 def table(results: Sequence[Result], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -178,23 +161,12 @@ def cell(results: Sequence[Result], name: str) -> str:
     if len(results) == 1:
         return document.metric(results[0].metrics, name)
     some = f" ({len(values)} of {len(results)})" if len(values) < len(results) else ""
-    return document.number(statistics.fmean(values), _deviation(values)) + some
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """The sample's standard deviation (n − 1); 0 for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-# -------------------------------------------------------------------------------------- the page
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0  # n − 1
+    return document.number(statistics.fmean(values), deviation) + some
 
 
 def run(paths: Paths, names: Sequence[str], out: Path) -> None:
-    """Write the comparison of these runs to `out`, and print its headline metrics.
-
-    Raises:
-        UserError: for a run that does not exist, or more settings than a figure can show.
-    """
+    """Write the comparison of these runs to `out`, and print its headline metrics."""
     results = with_settings([find(paths, name) for name in names])
     if len(results) < len(names):
         console.say(f"{len(names) - len(results)} of these runs count once with another: the same training")
@@ -207,11 +179,7 @@ def run(paths: Paths, names: Sequence[str], out: Path) -> None:
 
 
 def context(results: Sequence[Result]) -> dict[str, Any]:
-    """The template's variables.
-
-    Raises:
-        UserError: for more settings than a figure can show.
-    """
+    """The template's variables. Raises UserError for more settings than a figure can show."""
     settings = _by_setting(results)
     if len(settings) > MAX_SETTINGS:
         raise UserError(
@@ -222,12 +190,12 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
     names = sorted({name for result in results for name in result.metrics})
     headlines = catalogue.headlines(names, sorted(STAGES, key=lambda stage: stage != "judge"))
     cells = {name: {letter: cell(own, name) for letter, own in groups.items()} for name in names}
-    differing = _differing([own[0].parameters for own in groups.values()])
-    first, more = figures.split(_figures(groups))
+    differences = _find_differences([own[0].parameters for own in groups.values()])
+    first, more = document.split(_figures(groups))
     return {
         "groups": groups,
         "columns": {letter: letter for letter in groups},
-        "parameters": {key: dict(zip(groups, row, strict=True)) for key, row in differing.items()},
+        "parameters": {key: dict(zip(groups, row, strict=True)) for key, row in differences.items()},
         "headlines": {name: cells[name] for name in headlines},
         "others": {name: cells[name] for name in names if name not in headlines},
         "first_figures": first,
@@ -236,11 +204,8 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _figures(groups: Mapping[str, Sequence[Result]]) -> Iterator[Figure]:
-    """A figure per curve, with a line and a band per setting.
-
-    A setting without the curve keeps its place, so that a setting has the same color in all figures.
-    """
-    for stage in figures.STAGES:
+    """A figure per curve, with a line and a band per setting, which has the same color in all figures."""
+    for stage in document.CURVES:
         rows = (row for own in groups.values() for one in own for row in one.curves.get(stage, ()))
         known = dict.fromkeys(name for row in rows for name in row)
         for panel in catalogue.panels(stage):
@@ -264,6 +229,6 @@ def mean_curve(letter: str, results: Sequence[Result], stage: Stage, name: str) 
     means = [statistics.fmean(v) for v in values]
     if len(results) == 1:
         return Curve(letter, common, means)
-    low = [mean - _deviation(v) for mean, v in zip(means, values, strict=True)]
-    high = [mean + _deviation(v) for mean, v in zip(means, values, strict=True)]
+    deviations = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values]
+    low, high = ([m + sign * d for m, d in zip(means, deviations, strict=True)] for sign in (-1, 1))
     return Curve(letter, common, means, low, high)

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +20,13 @@ from markupsafe import Markup, escape
 from rlhf_tasks.config import Stage
 from rlhf_tasks.judging.results import ComparisonResult
 from rlhf_tasks.judging.statistics import Interval
-from rlhf_tasks.tracking import catalogue
+from rlhf_tasks.tracking import catalogue, curves
+from rlhf_tasks.tracking.curves import Figure
 
 FOLDER = Path(__file__).parent
+CURVES: tuple[Stage, ...] = ("ppo", "judge", "reward", "sft", "base")
+"""The stages with curves, in the order in which a reader needs them."""
+NUM_FIRST = 3  # figures of PPO that a page shows unfolded: KL, reward, clip fraction
 MODELS = {"base": "Base model", "sft": "SFT model", "policy": "Policy", "reference": "References"}
 """Titles of the models. References are the responses of the data; no model is called a reference."""
 
@@ -36,9 +40,10 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for one in (number, share, metric, without_ends, model, tone, in_words, key, code):
+    for one in (number, share, metric, without_ends, model, tone, in_words, key, code, describe):
         made.filters[one.__name__] = one
     made.filters["judge"] = catalogue.placeholder_in_words  # in a sentence: `the gold judge`
+    made.filters["svg"] = lambda figure: Markup(curves.draw_svg(figure))
     return made
 
 
@@ -48,9 +53,6 @@ def render(template: str, variables: Mapping[str, Any], script_name: str = "page
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     own = {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
     return environment().get_template(template).render(**own, **variables)
-
-
-# --------------------------------------------------------------------------------------- numbers
 
 
 def number(value: float, error: float | None = None) -> str:
@@ -101,9 +103,6 @@ def _decimals(error: float) -> int:
     return min(6, max(0, -math.floor(math.log10(error / 1.2)))) if 0 < error < math.inf else 1
 
 
-# ----------------------------------------------------------------------------------------- words
-
-
 def model(name: str) -> str:
     return MODELS.get(name, name)
 
@@ -131,3 +130,21 @@ def code(text: str) -> Markup:
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts)
     )
+
+
+def describe(figure: Figure) -> str:
+    """A figure for readers who do not see it: its title, and the ends of its curves."""
+    values = (
+        f"{c.name} from {number(c.y[0])} to {number(c.y[-1])}, lowest {number(min(c.y))}, "
+        f"highest {number(max(c.y))}"
+        for c in figure.curves
+        if c.y
+    )
+    return f"{figure.title}, by {figure.axis}: {'; '.join(values)}"
+
+
+def split(figures: Iterable[Figure]) -> tuple[list[Figure], list[Figure]]:
+    """The figures that a page shows at once, and the rest."""
+    all_figures, titles = list(figures), [panel.title for panel in catalogue.panels("ppo")[:NUM_FIRST]]
+    first = [figure for figure in all_figures if figure.title in titles]
+    return first, [figure for figure in all_figures if figure.title not in titles]

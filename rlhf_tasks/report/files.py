@@ -12,26 +12,23 @@ import pyarrow.parquet as pq
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report.figures import Points
 from rlhf_tasks.tracking import curves
+from rlhf_tasks.tracking.curves import Points
 
 Rows = list[dict[str, Any]]
 
 
 class Files:
-    """Reads the files of a project, and notes the `missing` ones, of which nothing comes back.
-
-    Raises:
-        UserError: if a file exists and cannot be read.
-    """
+    """Reads the files of a project, and notes the `missing` ones. UserError for one that cannot be read."""
 
     def __init__(self, paths: Paths) -> None:
         self.missing: list[str] = []
         self._paths = paths
 
     def json(self, path: Path) -> dict[str, Any] | None:
-        found = self._read(path, "an object of JSON", lambda: dict(json.loads(path.read_bytes())))
-        return None if found is None else dict(found)
+        kind = "an object of JSON"
+        tree: dict[str, Any] | None = self._read(path, kind, lambda: dict(json.loads(path.read_bytes())))
+        return tree
 
     def rows(self, path: Path) -> Rows:
         return self._read(path, "a Parquet table", lambda: pq.read_table(path).to_pylist()) or []

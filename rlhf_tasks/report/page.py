@@ -7,19 +7,18 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_tasks.config import STAGES, ReportView, flatten
+from rlhf_tasks.config import STAGES, ReportView, Stage, flatten
 from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, figures, run_facts
+from rlhf_tasks.report import document, run_facts
 from rlhf_tasks.report.document import number
-from rlhf_tasks.report.figures import Curve, Figure
 from rlhf_tasks.report.files import Files, Rows
 from rlhf_tasks.tracking import catalogue
+from rlhf_tasks.tracking.curves import Curve, Figure, Points, figures
 
-RESPONDERS = ("reference", "sft", "policy")
-"""The origins of judged responses, in the order of the columns."""
+RESPONDERS = ("reference", "sft", "policy")  # the origins of judged responses, in the order of the columns
 NUM_SAMPLES = 5  # won most, and lost most
 NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
 JUDGE_FACTS = ("kappa/", "human/", "position_bias", "first_share", "cost/replies", "cost/tokens")
@@ -28,15 +27,14 @@ JUDGE_FACTS = ("kappa/", "human/", "position_bias", "first_share", "cost/replies
 def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     """What page.html shows of the project at `paths`, whose parameters are `view`. Equal files, equal values.
 
-    Raises:
-        UserError: if the results of stage judge are missing, or a file exists and cannot be read.
+    Raises UserError if the results of stage judge are missing, or a file exists and cannot be read.
     """
     files, stages = Files(paths), [stage for stage in STAGES if stage != "report"]
     judge_folder, ppo_folder = paths.judge_results, paths.ppo_samples
     results = EvaluationResults.read(paths.evaluation_results)
     judged, judge = results.metrics(), results.first_judge
     metrics: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.metrics(s)))}
-    curves: dict[str, figures.Points] = {s: files.points(paths.curves(s)) for s in figures.STAGES}
+    curves: dict[Stage, Points] = {s: files.points(paths.curves(s)) for s in document.CURVES}
     lineage: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.lineage(s)))}
     if view.data.source != "files":  # then data.path is a dep that no stage reads
         for tree in lineage.values():
@@ -44,18 +42,28 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     makers = {out: stage for stage, node in graph.items() for out in node.outs}
     guards = files.json(ppo_folder / "guards.json")
-    first, more = figures.split(figures.of_run(curves))
+    times = list(run_facts.starts(lineage).values())
+    is_one_run = len(times) > 1 and times == sorted(times)  # no stage is older than its inputs
+    parts = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
+    seconds = sum(row.get(part, 0.0) for row in curves["ppo"] for part in parts)
+    sampled = files.rows(ppo_folder / "samples.parquet")
+    episodes = sorted({row["episode"] for row in sampled})
+    some = sorted({episodes[i] for i in (0, len(episodes) // 2, -1)}) if episodes else []
+    first, more = document.split(
+        figure for stage, points in curves.items() for figure in figures(stage, points)
+    )
     return {
         # 1. The story.
         "run": run_facts.facts(view, lineage, name, paths.root),
         "view": view,
+        "task": run_facts.task(view.data),
         "base": run_facts.base_model(view.model),
         "gate": files.json(paths.verdict),
         "metrics": metrics,
         "results": results,
         "judge": judge,
-        "duration": _duration(lineage),
-        "ppo_duration": _ppo_duration(curves["ppo"]),
+        "duration": _span((times[-1] - times[0]).total_seconds()) if is_one_run else None,
+        "ppo_duration": _span(seconds) if seconds else None,
         # 2. Samples, and 3. curves.
         "samples": _samples(
             files.rows(paths.judged_responses), files.rows(judge_folder / "comparisons.parquet"), judge
@@ -65,9 +73,9 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "trips": None if guards is None else guards["trips"],
         # 4. The evidence.
         "judge_facts": _facts("judge", judged, *JUDGE_FACTS),
-        "measured": _measured(judged),
+        "measured": _tabulate_measures(judged),
         "reward_facts": _facts("reward", metrics.get("reward", {}), "")
-        | _facts("judge", judged, "agreement/", "calibration/", "reward_gap/"),
+        | _facts("judge", judged, "agreement/", "calibration/"),
         "audit": files.json(audit) if (audit := ppo_folder / "audit.json").exists() else {},
         "reward_figures": [
             *_diagnostics(
@@ -75,25 +83,13 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
             ),
             *_diagnostics(files.rows(judge_folder / "lengths.parquet"), ("judge", "who", "length", "score")),
         ],
-        "training_samples": _of_training(files.rows(ppo_folder / "samples.parquet")),
+        "training_samples": [
+            row for at in some for row in [r for r in sampled if r["episode"] == at][:NUM_TRAINING_SAMPLES]
+        ],
         "rollouts": files.rows(ppo_folder / "rollouts.parquet"),
         "lineage": {stage: _links(tree, makers) for stage, tree in lineage.items()},
         "missing": files.missing,
     }
-
-
-def _duration(lineage: run_facts.Lineage) -> str | None:
-    """From the start of the first stage to that of the verdict; None if a stage is older than its inputs."""
-    times = list(run_facts.starts(lineage).values())
-    if len(times) < 2 or times != sorted(times):
-        return None
-    return _span((times[-1] - times[0]).total_seconds())
-
-
-def _ppo_duration(points: figures.Points) -> str | None:
-    names = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
-    seconds = sum(row.get(name, 0.0) for row in points for name in names)
-    return _span(seconds) if seconds else None
 
 
 def _span(seconds: float) -> str:
@@ -133,24 +129,15 @@ def _samples(responses: Rows, comparisons: Rows, judge: str) -> dict[str, Rows]:
 
 def _lead(row: Mapping[str, Any]) -> tuple[float, str]:
     """How far A is ahead: by score; by its mean probability over both orders, less ½; by the bare outcome."""
-    shown = (row.get("a_shown_first"), row.get("a_shown_second"))
-    orders = [float(p) for p in shown if p is not None]
+    orders = [float(p) for name in ("a_shown_first", "a_shown_second") if (p := row.get(name)) is not None]
+    lead, text = float(row["outcome"]) - 0.5, ""
     if row["score_a"] is not None and row["score_b"] is not None:
         lead = float(row["score_a"] - row["score_b"])
         text = f" by {number(abs(lead))}"
     elif orders and row["outcome"] != 0.5:
         lead = sum(orders) / len(orders) - 0.5
         text = f" with {document.share(abs(lead) + 0.5)}"
-    else:
-        lead, text = float(row["outcome"]) - 0.5, ""
     return lead, f"ahead{text}" if lead > 0 else f"behind{text}" if lead < 0 else "level"
-
-
-def _of_training(rows: Rows) -> Rows:
-    """A few samples of PPO's evaluations, at the first, the middle and the last of their episodes."""
-    episodes = sorted({row["episode"] for row in rows})
-    chosen = sorted({episodes[i] for i in (0, len(episodes) // 2, -1)}) if episodes else []
-    return [row for at in chosen for row in [r for r in rows if r["episode"] == at][:NUM_TRAINING_SAMPLES]]
 
 
 def _facts(stage: str, metrics: Mapping[str, float], *parts: str) -> dict[str, str]:
@@ -159,7 +146,7 @@ def _facts(stage: str, metrics: Mapping[str, float], *parts: str) -> dict[str, s
     return {document.in_words(f"{stage}/{name}"): document.metric(metrics, name) for name in names}
 
 
-def _measured(judged: Mapping[str, float]) -> dict[str, dict[str, str]]:
+def _tabulate_measures(judged: Mapping[str, float]) -> dict[str, dict[str, str]]:
     """What was measured of each model and of its responses: measure → model → value."""
     table: dict[str, dict[str, str]] = {}
     for name in document.without_ends(judged):
@@ -183,10 +170,8 @@ def _diagnostics(rows: Rows, columns: tuple[str, str, str, str]) -> Iterator[Fig
             points = ([row[key] for row in own] for key in (x, y, "low", "high"))
             curves.append(Curve(catalogue.placeholder_in_words(name), *points))
         scorer = "the reward that PPO optimized" if one == OPTIMIZED else catalogue.placeholder_in_words(one)
-        if y == "right":
-            yield Figure(f"Calibration: {scorer}", "", x, curves, guide="y = x")
-        else:
-            yield Figure(f"Score by length: {scorer}", "", x, curves)
+        title = "Calibration" if y == "right" else "Score by length"
+        yield Figure(f"{title}: {scorer}", "", x, curves, guide="y = x" if y == "right" else None)
 
 
 def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> list[tuple[str, str, str | None]]:

@@ -28,12 +28,7 @@ def context(
         episode = row["episode"]
         row["place"] = places[episode] = places.get(episode, -1) + 1
         guards = [trip["guard"] for trip in trips if trip["episode"] == episode]
-        updates[episode] = {
-            "update": row["update"],
-            "rollouts": row["rollouts"],
-            "guards": guards,
-            "shown": 0,
-        }
+        updates[episode] = {key: row[key] for key in ("update", "rollouts")} | {"guards": guards, "shown": 0}
     left, shown = largest - 100_000, list[dict[str, Any]]()  # the style and the texts around the table
     for row in sorted(rows, key=lambda row: (row["place"], row["episode"])):
         left -= CELLS + sum(len(escape(row[key]).encode()) for key in ("prompt", "response", "notes"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,9 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     if _json(paths.metrics("prepare")).get("rows/as_turns"):
         data += ", as turns of the chat template"
     yield "Trained", f"{run_facts.base_model(settings.model)}{episodes}; data: {data}"
-    try:
+    results = EvaluationResults()
+    with suppress(UserError):
         results = EvaluationResults.read(paths.evaluation_results)
-    except UserError:
-        results = EvaluationResults()
     judge = results.first_judge
     rates = [
         f"{document.share(one.win_rate)} over {text}"
@@ -46,11 +46,8 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     if rates:
         yield "Win rate", f"{'; '.join(rates)}; by {catalogue.placeholder_in_words(judge)}"
     if judge in results.accuracies:
-        right = results.accuracies[judge].right
-        yield (
-            "Right",
-            f"{document.share(right['policy'])} of the responses; SFT {document.share(right['sft'])}",
-        )
+        policy, sft = (document.share(results.accuracies[judge].right[name]) for name in ("policy", "sft"))
+        yield "Right", f"{policy} of the responses; SFT {sft}"
     gate = _json(paths.verdict)
     if gate:
         first, *more = gate["summary"].split("; ")
@@ -62,16 +59,12 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     report = paths.reports / "index.html"
     if report.exists():
         yield "Report", report.resolve().as_uri()
-    curves = context.uri(settings.tracking) or "rlhf mlflow"
-    yield (
-        "Next",
-        f"rlhf generate models/policy   (try it){f'; {curves}   (curves)' * settings.tracking.enabled}",
-    )
+    curves = f"; {context.uri(settings.tracking) or 'rlhf mlflow'}   (curves)" * settings.tracking.enabled
+    yield "Next", f"rlhf generate models/policy   (try it){curves}"
     if gate:
         what = "make it the champion" if gate["passed"] else "shows each criterion; it cannot become champion"
         yield "", f"rlhf promote   ({what})"
 
 
 def _json(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}

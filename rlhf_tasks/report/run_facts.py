@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import config, presets
-from rlhf_tasks.config import Model, ReportView
+from rlhf_tasks.config import Data, Model, ReportView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
 SHOWN_HASH = 10  # characters
 _TIME = re.compile(r"-(\d{8}T\d{6})-")  # in a run key; UTC
-Lineage = Mapping[str, Mapping[str, Any]]
-"""models/lineage/STAGE.json by stage."""
+Lineage = Mapping[str, Mapping[str, Any]]  # models/lineage/STAGE.json by stage
 
 
 def facts(view: ReportView, lineage: Lineage, name: str, root: Path) -> dict[str, str]:
@@ -31,7 +30,7 @@ def facts(view: ReportView, lineage: Lineage, name: str, root: Path) -> dict[str
     known = {
         "Date": f"{times[last].day} {times[last]:%B %Y, %H:%M} UTC" if last else "",
         "Run": name or tree.get("rlhf.run", ""),
-        "Preset": _preset(view),
+        "Preset": view.preset or "none",
         "Seed": str(view.seed),
         "Data": view.data.in_words,
         "Base model": base_model(view.model),
@@ -41,16 +40,20 @@ def facts(view: ReportView, lineage: Lineage, name: str, root: Path) -> dict[str
     return {title: text for title, text in known.items() if text}
 
 
-def _preset(view: ReportView) -> str:
-    """The presets whose values the run has, or else the one of which it has most."""
-    whole, most = (presets.matching(view.declared, share) for share in (1.0, presets.MOSTLY))
-    return ", ".join(whole) or (f"{most[0]}, with other values" if most else "none")
-
-
 def starts(lineage: Lineage) -> dict[str, datetime]:
     """When the run of each stage began, by the stage's run key; without stages that have none."""
     found = {stage: _TIME.search(tree.get("rlhf.run") or "") for stage, tree in lineage.items()}
     return {stage: datetime.strptime(at[1], "%Y%m%dT%H%M%S") for stage, at in found.items() if at}
+
+
+def task(data: Data) -> str:
+    """What the data is; that of a preset's function in the words of the preset."""
+    described = (
+        f"{data.source}, of preset {name}: {presets.summary(name)}"
+        for name in presets.names()
+        if presets.read(name).get("data", {}).get("source") == data.source
+    )
+    return next(described, data.in_words) if ":" in data.source else data.in_words
 
 
 def base_model(model: Model) -> str:

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data import synthetic
-from rlhf_tasks.models.load import TokenScores
-from rlhf_tasks.scoring.function import FunctionScorer
-from rlhf_tasks.scoring.http import HttpScorer
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.scoring.function import ImportedScorer
+from rlhf_tasks.scoring.http import ScoringService
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, Scorer
 from rlhf_tasks.scoring.reward_model import Placement, RewardModel, load_foreign
 from rlhf_tasks.scoring.verifier import Verifier
@@ -51,23 +51,23 @@ def build(
             case config.RewardModelScorer(path=str(path)):
                 return load_foreign(root / path, tokenizer, max_tokens, placement)
             case config.FunctionScorer():
-                return FunctionScorer(one.function, "ppo.scorers", root, columns)
+                return ImportedScorer(one.function, "ppo.scorers", root, columns)
             case config.HttpScorer():
-                return HttpScorer(one)
+                return ScoringService(one)
             case config.LengthPenalty():
-                return LengthPenalty(one.max_tokens, one.buffer, tokenizer)
+                return OverlongPenalty(one.max_tokens, one.buffer, tokenizer)
             case config.VerifierScorer():
                 return Verifier(one.checks, one.format)
         return lambda rows: torch.zeros(len(rows))  # it runs the pipeline with nothing to learn
 
     parts = [
-        Part(name, 0.0 if isinstance(one, config.DummyScorer) else one.weight, make(one))
+        WeightedScorer(name, 0.0 if isinstance(one, config.DummyScorer) else one.weight, make(one))
         for name, one in zip(config.scorer_names(settings), settings, strict=True)
     ]
     return WeightedSum(parts)
 
 
-class Part(NamedTuple):
+class WeightedScorer(NamedTuple):
     """A scorer with its name in the metrics and its weight."""
 
     name: str
@@ -78,7 +78,7 @@ class Part(NamedTuple):
 class WeightedSum:
     """Σ weight · score over the parts."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[WeightedScorer]) -> None:
         self._rewards = [part for part in parts if isinstance(part.scorer, RewardModel)]
         self._others = [part for part in parts if not isinstance(part.scorer, RewardModel)]
         self._names = [part.name for part in parts]
@@ -110,7 +110,7 @@ class WeightedSum:
         return torch.stack(weighted).sum(dim=0)
 
 
-class LengthPenalty:
+class OverlongPenalty:
     """The soft over-length penalty of DAPO (arXiv 2503.14476, eq. 13), 0 to −1.
 
     0 up to max_tokens − buffer, then (max_tokens − buffer − length) / buffer, and −1 above max_tokens.

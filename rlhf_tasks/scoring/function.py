@@ -125,7 +125,7 @@ def _arguments(
     return [], takes
 
 
-class FunctionScorer:
+class ImportedScorer:
     """A scorer that calls a function once with all rows; it returns a float for each.
 
     Raises:

@@ -37,7 +37,7 @@ def read_key(variable: str, subject: str) -> str:
     return key
 
 
-class HttpScorer:
+class ScoringService:
     """A service that receives {"prompts": […], "responses": […]} and returns {"scores": […]}.
 
     Where columns are kept, it also receives {"columns": {NAME: […]}}.

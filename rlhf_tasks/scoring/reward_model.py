@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data import positions
-from rlhf_tasks.data.batches import TokenBudget, collate_groups, group_rows, group_sizes, load_tokenizer
+from rlhf_tasks.data.batches import group_rows
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.models import checks, contracts
-from rlhf_tasks.models.load import TokenScores, load_reward, supports_shared_prefix
+from rlhf_tasks.models.heads import TokenScores, supports_shared_prefix
+from rlhf_tasks.models.load import load_reward
+from rlhf_tasks.models.passes import RunBatches, TokenBudget, read_rows
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer
 
 M = TypeVar("M", bound=nn.Module)
-RunBatches = Callable[[TokenBudget, Sequence[int], Callable[[list[int]], None]], None]
 
 
 class Placement(Protocol):
@@ -35,10 +37,7 @@ class Placement(Protocol):
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
     ) -> None:
-        """Call `compute` with every micro-batch of the rows, whose tokens are given.
-
-        For an empty list it must make a pass like any other, whose result nobody reads.
-        """
+        """`RunBatches` of rows, whose tokens are given."""
 
 
 class RewardModel:
@@ -62,21 +61,20 @@ class RewardModel:
         if placement is not None:
             self._device, self._run_batches = placement.device, placement.run_batches
 
-    @torch.no_grad()
     def __call__(self, rows: Responses) -> Tensor:
         queries, responses = self._retokenize(rows) if self._retokenize else rows.ids(self._tokenizer)
-        result, shares = torch.zeros(len(rows)), supports_shared_prefix(self.model.model)
+        shares = supports_shared_prefix(self.model.model)
         groups = group_rows(queries, responses, range(len(rows)), self._budget.max_tokens, shares=shares)
-
-        def score(numbers: list[int]) -> None:
-            own = [groups[number] for number in numbers]
-            batch = collate_groups(queries, responses, own, self._tokenizer.pad_token_id)
-            scores = self.model(batch.to(self._device), ends_only=True)
-            if own:
-                result[[i for group in own for i in group]] = scores.cpu()
-
-        self._run_batches(self._budget, group_sizes(queries, responses, groups), score)
-        return result
+        return read_rows(
+            lambda batch: self.model(batch, ends_only=True),
+            queries,
+            responses,
+            groups=groups,
+            pad=self._tokenizer.pad_token_id,
+            device=self._device,
+            budget=self._budget,
+            run=self._run_batches,
+        ).float()
 
 
 def load(folder: Path, device: torch.device) -> RewardModel:

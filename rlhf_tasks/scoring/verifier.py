@@ -38,7 +38,7 @@ class Verifier:
 
     def __call__(self, rows: Responses) -> Tensor:
         """(B,) float64: the weights of the checks that pass, and the format's weight where it matches."""
-        passed, formatted = self._passed(rows.texts, rows.columns), self.formatted(rows.texts)
+        passed, formatted = self._run_checks(rows.texts, rows.columns), self.match_format(rows.texts)
         weights = [check.weight for check in self._checks]
         scores = [
             sum(w for w, passes in zip(weights, row, strict=True) if passes) + self._format_weight * matches
@@ -46,26 +46,26 @@ class Verifier:
         ]
         return torch.tensor(scores, dtype=torch.float64)
 
-    def answers(self, responses: Sequence[str]) -> list[str | None]:
+    def read_answers(self, responses: Sequence[str]) -> list[str | None]:
         """The answer in each response; None where the format does not match."""
         matches = [self._pattern.fullmatch(response.strip()) for response in responses]
         return [None if match is None else (match[1] or "").strip() for match in matches]
 
-    def formatted(self, responses: Sequence[str]) -> list[bool]:
+    def match_format(self, responses: Sequence[str]) -> list[bool]:
         """Whether the format matches each response."""
-        return [answer is not None for answer in self.answers(responses)]
+        return [answer is not None for answer in self.read_answers(responses)]
 
     def correct(self, responses: Sequence[str], columns: Columns) -> list[bool]:
         """Whether each response passes every check."""
-        return [all(row) for row in self._passed(responses, columns)]
+        return [all(row) for row in self._run_checks(responses, columns)]
 
-    def _passed(self, responses: Sequence[str], columns: Columns) -> list[list[bool]]:
+    def _run_checks(self, responses: Sequence[str], columns: Columns) -> list[list[bool]]:
         return [
             [
                 answer is not None and self._test(number, columns[check.column][i])(answer)
                 for number, check in enumerate(self._checks)
             ]
-            for i, answer in enumerate(self.answers(responses))
+            for i, answer in enumerate(self.read_answers(responses))
         ]
 
     def _test(self, number: int, value: Any) -> Test:

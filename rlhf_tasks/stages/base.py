@@ -10,17 +10,20 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
 from rlhf_tasks.data import positions
-from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, read_table, sets_of, token_ids
+from rlhf_tasks.data.batches import read_table, sets_of, token_ids
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.rows import Rows, digest
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import from_scratch, load_causal
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, save, train
+from rlhf_tasks.training.supervised import evaluate, save, train
+from rlhf_tasks.training.tasks import LanguageModeling, plain_text
 
 
 def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -36,7 +39,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         texts = _prompts(paths, tokenizer, "train")
         longest = max([*texts.sizes, *validation.sizes])
         model = from_scratch(config.model.scratch, tokenizer, positions.of_scratch(longest))
-        with checkpoint.open(dist, paths, config, "base") as snapshots:
+        with checkpoint.open_snapshots(dist, paths, config, "base") as snapshots:
             train(
                 dist,
                 model,

@@ -15,33 +15,29 @@ import pyarrow.parquet as pq
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
-from rlhf_tasks.config.judge import Retention
 from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.data.tokenizer import read_plain
+from rlhf_tasks.data.tokenizer import load_tokenizer, read_plain
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import human_labels, reward_diagnostics, statistics, summary
 from rlhf_tasks.judging import results as typed
+from rlhf_tasks.judging import reward_diagnostics, summary
 from rlhf_tasks.judging.judges.build import ScoringJudge, build_judges
 from rlhf_tasks.judging.judges.comparisons import (
     Comparisons,
     Judge,
-    has_reward,
-    is_trial,
-    optimized_judges,
-    selecting_judges,
+    describe_training,
 )
 from rlhf_tasks.judging.responses import (
     BASE,
     SAMPLED,
     ModelResponses,
-    response_statistics,
+    sample_alike,
     sample_models,
-    sample_policy,
 )
-from rlhf_tasks.judging.retention import Probes, perplexities_by_sft
+from rlhf_tasks.judging.retention import Probes, measure_responses
+from rlhf_tasks.judging.rows import Label, measure_agreement, read_labels
 from rlhf_tasks.judging.statistics import matched_length_gain
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project.atomic import whole
@@ -52,6 +48,7 @@ from rlhf_tasks.training.distributed import Distributed
 
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
 MIN_PROMPTS_FOR_GAIN = 3
+SHOWN_PROMPTS = 20  # whose responses MLflow shows
 
 
 @dataclass(frozen=True)
@@ -76,26 +73,21 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """
     dist, settings = Distributed(config.launch, config.seed), config.judge
     # 1. Whatever can fail is built and checked before anything is sampled.
-    labels = human_labels.read(paths.root / settings.labels) if settings.labels else []
+    labels = read_labels(paths.root / settings.labels) if settings.labels else []
     if labels:
         asked = read_plain(load_tokenizer(paths.tokenizer), [label.prompt for label in labels])
         labels = [one.model_copy(update={"prompt": text}) for one, text in zip(labels, asked, strict=True)]
     labeled = {label.prompt for label in labels}
-    summary.check_verifiers(settings, summary.judged_rows(paths, settings.num_examples, labeled))
+    summary.check_verifiers(settings, summary.read_judged_rows(paths, settings.num_examples, labeled))
     rows = read_table(paths, "prompts", "test")
     if settings.bar == "reference" and rows[0]["reference"] is None:
         raise UserError(
             "judge.bar: reference needs references, and data/prompts has prompts alone; set it to base"
         )
-    judges = build_judges(
-        settings,
-        dist.device,
-        paths,
-        columns=columns.of_rows(rows),
-    )
+    judges = build_judges(settings, dist.device, paths, columns=columns.of_rows(rows))
     probes = None if settings.retention is None else Probes(settings.retention, paths)
-    optimized = optimized_judges(settings, paths.policy, paths.root)
-    for name, path in optimized.items():
+    training = describe_training(settings, paths.policy, paths.root)
+    for name, path in training["optimised_judges"].items():
         text = (
             f"judge {name} ({path}) is the reward model that PPO optimized: its win rates do not show that "
             "the policy got better; use models/reward_heldout or another judge"
@@ -106,9 +98,10 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     sampled = sample_models(config, paths, dist.device)
     models = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
     retention, task_changes = probes.measure_all(models, dist.device) if probes else ({}, {})
-    own_ids = {who: sampled.sampled[who].ids for who in SAMPLED}
-    perplexities = perplexities_by_sft(
-        paths.sft, sampled.prompts, own_ids, settings.retention or Retention(), dist.device
+    responses = {who: sampled.sampled[who] for who in SAMPLED}
+    references = sampled.texts.get("reference")
+    response_statistics = measure_responses(
+        paths.sft, sampled.prompts, responses, references, settings.retention, dist.device
     )
     # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labeled.
     judged = _judge(config, judges, sampled)
@@ -116,54 +109,41 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     people = _compare_with_people(labels, judges, rows)
     # 4. The reward models, on pairs and by the length of responses.
     rewards = reward_diagnostics.load_rewards(paths, dist.device)
-    pairs: dict[str, reward_diagnostics.Pairs] = {}
-    for who in SAMPLED if rewards and config.data_source == "synthetic" else ():
+    pairs: dict[str, reward_diagnostics.OrderedPairs] = {}
+    if rewards and config.data_source == "synthetic":
         # two samples of each policy per prompt, ordered by the gold judge, which knows this data alone
-        second = sample_policy(config, paths, who, sampled.prompts, config.seed + 1, dist.device).texts
-        first = sampled.texts[who]
-        pairs[f"{who}_samples"] = reward_diagnostics.order_by(gold_scores, sampled.prompts, first, second)
-    given = reward_diagnostics.labeled_pairs(paths) if rewards else {}
+        second = sample_alike(
+            config, paths, sampled.prompts, dist.device, names=SAMPLED, seed=config.seed + 1
+        )
+        for who in SAMPLED:
+            both = sampled.texts[who], second[who].texts
+            pairs[f"{who}_samples"] = reward_diagnostics.order_by(gold_scores, sampled.prompts, *both)
+    given = reward_diagnostics.read_pairs(paths) if rewards else {}
     diagnosed, bins = reward_diagnostics.diagnose(rewards, given, pairs)
-    scores, gaps = dict(judged.scores), None
+    scores = dict(judged.scores)
     of_policy = contracts.optimized_rewards(paths.policy)
     if "reward" in rewards and contracts.fingerprint(paths.reward) in of_policy:
-        own: dict[str, list[float]] = {}
         for who, texts in sampled.texts.items():
             with console.part(f"the reward that PPO optimized, of {who}"):
-                own[who] = rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
-        scores |= {(OPTIMIZED, who): values for who, values in own.items()}
-        # PPO's win rate over SFT by the reward that it optimized, minus each judge's
-        by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
-        by_judge = {
-            key.judge: by_reward - statistics.rate(comparisons.outcomes).value
-            for key, comparisons in judged.comparisons.items()
-            if (key.a, key.b) == ("policy", "sft")
-        }
-        gaps = typed.RewardGaps(win_rate_by_reward=by_reward, by_judge=by_judge)
-    lengths = reward_diagnostics.by_length(scores, sampled.texts)
+                values = rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
+            scores[OPTIMIZED, who] = values
+    lengths = reward_diagnostics.bin_by_length(scores, sampled.texts)
     # 5. The results document and the tables.
     results = typed.EvaluationResults(
         comparisons=tuple(
             _with_length_gain(one, judged, sampled)
             for one in summary.summarize(judged.comparisons, sampled.texts, sampled.sets)
         ),
-        optimised_judges=optimized,
-        has_reward=has_reward(paths.policy),
-        is_trial=is_trial(paths.policy),
+        **training,
         has_demonstrations=probes is None or probes.has_demonstrations,
-        selecting_judges=selecting_judges(settings, paths.policy, paths.root),
-        responses={
-            who: response_statistics(sampled.sampled[who], sampled.texts.get("reference"), perplexities[who])
-            for who in SAMPLED
-        },
+        responses=response_statistics,
         facets=judged.facets,
-        accuracies=summary.accuracies(settings, sampled.texts, sampled.columns),
+        accuracies=summary.measure_accuracies(settings, sampled.texts, sampled.columns),
         retention=retention,
         task_changes=task_changes,
         reward_diagnostics=diagnosed,
-        reward_gaps=gaps,
         human_labels=people,
-        judge_kappas=summary.kappas(judged.comparisons),
+        judge_kappas=summary.measure_kappas(judged.comparisons),
     )
     if dist.is_main:
         compared = summary.comparison_table(
@@ -178,14 +158,13 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             pq.write_table(by_length, folder / "lengths.parquet")
             responses = _response_table(sampled, judged)
             pq.write_table(responses, folder / paths.judged_responses.name)
-        rates = summary.win_rates(results.comparisons)
-        summary.show_table(f"win rates on {len(sampled.prompts)} test prompts (ties count half)", rates)
+        rates = summary.show_win_rates(results.comparisons, len(sampled.prompts))
         for name, accuracy in results.accuracies.items():
             header = ["responses to", "sft", "policy", "gain in points (95% interval)"]
             console.table(f"right by {name}", header, summary.accuracy_table(accuracy))
         tracker.table("win_rates", rates)
         tracker.table("comparisons", compared.to_pylist())
-        tracker.table("responses", responses.slice(0, settings.num_samples_shown).to_pylist())
+        tracker.table("responses", responses.slice(0, SHOWN_PROMPTS).to_pylist())
     return results.metrics()
 
 
@@ -218,7 +197,7 @@ def _with_length_gain(
 
 
 def _compare_with_people(
-    labels: Sequence[human_labels.Label], judges: Sequence[Judge], rows: Sequence[Mapping[str, Any]]
+    labels: Sequence[Label], judges: Sequence[Judge], rows: Sequence[Mapping[str, Any]]
 ) -> typed.HumanLabels | None:
     """How far each judge agrees with the human labels; None without labels.
 
@@ -232,7 +211,7 @@ def _compare_with_people(
     prompts, first, second = zip(*((one.prompt, one.answer_a, one.answer_b) for one in labels), strict=True)
     kept = columns.of_rows([known.get(prompt, {}) for prompt in prompts])
     agreements = {
-        judge.name: human_labels.agreement(labels, judge.compare(prompts, first, second, kept).outcomes)
+        judge.name: measure_agreement(labels, judge.compare(prompts, first, second, kept).outcomes)
         for judge in judges
     }
     decided = {name: one for name, one in agreements.items() if one is not None}

@@ -15,36 +15,35 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.config import Ppo, PpoView
+from rlhf_tasks.config import PpoView
 from rlhf_tasks.config.judge import RewardModelJudge
-from rlhf_tasks.config.ppo import SeparateCritic
-from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
+from rlhf_tasks.config.ppo import Advantages, Ptx, SeparateCritic
+from rlhf_tasks.config.scorers import OPTIMIZED, RewardModelScorer, reward_folders, scorer_names
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table, token_ids
+from rlhf_tasks.data.batches import read_table, token_ids
 from rlhf_tasks.data.ragged import Ragged
-from rlhf_tasks.data.tokenizer import encode
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
+from rlhf_tasks.models.heads import ActorCritic, NoCritic, TokenScores, ValueHead, score_head
 from rlhf_tasks.models.load import (
-    TokenScores,
-    add_lora,
+    add_score_head,
     load_causal,
     load_reward,
-    merge_adapter,
     recompute_activations,
     save_checkpoint,
-    score_head,
 )
 from rlhf_tasks.models.logprobs import head_width
+from rlhf_tasks.models.lora import add_lora, merge_adapter
+from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import audit, preconditions
-from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, own_estimator
-from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge
-from rlhf_tasks.ppo.losses import PolicyLoss, own_loss, ppo_clip
-from rlhf_tasks.ppo.rollout import ActorCritic, AdapterOff, NoCritic, Reference, ReferenceCopy, ValueHead
-from rlhf_tasks.ppo.sampler import response_ends
-from rlhf_tasks.ppo.state import TrainState, initial_state
+from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, call_user_estimator
+from rlhf_tasks.ppo.evaluate import Evaluator, selection_judge
+from rlhf_tasks.ppo.losses import PolicyLoss, call_user_loss, ppo_clip
+from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy
+from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
 from rlhf_tasks.ppo.train import train
-from rlhf_tasks.ppo.vllm import open_server
+from rlhf_tasks.ppo.vllm import Sampling, open_server
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.imports import load_function
@@ -54,7 +53,7 @@ from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import LanguageModeling, demonstrations, plain_text
+from rlhf_tasks.training.tasks import LanguageModeling, demonstrations, plain_text
 
 PTX_TOKENS = 256
 """The length at which pretraining text is cut into rows."""
@@ -75,17 +74,22 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     settings = config.ppo
     dist = Distributed(config.launch, config.seed)
     # after the seed: a module may draw random numbers when it is imported
-    loss, estimator = policy_loss_of(settings, paths.root), estimator_of(settings, paths.root)
-    rows, validation = (read_table(paths, "prompts", split) for split in ("train", "validation"))
-    kept = columns.of_rows(rows)
-    judge = None if settings.select_by is None else SelectionJudge(dist, settings.select_by, paths, kept)
+    loss, estimator = policy_loss_of(settings.loss, paths.root), estimator_of(settings.advantages, paths.root)
     tokenizer = load_tokenizer(paths.sft)
-    [queries], [validation_queries] = (token_ids(tokenizer, part) for part in (rows, validation))
-    every_query = Ragged(itertools.chain(queries, validation_queries))
+    rows, validation = (read_table(paths, "prompts", split) for split in ("train", "validation"))
+    prompts, selection_prompts = (
+        Prompts(part.texts("prompt"), token_ids(tokenizer, part)[0], columns.of_rows(part))
+        for part in (rows, validation)
+    )
+    win_rate = None
+    if settings.select_by is not None:
+        win_rate = selection_judge(dist, settings.select_by, paths, prompts.columns)
+    every_query = Ragged(itertools.chain(prompts.queries, selection_prompts.queries))
 
     # 2. The models. They are checked while they are whole; those that are sharded are split afterwards.
     actor_critic, reference, reward = load_models(dist, config, paths)
     policy = actor_critic.policy
+    ends = ends_of(policy, tokenizer, [settings.stop_token])
     scorers = build_scorers(
         settings.scorers,
         tokenizer,
@@ -93,7 +97,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         max_tokens=settings.micro_batch_tokens,
         root=paths.root,
         placement=dist,
-        columns=kept,
+        columns=prompts.columns,
     )
     heldout = load_reward(paths.reward_heldout).requires_grad_(False) if config.has_reward_model else None
     rewards = {"models/reward": reward, "models/reward_heldout": heldout}
@@ -108,58 +112,54 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         policy,
         reference,
         tokenizer,
-        validation,
+        ends,
+        selection_prompts,
+        [row["reference"] for row in validation[: settings.num_selection_prompts]],
         scorers=scorers,
         heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, dist),
-        judge=judge,
+        win_rate=win_rate,
         seed=config.seed,
     )
-    ends, earnings = response_ends(settings, policy, tokenizer), audit.Earnings()
+    earnings = audit.Earnings()
     audited = validation[: min(settings.audit_prompts, settings.num_selection_prompts)]
     if audited and audited[0]["reference"] is not None:  # else there is nothing to compare with
-        asked, references = token_ids(tokenizer, audited, "reference")
+        queries, references = token_ids(tokenizer, audited, "reference")
         trivial = audit.trivial_responses(
-            asked, references, end=ends[0], response_length=settings.response_length, seed=config.seed
+            queries, references, end=ends[0], response_length=settings.response_length, seed=config.seed
         )
-        earnings = audit.audit(trivial, lambda responses: evaluator.score(asked, responses)[0])
+        earnings = audit.audit(trivial, evaluator.score)
         tracker.table("reward_audit", [{"response": name, **found} for name, found in earnings.items()])
 
     # 4. The training.
-    ptx = ptx_text(settings, paths, tokenizer, policy)
-    longest = max(map(len, every_query))
+    sampling = Sampling(
+        temperature=settings.temperature,
+        ends=ends,
+        max_tokens=settings.response_length,
+        longest_query=max(map(len, every_query)),
+        is_float32=dist.is_float32,
+    )
     with (
-        open_server(dist, settings, paths.home, tokenizer, ends=ends, longest_query=longest) as server,
-        checkpoint.open(dist, paths, config, "ppo") as snapshots,
+        # the first rank alone has the server
+        open_server(settings.sampler if dist.is_main else None, paths.home, tokenizer, sampling) as server,
+        checkpoint.open_snapshots(dist, paths, config, "ppo") as snapshots,
     ):
-        state = initial_state(
-            dist,
-            settings,
-            actor_critic,
-            reference,
-            tokenizer,
-            server,
-            num_prompts=len(queries),
-            num_demonstrations=len(ptx.queries) if ptx else 0,
-            seed=config.seed,
-        )
-        for _ in train(
-            dist,
-            settings,
-            state,
-            queries=queries,
-            prompts=rows.texts("prompt"),
-            columns=kept,
+        setup = Setup(
+            dist=dist,
+            config=settings,
+            prompts=prompts,
             scorers=scorers,
             loss=loss,
             estimator=estimator,
             evaluator=evaluator,
-            ptx=ptx,
+            ptx=ptx_text(settings.ptx, paths, tokenizer, policy),
             tokenizer=tokenizer,
             ends=ends,
             tracker=tracker,
             snapshots=snapshots,
             faults=paths.home / "faults",
-        ):
+        )
+        state = initial_state(setup, actor_critic, reference, server, seed=config.seed)
+        for _ in train(setup, state):
             pass
 
     # 5. The weights that are kept, and what stage judge and the report read of the training.
@@ -167,7 +167,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     sharding.load_weights(policy, evaluation.weights)
     with sharding.to_save(policy) as plain:
         if dist.is_main:
-            _save_policy(config, paths, merge_adapter(plain), tokenizer, state, evaluator.selection_metric)
+            _save_policy(config, paths, merge_adapter(plain), setup, state)
             with whole(paths.ppo_samples) as folder:
                 pq.write_table(pa.Table.from_pylist(evaluation.samples), folder / "samples.parquet")
                 pq.write_table(pa.Table.from_pylist(evaluation.responses), folder / paths.ppo_responses.name)
@@ -178,28 +178,27 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     return state.metrics | {"guards/trips": float(len(state.trips))} | evaluation.metrics
 
 
-def policy_loss_of(settings: Ppo, root: Path) -> PolicyLoss:
+def policy_loss_of(name: str, root: Path) -> PolicyLoss:
     """The built-in loss, or the function that `ppo.loss` names.
 
     Raises:
         UserError: if it cannot be imported.
     """
-    if settings.loss == "ppo_clip":
+    if name == "ppo_clip":
         return ppo_clip
-    return partial(own_loss, load_function(settings.loss, "ppo.loss", root), f"ppo.loss: {settings.loss}")
+    return partial(call_user_loss, load_function(name, "ppo.loss", root), f"ppo.loss: {name}")
 
 
-def estimator_of(settings: Ppo, root: Path) -> Estimator:
+def estimator_of(settings: Advantages, root: Path) -> Estimator:
     """The built-in estimator of advantages, or the function that `ppo.advantages` names.
 
     Raises:
         UserError: if it cannot be imported.
     """
-    own = settings.advantages
-    if own.kind == "function":
-        function = load_function(own.function, "ppo.advantages.function", root)
-        return partial(own_estimator, function, f"ppo.advantages: {own.function}")
-    return ESTIMATORS[own.kind]
+    if settings.kind != "function":
+        return ESTIMATORS[settings.kind]
+    function = load_function(settings.function, "ppo.advantages.function", root)
+    return partial(call_user_estimator, function, f"ppo.advantages: {settings.function}")
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -242,7 +241,7 @@ def _critic(
         critic.requires_grad_(True)
     else:
         source = paths.sft if settings.init == "sft" else paths.base
-        critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
+        critic = add_score_head(source, torch.Generator().manual_seed(config.seed))
         nn.init.zeros_(score_head(critic.model).weight)
     if config.ppo.gradient_checkpointing:
         recompute_activations(critic.model)
@@ -252,30 +251,30 @@ def _critic(
 
 
 def ptx_text(
-    settings: Ppo, paths: Paths, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
+    settings: Ptx | None, paths: Paths, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
 ) -> LanguageModeling | None:
     """The text of PPO-ptx, in rows as long as the model allows; None without PPO-ptx.
 
     Raises:
         UserError: if the file cannot be read, or is empty.
     """
-    if settings.ptx is None:
+    if settings is None:
         return None
-    if settings.ptx.text is None:
+    if settings.text is None:
         rows = demonstrations(paths, tokenizer, "train")
         if not rows.sizes:
             raise UserError("ppo.ptx.text: null means the demonstrations, and the data has none; name a file")
         return rows
     try:
-        text = (paths.root / settings.ptx.text).read_text(encoding="utf-8")
+        text = (paths.root / settings.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"ppo.ptx.text: {settings.ptx.text!r} cannot be read ({error})") from None
+        raise UserError(f"ppo.ptx.text: {settings.text!r} cannot be read ({error})") from None
     most = min(PTX_TOKENS, getattr(policy.config, "max_position_embeddings", PTX_TOKENS))
     documents = encode(tokenizer, [part.strip() for part in re.split(r"\n\s*\n", text)])
     pieces = [ids[start : start + most] for ids in documents for start in range(0, len(ids), most)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     if not pieces:
-        raise UserError(f"ppo.ptx.text: {settings.ptx.text!r} holds no text")
+        raise UserError(f"ppo.ptx.text: {settings.text!r} holds no text")
     return plain_text(pieces, tokenizer.pad_token_id)
 
 
@@ -283,12 +282,7 @@ def ptx_text(
 
 
 def _save_policy(
-    config: PpoView,
-    paths: Paths,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    state: TrainState,
-    selection_metric: str | None,
+    config: PpoView, paths: Paths, policy: PreTrainedModel, setup: Setup, state: PpoState
 ) -> None:
     """Write models/policy with the identities of what made it, and a card that says how."""
     settings = config.ppo
@@ -301,13 +295,15 @@ def _save_policy(
         inputs["models/base"] = contracts.fingerprint(paths.base)
     if config.has_reward_model:
         inputs["models/reward"] = contracts.fingerprint(paths.reward)
-    if preconditions.is_rewarded(settings):  # a policy must not be judged by the reward it was trained on
+    if OPTIMIZED in reward_folders(
+        settings.scorers
+    ):  # a policy must not be judged by the reward it was trained on
         parents["reward"] = inputs["models/reward"]
     for name, scorer in zip(scorer_names(settings.scorers), settings.scorers, strict=True):
         if isinstance(scorer, RewardModelScorer) and scorer.path is not None:
             parents[f"reward/{name}"] = inputs[scorer.path] = contracts.fingerprint(paths.root / scorer.path)
     chosen = "the last update's weights"
-    if selection_metric is not None:
+    if setup.evaluator.selection_metric is not None:
         by = f"the judge {settings.select_by.judge.name}" if settings.select_by else "models/reward_heldout"
         episode = int(state.evaluation.metrics["selected_episode"])
         chosen = f"kept at episode {episode}, the best by {by} on validation prompts"
@@ -334,11 +330,4 @@ def _save_policy(
         how=f"PPO from the SFT policy; {chosen}.",
     )
     with whole(paths.policy) as folder:
-        save_checkpoint(
-            policy,
-            tokenizer,
-            folder,
-            identity=identity,
-            card=card,
-            others=response_ends(settings, policy, tokenizer),
-        )
+        save_checkpoint(policy, setup.tokenizer, folder, identity=identity, card=card, others=setup.ends)

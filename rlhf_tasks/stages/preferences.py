@@ -28,9 +28,9 @@ import pyarrow.compute as pc
 from rlhf_tasks import console
 from rlhf_tasks.config import PreferencesView, Split
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import SET, SPLITS, Rows, write
-from rlhf_tasks.data.tokenizer import encode, response_texts
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer, response_texts
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.models.load import load_causal, place
 from rlhf_tasks.models.sampling import sample_responses
@@ -38,7 +38,7 @@ from rlhf_tasks.models.stop_tokens import close_responses, ends_of
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import score_gold
-from rlhf_tasks.scoring.function import FunctionScorer
+from rlhf_tasks.scoring.function import ImportedScorer
 from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.distributed import Distributed
@@ -126,7 +126,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
 
 
 def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list[Row]:
-    """Random prompts, `pairs_per_prompt` times each; a held-out split has a quarter as many as training."""
+    """Random prompts; a held-out split has a quarter as many as training."""
     settings = config.preferences
     count = settings.num_prompts if split == "train" else -(-settings.num_prompts // 4)
     if not config.train_reward_model or not count:
@@ -139,15 +139,14 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
             f"data has pairs. {PROMPTS_ALONE}"
         )
     seed = config.seed * len(SPLITS) + SPLITS.index(split)
-    chosen = random.Random(f"preferences-{seed}").sample(rows, min(count, len(rows)))
-    return [row for row in chosen for _ in range(settings.pairs_per_prompt)]
+    return random.Random(f"preferences-{seed}").sample(rows, min(count, len(rows)))
 
 
 def _scorer(paths: Paths, config: PreferencesView, rows: Sequence[Row]) -> Scorer | None:
     """What compares samples for one prompt; None: samples are compared with references."""
     if config.preferences.function and rows:
         kept = columns.of_rows(rows)
-        return FunctionScorer(config.preferences.function, "preferences.function", paths.root, kept)
+        return ImportedScorer(config.preferences.function, "preferences.function", paths.root, kept)
     return score_gold if config.data_source == "synthetic" else None
 
 

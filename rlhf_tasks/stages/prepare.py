@@ -15,24 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Data, PrepareView, Split
-from rlhf_tasks.data import (
-    arithmetic,
-    columns,
-    constraints,
-    docstrings,
-    files,
-    hub,
-    opinions,
-    positions,
-    rows,
-    splits,
-    synthetic,
-    tokenizer,
-)
-from rlhf_tasks.data.chat import Rendering, Unusable, plain_row
+from rlhf_tasks.config import PrepareView, Split
+from rlhf_tasks.data import columns, positions, rows, splits, synthetic, tokenizer
+from rlhf_tasks.data.readers import files, hub, source
+from rlhf_tasks.data.readers.tables import Part, assemble
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SET, SPLITS, TEXTS, Corpus, Lengths, Problems, Role
-from rlhf_tasks.data.tables import Part, assemble, say_plain
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.imports import load_function
@@ -56,17 +43,18 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     data, scratch, problems = config.data, config.model.scratch, Problems()
     # 1. Rows of any source, as the base model's chat template renders them.
     if scratch is None:
-        words = tokenizer.ready(config.model, data)
+        words = tokenizer.load_base(config.model, data)
         rendering = replace(tokenizer.ready_rendering(words, config.model.base), train_on=config.train_on)
     else:
         rendering = tokenizer.scratch_rendering()
     plain = Counter[str]()
-    corpus = _read(paths, config, rendering, problems, plain)
+    corpus = assemble(_parts(paths, config, problems), rendering, problems, plain)
+    sizes: dict[Split, int] = {"validation": data.num_validation, "test": data.num_test}
+    corpus = splits.fill_splits(corpus, seed=config.seed, sizes=sizes)
     if [*corpus] == ["prompts"]:
         if scratch is not None:
             raise UserError(f"model.base: scratch has no text to learn from. {PROMPTS_ALONE}")
-        if data.source not in ("constraints", "opinions"):
-            console.say(f"Note: {PROMPTS_ALONE}")
+        console.say(f"Note: {PROMPTS_ALONE}")
     # 2. What can be checked without token ids.
     with console.part("checking the rows"):
         rows.check_sizes(corpus, data.max_prompt_tokens, data.max_completion_tokens, problems)
@@ -85,8 +73,6 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         words = tokenizer.train(scratch, _texts(train), longest)
     with console.progress("counting tokens", num_rows, unit="rows", least=rows.BATCH) as meter:
         lengths = rows.measure(corpus, tokenizer.Counts(words), meter.advance)
-    if data.source == "docstrings":  # the source estimates lengths, so a long row is no bad row
-        corpus = _within_limits(corpus, lengths, data)
     rows.check_lengths(corpus, lengths, data.max_prompt_tokens, data.max_completion_tokens, problems)
     if problems and data.on_bad_row == "fail":
         needed = rows.needed_lengths(lengths, data.max_prompt_tokens, data.max_completion_tokens)
@@ -121,77 +107,34 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     return metrics
 
 
-def _read(
-    paths: Paths, config: PrepareView, rendering: Rendering, problems: Problems, plain: Counter[str]
-) -> Corpus:
-    """The rows of the source. How many plain prompts became turns, or did not, is counted in `plain`."""
-    data, settings, seed = config.data, config.prepare, config.seed
-    sizes: dict[Split, int] = {"validation": data.num_validation, "test": data.num_test}
-    generated = {
-        "synthetic": tuple(synthetic.SLOTS),
-        "arithmetic": tuple(arithmetic.COLUMNS),
-        "constraints": constraints.COLUMNS,
-        "opinions": opinions.COLUMNS,
-        "docstrings": docstrings.COLUMNS,
-    }
-    if lost := [name for name in data.columns.keep if name not in generated.get(data.source, (name,))]:
-        raise UserError(
-            f"data.columns.keep: the rows of data.source={data.source} have no column {', '.join(lost)}; "
-            f"they have {', '.join(generated[data.source]) or 'none'}"
-        )
-    counts: dict[str, Any] = {
-        "num_prompts": settings.synthetic_prompt_rows,
-        "num_validation": data.num_validation,
-        "num_test": data.num_test,
-        "keep": data.columns.keep,
-    }
-    num_sft = settings.synthetic_sft_rows
-    made: Any
-    match data.source:
-        case "synthetic":
-            pairs = settings.synthetic_preference_rows
-            made = synthetic.generate(seed, num_sft=num_sft, num_preferences=pairs, **counts)
-        case "arithmetic":
-            made = arithmetic.generate(seed, num_sft=num_sft, **counts)
-        case "constraints":
-            made = constraints.generate(seed, **counts)
-        case "opinions":
-            made = opinions.generate(seed, **counts)
-        case "docstrings":
-            most, length = settings.docstrings_max_pairs, data.max_prompt_tokens
-            with console.part("reading the installed packages"):
-                made = docstrings.load(seed, sizes, most, length, data.columns.keep)
-        case _:
-            corpus = assemble(_parts(paths, data, problems), rendering, problems, plain)
-            return splits.fill_splits(corpus, seed=seed, sizes=sizes)
-    return rows.stored(made if rendering.chat is None else _turns(made, rendering, plain))
-
-
-def _turns(made: Mapping[Role, Any], rendering: Rendering, plain: Counter[str]) -> dict[Role, Any]:
-    """The rows of a generator, whose prompts are plain, as a chat template renders them."""
-
-    def turn(role: Role, row: rows.Row) -> rows.Row:
-        plain[rendering.plain_kind(row["prompt"])] += 1
-        answers = {name: row[name] for name in TEXTS[role][1:] if row[name] is not None}
-        return row | plain_row(row["prompt"], answers, rendering)
-
-    try:
-        found = {
-            role: {split: [turn(role, row) for row in given] for split, given in tables.items()}
-            for role, tables in made.items()
-        }
-    except Unusable as fault:
-        raise UserError(f"{fault.detail}; set data.chat: never, which leaves prompts as they are") from None
-    say_plain(plain, rendering)
-    return found
-
-
-def _parts(paths: Paths, data: Data, problems: Problems) -> list[Part]:
-    """What is read: the files or hub sets of the data, or all sets of a mixture."""
+def _parts(paths: Paths, config: PrepareView, problems: Problems) -> list[Part]:
+    """What is read: files, hub sets, all sets of a mixture, or the rows of a function."""
+    data, sizes = config.data, config.prepare
 
     def function(named: str | None, key: str) -> Any:
         return load_function(named, key, paths.root) if named is not None and ":" in named else None
 
+    if data.source == "synthetic":
+        generated = synthetic.generate(
+            config.seed,
+            num_prompts=sizes.synthetic_prompt_rows,
+            num_sft=sizes.synthetic_sft_rows,
+            num_preferences=sizes.synthetic_preference_rows,
+            num_validation=data.num_validation,
+            num_test=data.num_test,
+            facts=synthetic.SLOTS,
+        )
+        listed = {
+            role: [row | {"split": split} for split, some in tables.items() for row in some]
+            for role, tables in generated.items()
+        }
+        return [Part((), data, readings=source.readings(data, listed))]
+    if (rows_function := function(data.source, "data.source")) is not None:
+        with console.part(f"calling {data.source}"):
+            returned = source.rows_of(rows_function, data, config.seed)
+        return [Part((), data, readings=source.readings(data, returned))]
+    if data.shapes is not None:
+        data = data.model_copy(update={"shapes": str(paths.root / data.shapes)})
     if data.source == "files":
         tables = files.tables_of(paths.root / data.path, problems)
         return [Part(tables, data, function(data.format, "data.format"))]
@@ -215,18 +158,6 @@ def _texts(corpus: Corpus) -> Iterator[str]:
     for batch in rows.batches(corpus):
         for name in TEXTS[batch.role]:
             yield from (text for text in batch.column(name) if text is not None)
-
-
-def _within_limits(corpus: Corpus, lengths: Mapping[Role, Lengths], data: Data) -> Corpus:
-    """The rows whose texts are within the limits of data."""
-    most = {role: rows.limits(role, data.max_prompt_tokens, data.max_completion_tokens) for role in corpus}
-    return {
-        role: {
-            split: found.take(np.all(lengths[role].tokens[found.numbers] <= most[role], axis=1))
-            for split, found in tables.items()
-        }
-        for role, tables in corpus.items()
-    }
 
 
 @console.part("writing the rows")

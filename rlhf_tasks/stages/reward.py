@@ -1,9 +1,5 @@
 """Stage reward: two reward models, one that PPO optimizes and one held out.
 
-    loss = −log σ(r_chosen − r_rejected − margin)                      Bradley-Terry
-         + centering_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
-         + lm_coef · LM loss on the chosen response                    arXiv 2307.04964, eq. 4
-
 The score is read at the last real token. The mean score of the demonstrations, or without any that of the
 train pairs' responses, is stored with the model and subtracted from every score: they score zero on average.
 """
@@ -13,35 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Reward, RewardView
-from rlhf_tasks.data import batches
-from rlhf_tasks.data.batches import Batch, load_tokenizer, read_table, sets_of, sizes, token_ids
+from rlhf_tasks.data.batches import read_table, sets_of, token_ids
 from rlhf_tasks.data.rows import Rows
-from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.classifiers import replace_trunk
-from rlhf_tasks.models.load import (
-    TokenScores,
-    add_lora,
-    fetch_tokenizer,
-    load_causal,
-    load_reward,
-    supports_shared_prefix,
-)
-from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.heads import TokenScores, supports_shared_prefix
+from rlhf_tasks.models.load import add_score_head, fetch_tokenizer, load_causal, load_reward
+from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
@@ -50,7 +34,8 @@ from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker, context
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import PATIENCE, Distributed, alone
-from rlhf_tasks.training.supervised import Sums, save, train
+from rlhf_tasks.training.supervised import save, train
+from rlhf_tasks.training.tasks import PreferencePairs, RewardLearner
 
 LOCKED = "locked"
 NONE_MADE = """\
@@ -135,80 +120,6 @@ def _make_reward_model(
 # ----------------------------------------------------------------------------------- training
 
 
-@dataclass
-class Pairs:
-    """Chosen and rejected responses of each query, as token ids: a `supervised.Task`."""
-
-    queries: Sequence[Ids]
-    chosen: Sequence[Ids]
-    rejected: Sequence[Ids]
-    pad: int
-    margin: float = 0.0
-    centering_coef: float = 0.0
-    lm_coef: float = 0.0
-    shares_prefix: bool = False
-    """Whether the two responses share a row, and the model reads the query once."""
-    sets: list[str] = field(default_factory=list)
-    """The name of each pair's set in a mixture; empty otherwise."""
-
-    def __post_init__(self) -> None:
-        with_chosen, with_rejected = sizes(self.queries, self.chosen), sizes(self.queries, self.rejected)
-        if self.shares_prefix:
-            self.sizes = [a + len(r) for a, r in zip(with_chosen, self.rejected, strict=True)]
-        else:
-            self.sizes = [2 * max(pair) for pair in zip(with_chosen, with_rejected, strict=True)]
-
-    def num_targets(self, rows: Sequence[int]) -> float:
-        return len(rows)
-
-    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
-        queries, chosen, rejected = (
-            [texts[i] for i in rows] for texts in (self.queries, self.chosen, self.rejected)
-        )
-        if self.shares_prefix:
-            pairs = [[i, i + len(rows)] for i in range(len(rows))]
-            batch = batches.collate_groups(queries * 2, chosen + rejected, pairs, self.pad)
-            found, _ = model(batch.to(device))
-            return pair_sums(found[::2], found[1::2], self.margin, self.centering_coef)
-        batch = batches.collate(queries * 2, chosen + rejected, self.pad)
-        found, of_lm = model(batch.to(device), len(rows) if self.lm_coef else 0)
-        of_chosen, of_rejected = found.chunk(2)
-        sums = pair_sums(of_chosen, of_rejected, self.margin, self.centering_coef)
-        if of_lm is not None:
-            sums["loss"] = sums["loss"] + self.lm_coef * of_lm
-        return sums
-
-
-def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centering_coef: float) -> Sums:
-    """Σ over pairs of loss, correct orders (equal scores count half) and score differences; scores (B,)."""
-    lead = chosen - rejected
-    loss = -F.logsigmoid(lead - margin) + centering_coef * (chosen + rejected) ** 2
-    right = (lead > 0).float() + 0.5 * (lead == 0).float()
-    return {"loss": loss.sum(), "accuracy": right.sum(), "margin": lead.sum()}
-
-
-class Learner(nn.Module):
-    """The reward model in training; with `lm_coef`, a causal LM on the same trunk beside it."""
-
-    def __init__(self, scores: TokenScores, policy: PreTrainedModel | None = None) -> None:
-        super().__init__()
-        self.scores, self.lm = scores, policy
-        if policy is not None:
-            replace_trunk(policy, scores.model.base_model)
-
-    def forward(self, batch: Batch, lm_rows: int = 0) -> tuple[Tensor, Tensor | None]:
-        """((B,) scores of the responses, the LM loss of the first rows or None).
-
-        That loss is Σ over rows of the mean −log p.
-        """
-        scores = self.scores(batch, ends_only=True)
-        if self.lm is None or not lm_rows:
-            return scores, None
-        responses = Batch(**{name: x[:lm_rows] for name, x in vars(batch).items()})
-        logprobs = token_stats(self.lm, responses).logprobs  # (B, R), zero on padding
-        return scores, -(logprobs.sum(1) / responses.mask.sum(1)).sum()
-
-
 def _train(
     dist: Distributed,
     paths: Paths,
@@ -220,10 +131,10 @@ def _train(
 ) -> TokenScores:
     settings, seed = config.reward, config.seed + 1000 * (name == "reward_heldout")
     # 1. The SFT model with a new head.
-    scores = TokenScores.from_policy(paths.sft, torch.Generator().manual_seed(seed))
+    scores = add_score_head(paths.sft, torch.Generator().manual_seed(seed))
     if settings.lora is not None:
         add_lora(scores.model, settings.lora, seed=seed)
-    learner = Learner(scores, load_causal(paths.sft) if settings.lm_coef else None)
+    learner = RewardLearner(scores, load_causal(paths.sft) if settings.lm_coef else None)
     # 2. Its pairs, trained on.
     rows = read_table(paths, "comparisons", "train")
     rows = rows.take(np.array([model_of(prompt) == name for prompt in rows.texts("prompt")], bool))
@@ -231,7 +142,7 @@ def _train(
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
     shares_prefix = not settings.lm_coef and supports_shared_prefix(scores.model)
     coefs = {key: getattr(settings, key) for key in ("margin", "centering_coef", "lm_coef")}
-    with checkpoint.open(dist, paths, config, name) as snapshots:
+    with checkpoint.open_snapshots(dist, paths, config, name) as snapshots:
         train(
             dist,
             learner,
@@ -261,9 +172,9 @@ def model_of(prompt: str) -> str:
     return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 2 else "reward_heldout"
 
 
-def _pairs(tokenizer: PreTrainedTokenizerBase, rows: Rows, **settings: Any) -> Pairs:
+def _pairs(tokenizer: PreTrainedTokenizerBase, rows: Rows, **settings: Any) -> PreferencePairs:
     queries, chosen, rejected = token_ids(tokenizer, rows, "chosen", "rejected")
-    return Pairs(queries, chosen, rejected, tokenizer.pad_token_id, sets=sets_of(rows), **settings)
+    return PreferencePairs(queries, chosen, rejected, tokenizer.pad_token_id, sets=sets_of(rows), **settings)
 
 
 # ---------------------------------------------------------------------------- fetching and measuring

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 
 from rlhf_tasks import config, console, tracking
 from rlhf_tasks.config import STAGES, VIEWS, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging import harness
-from rlhf_tasks.project import atomic, disk, durations, dvc_files, inputs, lineage
+from rlhf_tasks.project import atomic, disk, durations, dvc_files, lineage
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import command
-from rlhf_tasks.report import run_card
-from rlhf_tasks.stages import trial
+from rlhf_tasks.stages import after, trial
 from rlhf_tasks.tracking import catalogue, context, curves
-from rlhf_tasks.training import checkpoint, failures, launch, signals
+from rlhf_tasks.training import auto, checkpoint, failures, launch, signals
 
 SHOWN_METRICS = 3
 NOT_MADE = "no stage produces this; restore it, or name another file or folder in params.yaml"
@@ -58,13 +54,10 @@ def run(stage: Stage, paths: Paths) -> int:
 def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
     settings = config.load(paths.params)
     _check_inputs(paths, stage)
-    settings = inputs.in_force(paths, stage, settings, check=not context.is_worker())
-    if STAGES.index(stage) <= STAGES.index("judge") and settings.judge.retention is not None:
-        harness.check(settings.judge.retention.tasks, paths.root)  # before the training, not after it
-    if stage in trial.BEFORE and not context.is_worker():
+    settings = auto.resolve_for(paths, stage, settings, check=not context.is_worker())
+    if not context.is_worker():
         trial.check(stage, settings, paths)
-    if stage in launch.TRAINING and not context.is_worker():
-        launch.check_machines(settings.launch)
+        launch.check_machines(stage, settings.launch)
     if launch.is_needed(stage, settings.launch) or launch.trains_side_by_side(stage, settings):
         return launch.run(paths, stage, settings)
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
@@ -73,7 +66,7 @@ def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
         console.log_to(paths.home / "logs" / f"{claim.key}.log"),
     ):
         listener.next_run, start = claim.next_run, time.monotonic() - claim.earlier_seconds
-        if tokens := getattr(getattr(view, stage, None), "micro_batch_tokens", None):
+        if tokens := view.declared.get(f"{stage}.micro_batch_tokens"):
             console.remark(f"{stage}: {view.launch.precision}, at most {tokens:,} tokens a micro-batch")
         with tracking.open_run(paths, stage, view, key=claim.key) as tracker:
             with console.part("loading its libraries"):
@@ -87,11 +80,7 @@ def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
         seconds = time.monotonic() - start
         durations.record(paths.home, stage, seconds)
         _print_summary(paths, stage, metrics, seconds)
-    if stage == "verdict" and context.STAGE_RUN not in os.environ:  # a flow promotes, with the same record
-        command.record_verdict(paths, settings)
-    # a flow, and `rlhf run`, show what they have done themselves: DVC may also have restored this stage
-    if stage == STAGES[-1] and not {context.STAGE_RUN, context.RUN_NAME} & {*os.environ}:
-        run_card.show(paths, settings)
+    after.run(stage, paths, settings)
     return 0
 
 

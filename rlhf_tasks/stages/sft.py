@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 
 from rlhf_tasks.config import SftView
-from rlhf_tasks.data.batches import TokenBudget, load_tokenizer
 from rlhf_tasks.data.chat import DATE, PLAIN
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import demonstrations, evaluate, save, train
+from rlhf_tasks.training.supervised import evaluate, save, train
+from rlhf_tasks.training.tasks import demonstrations
 
 
 def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -43,7 +45,7 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         demonstrated = demonstrations(paths, tokenizer, "train")
         if not demonstrated.sizes:
             raise UserError(f"sft.from is null, and there is no demonstration to train on. {PROMPTS_ALONE}")
-        with checkpoint.open(dist, paths, config, "sft") as snapshots:
+        with checkpoint.open_snapshots(dist, paths, config, "sft") as snapshots:
             state = train(
                 dist,
                 model,

@@ -1,7 +1,7 @@
-"""Before a stage trains, the functions that params.yaml names are imported, and called on a few rows.
+"""Before a stage trains, what a later one needs is tried: the functions of params.yaml, and the harness.
 
-They run in a process of their own, which is thrown away: whatever a module or a call does, it ends there. No
-torch here, but in that process where a function is called.
+Functions are imported, and called on a few rows, in a process of their own, which is thrown away: whatever a
+module or a call does, it ends there. No torch here, but in that process where a function is called.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, hashing, inputs
+from rlhf_tasks.judging import harness
+from rlhf_tasks.project import atomic, hashing, inputs, processes
 from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 
 BEFORE: Mapping[Stage, tuple[str, ...]] = {
     "prepare": ("data.",),
+    "preferences": (),
+    "judge": (),
     **dict.fromkeys(("base", "sft", "reward", "ppo"), ("preferences.", "ppo.", "judge.")),
 }
-"""What is checked before which stages: those that train long before a later one calls a function."""
+"""What is tried before which stages: functions before those that train long before a later one calls them."""
 NOT_CALLED = ("data.", "ppo.loss", "ppo.advantages.")
 """Functions of rows of the user's files and of tensors: neither is at hand."""
 NUM_ROWS = 4
@@ -52,8 +54,13 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
     """Import what the stage or a later one calls; call on four rows what was not yet called as it is now.
 
     Raises:
-        UserError: for the first function that cannot be imported, fails, or ends the process.
+        UserError: for the first function that cannot be imported, fails, or ends the process; for a harness
+            that is not there.
     """
+    if stage not in BEFORE:
+        return
+    if settings.judge.retention is not None:
+        harness.check(settings.judge.retention.tasks, paths.root)
     values, record = config.in_force(settings), paths.home / "tried.json"
     tried: dict[str, str] = json.loads(record.read_text("utf-8")) if record.exists() else {}
     functions, flat = list[Function](), inputs.flatten(values)
@@ -82,13 +89,13 @@ def _run(functions: Sequence[Function], root: Path, ranks: Mapping[str, str]) ->
     with tempfile.TemporaryDirectory() as folder, Path(folder, "errors").open("w+") as errors:
         words = [sys.executable, "-P", "-m", __spec__.name, str(root), folder, json.dumps(functions)]
         process = subprocess.Popen(
-            words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=os.environ | ranks
+            processes.attached(words),  # which ends what a function has left running
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+            env=os.environ | ranks,
         )
-        try:
-            status = process.wait()
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what a function has left running
+        status = processes.supervise(process, process.terminate)
         doing, failure = Path(folder, "doing"), Path(folder, "failure")
         if not failure.exists():
             errors.seek(0)
@@ -122,19 +129,19 @@ def _call(function: Function, root: Path) -> None:
     from rlhf_tasks.data.batches import read_table
     from rlhf_tasks.judging.judges.build import FunctionComparer
     from rlhf_tasks.judging.judges.comparisons import Question
-    from rlhf_tasks.scoring.function import FunctionScorer
+    from rlhf_tasks.scoring.function import ImportedScorer
     from rlhf_tasks.scoring.protocol import Responses
 
     rows = list(itertools.islice(read_table(Paths(root), "prompts", "train"), NUM_ROWS))
-    prompts, kept = [row["prompt"] for row in rows], columns.of_rows(rows)
+    prompts, extra = [row["prompt"] for row in rows], columns.of_rows(rows)
     responses = [row["reference"] or row["prompt"] for row in rows]
     where = function.name, function.key, root, function.columns
     try:
         if function.is_pairwise:
             questions = [Question(*one) for one in zip(prompts, responses, responses[::-1], strict=True)]
-            FunctionComparer(*where)(questions, 1.0, kept)
+            FunctionComparer(*where)(questions, 1.0, extra)
         else:
-            FunctionScorer(*where)(Responses.of_texts(prompts, responses, kept))
+            ImportedScorer(*where)(Responses.of_texts(prompts, responses, extra))
     except UserError as error:
         raise UserError(
             f"{error} (tried on {len(rows)} rows of data/prompts, before anything trains; "

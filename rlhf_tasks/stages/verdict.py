@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from rlhf_tasks import console
 from rlhf_tasks.config import VerdictView
-from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import evidence, gate
+from rlhf_tasks.promotion.verdict import Measurements, decide, show
 from rlhf_tasks.tracking import Tracker
 
 
@@ -21,16 +20,10 @@ def run(config: VerdictView, paths: Paths, tracker: Tracker) -> dict[str, float]
         atomic.write_json(paths.verdict, {})
         console.say("promotion is null, so there is no gate to pass")
         return {}
-    judges_to_check = {part for name in config.promotion.named for part in with_parts(config.judges, name)}
-    verdict = gate.decide(
-        config.promotion,
-        evidence.read(paths),
-        judges_to_check=judges_to_check,
-        champion=False,
-        bar=config.bar,
-    )
+    measured = Measurements.read(paths)
+    verdict = decide(config.promotion, measured, judges=config.judges, champion=False, bar=config.bar)
     atomic.write_json(paths.verdict, verdict.tree())
     tracker.table("gate", verdict.rows())
-    gate.show(verdict)
+    show(verdict)
     console.say(("may be promoted: " if verdict.passed else "refused: ") + verdict.summary)
     return verdict.metrics()

@@ -21,7 +21,7 @@ from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.config.judge import RESERVED
 
 FOLDER = Path(__file__).parent / "metrics"
-_JUDGE = rf"(?!(?:{RESERVED})/|win_rate_by_reward$)[a-z][a-z0-9_]*"
+_JUDGE = rf"(?!(?:{RESERVED})/)[a-z][a-z0-9_]*"
 PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
     "JUDGE": (_JUDGE, "the name of a judge in `judge.judges`"),
     "OTHER": (_JUDGE, "the name of another judge in `judge.judges`"),
@@ -53,8 +53,7 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
         "`value` (measured), `bound` (allowed), `margin` (distance to the bound, negative if missed) or "
         "`passed` (1 or 0)",
     ),
-}
-"""Words in capitals in a metric's name: what they match, and what they stand for."""
+}  # words in capitals in a metric's name: what they match, and what they stand for
 _PLACEHOLDER = re.compile(r"(?<![A-Za-z])[A-Z]+(?![A-Za-z])")
 WORDS: Mapping[str, str] = {
     "sft": "SFT",
@@ -66,8 +65,7 @@ WORDS: Mapping[str, str] = {
     "sft_samples": "SFT samples",
     "sft_text": "SFT text",
     "general": "general text",
-}
-"""How people read what stands for a placeholder; other values are words already."""
+}  # how people read what stands for a placeholder; other values are words already
 ENDS: Mapping[str, str] = {"low": ", low end of the interval", "high": ", high end of the interval"}
 
 
@@ -76,28 +74,19 @@ class Metric:
     """One metric, or a family of metrics whose name has placeholders in capitals."""
 
     name: str
-    label: str
-    """What people read instead of the name; it has the same placeholders."""
+    label: str  # what people read instead of the name; it has the same placeholders
     stage: Stage
     formula: str
-    reading: str = ""
-    """How to interpret the value; empty where the formula leaves nothing to explain."""
-    unit: str = ""
-    """Empty for a number without a unit."""
-    panel: str | None = None
-    """Title of the figure that shows it."""
-    headline: bool = False
-    """Whether overview tables show it."""
+    reading: str = ""  # how to interpret the value; empty where the formula leaves nothing to explain
+    unit: str = ""  # empty for a number without a unit
+    panel: str | None = None  # title of the figure that shows it
+    headline: bool = False  # whether overview tables show it
     curve: bool = False
     """True: one point per step in plots/STAGE.csv. False: a final value in metrics/STAGE.json."""
-    interval: bool = False
-    """Whether NAME/low and NAME/high hold a 95% interval."""
-    heldout: bool = False
-    """Whether heldout/NAME holds the same for models/reward_heldout."""
-    when: str = ""
-    """The condition under which it is logged; empty: always."""
-    shipped: bool = True
-    """Whether the condition holds with the shipped params.yaml."""
+    interval: bool = False  # whether NAME/low and NAME/high hold a 95% interval
+    heldout: bool = False  # whether heldout/NAME holds the same for models/reward_heldout
+    when: str = ""  # the condition under which it is logged; empty: always
+    shipped: bool = True  # whether the condition holds with the shipped params.yaml
 
     @property
     def placeholders(self) -> tuple[str, ...]:
@@ -138,14 +127,10 @@ class Panel:
 
     title: str
     stage: Stage
-    note: str
-    """What to look for."""
-    band: tuple[float, float] | None = None
-    """The range in which the values should stay."""
-    guide: float | None = None
-    """A value to compare with, drawn as a dashed line."""
-    metrics: tuple[Metric, ...] = ()
-    """Filled by the catalogue."""
+    note: str  # what to look for
+    band: tuple[float, float] | None = None  # the range in which the values should stay
+    guide: float | None = None  # a value to compare with, drawn as a dashed line
+    metrics: tuple[Metric, ...] = ()  # filled by the catalogue
 
     def select(self, names: Iterable[str]) -> list[str]:
         """Those of the logged names that the figure draws, in its order."""
@@ -193,8 +178,7 @@ def order(stage: Stage, names: Iterable[str]) -> list[str]:
     chosen = select_headlines(stage, known)
     places = {name: own.index(metric) for name in known if (metric := find(stage, name))}
     others = sorted(
-        {*known} - {*chosen},
-        key=lambda name: (places.get(name, len(own)), not name.endswith("/train"), name),
+        {*known} - {*chosen}, key=lambda name: (places.get(name, len(own)), not name.endswith("/train"), name)
     )
     return [*chosen, *others]
 

@@ -20,15 +20,8 @@ from rlhf_tasks.project import git, lineage, processes
 from rlhf_tasks.project.paths import Paths
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "datasets",
-    "tokenizers",
-    "mlflow",
-    "dvc",
-    "prefect",
+    *("torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"),
+    *("mlflow", "dvc", "prefect"),
 )
 GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a cluster's shell may have some
 STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of every process that its stages start
@@ -66,7 +59,7 @@ def header(paths: Paths, stage: Stage, view: StageView, key: str) -> dict[str, A
         "process": processes.name_of(process),
         "parent": parent(process, key),
         "parameters": {**view.declared, **launch},
-        "inputs": dict(lineage.input_hashes(paths, stage)),
+        "inputs": lineage.fingerprint(paths, stage).data(),
         "tags": {
             "dvc.stage": stage,
             "rlhf.run": key,
@@ -87,8 +80,7 @@ def _version(package: str) -> str:
 def uri(settings: Tracking) -> str | None:
     """MLflow's store by params.yaml, else by the environment; None is the store under `.rlhf/`.
 
-    Raises:
-        UserError: if the environment names a store by a relative path.
+    Raises UserError if the environment names a store by a relative path.
     """
     given = os.environ.get("MLFLOW_TRACKING_URI") or None
     if settings.uri or given is None:

@@ -32,8 +32,7 @@ from typing import Any
 
 from rlhf_tasks.project import atomic, disk
 
-Event = Mapping[str, Any]
-"""A line of a record."""
+Event = Mapping[str, Any]  # a line of a record
 PIPELINE = "pipeline"  # the `stage` of a pipeline's own run
 REPORT, SAMPLES = "report/index.html", "samples.txt"  # artifacts of a pipeline's run
 WIDTH = 100  # characters of a line, of which MLflow's viewer cuts longer ones
@@ -47,8 +46,7 @@ class DamagedRecordError(ValueError):
 class Record:
     """One run in the outbox."""
 
-    home: Path
-    """The .rlhf folder."""
+    home: Path  # the .rlhf folder
     key: str
 
     @property
@@ -74,8 +72,7 @@ class Record:
     def append(self, kind: str, **fields: Any) -> None:
         """Add a line.
 
-        Raises:
-            DiskFullError: if the disk does not take the line; the record then ends with the line before.
+        Raises DiskFullError if the disk does not take the line; the record then ends with the line before.
         """
         line = json.dumps({"kind": kind, "time": now(), **fields}).encode() + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -104,8 +101,7 @@ class Record:
     def read(self, start: int = 0) -> tuple[list[Event], int]:
         """The whole lines from byte `start`, and the offset after them.
 
-        Raises:
-            DamagedRecordError: if a line is not a JSON object.
+        Raises DamagedRecordError if a line is not a JSON object.
         """
         with self.file.open("rb") as file:
             file.seek(start)
@@ -124,8 +120,7 @@ class Record:
     def header(self) -> Event:
         """The last `run` line; empty while the first one is incomplete.
 
-        Raises:
-            DamagedRecordError: if the record does not begin with one.
+        Raises DamagedRecordError if the record does not begin with one.
         """
         events, _ = self.read()
         if events and events[0]["kind"] != "run":

@@ -26,13 +26,10 @@ IDENTITY = re.compile(r"[0-9a-f]{32}")
 class StoredRun:
     """What MLflow has of a run, by stage."""
 
-    run: str
-    """MLflow's id."""
-    experiment: str | None
-    """The DVC experiment that was saved after it (tag `dvc.exp`)."""
+    run: str  # MLflow's id
+    experiment: str | None  # the DVC experiment that was saved after it (tag `dvc.exp`)
     parameters: Mapping[str, str]
-    metrics: Mapping[str, Mapping[str, float]]
-    """The last value of each metric."""
+    metrics: Mapping[str, Mapping[str, float]]  # the last value of each metric
     curves: Mapping[str, Sequence[Mapping[str, float]]]
     """A dict per point, the x axis first, of the metrics in `drawn`."""
 
@@ -42,8 +39,7 @@ def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> Stored
 
     `drawn` are the endings of the names of metrics whose whole history is read.
 
-    Raises:
-        UserError: if MLflow does not answer.
+    Raises UserError if MLflow does not answer.
     """
     with _find_run(uri, home, name) as (client, run):
         if client is None or run is None:
@@ -65,16 +61,6 @@ def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> Stored
             {stage: _final(part.data.metrics) for stage, part in parts.items()},
             {stage: _history(client, stage, part, drawn) for stage, part in parts.items()},
         )
-
-
-def tags(uri: str | None, home: Path, identity: str) -> dict[str, str]:
-    """The tags of the run of this id; empty if there is no such run.
-
-    Raises:
-        UserError: if MLflow does not answer.
-    """
-    with _find_run(uri, home, identity) as (_, run):
-        return {} if run is None else dict(run.data.tags)
 
 
 def pages(

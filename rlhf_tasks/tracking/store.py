@@ -69,8 +69,7 @@ def open_store(uri: str | None, home: Path) -> MlflowClient:
 def open_experiment(client: MlflowClient, name: str, location: str | None) -> str:
     """The id of the experiment, which is created if there is none; its page of runs has our view.
 
-    Raises:
-        UserError: if the experiment is deleted.
+    Raises UserError if the experiment is deleted.
     """
     tags = {KIND_TAG: KIND, view.TAG: view.text(curves.HEADLINES)}
     known = client.get_experiment_by_name(name)
@@ -93,12 +92,9 @@ class Connection:
 
     client: MlflowClient
     experiment: str
-    parent: str
-    """The id of the pipeline's run."""
-    run: str
-    """The id of the record's own run; that of `parent` if it is the pipeline's."""
-    is_new: bool
-    """Whether the own run was created just now, so that it has no points."""
+    parent: str  # the id of the pipeline's run
+    run: str  # the id of the record's own run; that of `parent` if it is the pipeline's
+    is_new: bool  # whether the own run was created just now, so that it has no points
     held: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     """The steps that MLflow had at first, by run and metric."""
     newest: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -152,8 +148,6 @@ class Delivery:
             self.record.write_state(closed=True)
             shutil.rmtree(self.record.files, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------ runs
-
     def _connect(self, *, is_live: bool) -> Connection:
         """Find or create the run, with its parameters and inputs; RUNNING, as its pipeline if it is live."""
         header, home = self._header, Path(self._header["home"])
@@ -165,7 +159,10 @@ class Delivery:
         named = parent.get(EXPERIMENT) or parent.get("name") or time.strftime("repro-%m%d-%H%M%S", start)
         tags = {key: parent[key] for key in (EXPERIMENT, "prefect.flow_run_id") if key in parent}
         tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"], MLFLOW_RUN_NAME: named}
-        tags[COLOR_TAG] = _next_color(client, experiment)
+        # A color that the newest pipelines do not have: MLflow's own colors of two runs are often alike.
+        newest = client.search_runs([experiment], view.PIPELINES, max_results=len(COLORS) - 1)
+        used = {run.data.tags.get(COLOR_TAG) for run in newest}
+        tags[COLOR_TAG] = next(color for color in COLORS if color not in used)
 
         def find_or_create(tag: str, value: str, tags: Mapping[str, str]) -> tuple[str, bool]:
             """The id of the run with this tag, and whether it was created just now."""
@@ -186,8 +183,13 @@ class Delivery:
             run, is_new = find_or_create("rlhf.run", header["key"], tags)
             if is_new:
                 _log_params(client, run, header["parameters"])
-                if header["inputs"]:
-                    client.log_inputs(run, [_dataset(p, md5) for p, md5 in header["inputs"].items()])
+                datasets = [
+                    Dataset(path, md5[:MAX_DIGEST], "dvc", json.dumps({"path": path, "md5": md5}))
+                    for path, md5 in header["inputs"].items()
+                ]
+                if datasets:
+                    tags_of_input = [InputTag("mlflow.data.context", "input")]
+                    client.log_inputs(run, [DatasetInput(one, tags_of_input) for one in datasets])
             else:
                 _set_running(client, run)
                 client.set_tag(run, MLFLOW_PARENT_RUN_ID, pipeline)
@@ -202,8 +204,6 @@ class Delivery:
         _end(to.client, to.parent, end, "" if is_finished else f"{self._header['stage']}: {end['reason']}")
         if not is_finished and not by_flow:
             _remove_tag(to.client, to.parent, EXPERIMENT)  # `dvc exp run` saves none if a stage fails
-
-    # ---------------------------------------------------------------------------- events
 
     def _send(self, to: Connection, events: Sequence[Event]) -> None:
         """Send these events."""
@@ -296,13 +296,6 @@ class Delivery:
         return "\n\n".join(part for part in parts if part)
 
 
-def _next_color(client: MlflowClient, experiment: str) -> str:
-    """A color that the newest pipelines do not have: MLflow's own colors of two runs are often alike."""
-    newest = client.search_runs([experiment], view.PIPELINES, max_results=len(COLORS) - 1)
-    used = {run.data.tags.get(COLOR_TAG) for run in newest}
-    return next(color for color in COLORS if color not in used)
-
-
 def _log_params(client: MlflowClient, run: str, values: Mapping[str, Any]) -> None:
     texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
     params = [Param(name, text[:MAX_PARAM]) for name, text in texts.items()]
@@ -327,9 +320,3 @@ def _end(client: MlflowClient, run: str, end: Event, reason: str) -> None:
     else:
         _remove_tag(client, run, REASON)
     client.set_terminated(run, end["status"], end_time=end["time"])
-
-
-def _dataset(path: str, md5: str) -> DatasetInput:
-    source = json.dumps({"path": path, "md5": md5})
-    dataset = Dataset(name=path, digest=md5[:MAX_DIGEST], source_type="dvc", source=source)
-    return DatasetInput(dataset, [InputTag("mlflow.data.context", "input")])

@@ -35,11 +35,9 @@ class Sender(threading.Thread):
         self.record = record = delivery.record
         super().__init__(name=f"deliver {record.key}", daemon=True)
         self._delivery = delivery
-        self.error: str | None = None
-        """Why the last attempt failed; None if it succeeded."""
+        self.error: str | None = None  # why the last attempt failed; None if it succeeded
         self.has_tried = threading.Event()
-        self.also = list[Record]()
-        """Records that are over, to be delivered after this one's end."""
+        self.also = list[Record]()  # records that are over, to be delivered after this one's end
         self._size = record.file.stat().st_size  # now: what is logged before the thread runs is new
         self._is_over = threading.Event()
         self._has_reported = False

@@ -7,13 +7,13 @@
         manifest.json                    the sha256 of every file, and the settings of the run
         shared.pt  rank-0.pt  training/  the state that all ranks share, that of each, and sharded weights
 
-What a loop keeps is its `TrainState` (`ppo/state.py`, `training/supervised.py`) and the tracker's curves:
-weights, moments, generators, the position in the data, the best weights, and for PPO coefficients, guards
-and scaling. `resume.keep` says how many, and `resume.every_seconds` how often. One process copies the state
-in memory, and trains on while a thread writes the copy. Several processes wait for the disk, as does one
-without room for the copy, and save less often. A stage says how much work a kill can lose.
+What a loop keeps is its state (`PpoState`, or `TrainState` of `training/supervised.py`) and the tracker's
+curves: weights, moments, generators, the position in the data, the best weights, and for PPO coefficients,
+guards and scaling. `resume.keep` says how many, and `resume.every_seconds` how often. One process copies the
+state in memory, and trains on while a thread writes the copy. Several processes wait for the disk, as does
+one without room for the copy, and save less often. A stage says how much work a kill can lose.
 
-The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
+The digest covers all that decides what the stage writes (`lineage.fingerprint`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
 is outside the outs, which DVC deletes before a stage runs. The next stage that starts in the same worktree
 removes it: until then, DVC may be killed before it has stored the complete outs. With several machines it
@@ -40,10 +40,10 @@ from rich.filesize import decimal
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, StageView
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage, precision
+from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import launch, signals
+from rlhf_tasks.training import auto, launch, signals
 
 if TYPE_CHECKING:
     from rlhf_tasks.training.distributed import Distributed
@@ -76,9 +76,9 @@ def point(paths: Paths, stage: str) -> str | None:
     if stage not in launch.TRAINING or not any(states(paths).glob(f"{stage}/*/*/step-*")):
         return None
     view = VIEWS[stage]
-    settings = inputs.in_force(paths, view.stage, config.load(paths.params), check=False)
-    identity = lineage.identity(paths, stage, view.of(settings).declared)
-    newest = None if identity is None else _newest(state_folder(paths, stage, identity))
+    settings = auto.resolve_for(paths, view.stage, config.load(paths.params), check=False)
+    identity = lineage.fingerprint(paths, stage, view.of(settings).declared).flat()
+    newest = _newest(state_folder(paths, stage, identity)) if identity else None
     return None if newest is None else newest[0]
 
 
@@ -135,11 +135,11 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
     Only the first rank of a training stage locks them.
     """
     stage, holds = view.stage, main and view.stage in launch.TRAINING
-    identity = lineage.identity(paths, stage, view.declared) if holds else None
-    folder = None if identity is None else state_folder(paths, stage, identity)
+    identity = lineage.fingerprint(paths, stage, view.declared).flat() if holds else {}
+    folder = state_folder(paths, stage, identity) if identity else None
     if main:
         _remove_finished(paths, besides=folder)  # DVC has not stored the outs of this one
-    if identity is None or folder is None:
+    if folder is None:
         yield Claim(lineage.new_key(stage))
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
             began = earlier.stat().st_mtime  # by the clock of the disk, as the times of the snapshots
             seconds = float(earlier.read_text(encoding="utf-8")) + max(0.0, max(saved) - began)
         else:
-            _show_others(folder, identity, inputs.auto_keys(config.load(paths.params)))
+            _show_others(folder, identity, auto.keys(config.load(paths.params)))
             atomic.write_text(run, lineage.new_key(stage))
         atomic.write_text(earlier, str(seconds))
         yield Claim(run.read_text(encoding="utf-8"), folder, paths.root, seconds)
@@ -176,13 +176,13 @@ def _remove_finished(paths: Paths, besides: Path | None) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _show_others(folder: Path, identity: Mapping[str, Any], auto: Sequence[str]) -> None:
+def _show_others(folder: Path, identity: Mapping[str, Any], keys: Sequence[str]) -> None:
     """Print why unfinished runs with other parameters, code or inputs are not resumed.
 
     Raises:
         UserError: if only parameters differ that are `auto`, which stood for something else there.
     """
-    stage, here = folder.parent.name, {key: identity[key] for key in auto if key in identity}
+    stage, here = folder.parent.name, {key: identity[key] for key in keys if key in identity}
     for other in sorted(path for path in folder.parent.iterdir() if path.is_dir() and path != folder):
         with suppress(Timeout), FileLock(other.with_suffix(".lock"), timeout=0):  # none trains there now
             manifest = next(filter(None, map(read_manifest, other.glob("*/step-*"))), None)
@@ -206,25 +206,60 @@ def _show_others(folder: Path, identity: Mapping[str, Any], auto: Sequence[str])
 
 
 @contextmanager
-def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterator[Checkpoint]:
+def open_snapshots(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterator[Snapshots]:
     """The snapshots of the loop `name` of a stage, within the block; outside a project none are saved.
 
     Raises:
         Stopped: at the end of the block, if a signal came too late for a snapshot.
     """
-    identity = lineage.identity(paths, view.stage, view.declared) if dist.is_main else None
-    if (identity := dist.broadcast_object(identity)) is None:
-        yield Nowhere()
+    identity = lineage.fingerprint(paths, view.stage, view.declared).flat() if dist.is_main else {}
+    if not (identity := dist.broadcast_object(identity)):
+        yield Snapshots()
         return
     folder = dist.broadcast_object(state_folder(paths, view.stage, identity) / name)
     with signals.listening(view.stage) as listener:
-        checkpoint = Checkpoint(dist, folder, paths.models, identity, view, listener)
-        with checkpoint.writer, listener.deferring(checkpoint.plan):
-            yield checkpoint
-            checkpoint.wait()
+        snapshots = SavedSnapshots(dist, folder, paths.models, identity, view, listener)
+        with snapshots.writer, listener.deferring(snapshots.plan):
+            yield snapshots
+            snapshots.wait()
 
 
-class Checkpoint:
+class Snapshots:
+    """The snapshots of one training loop. This class saves none: every run starts from the beginning."""
+
+    def reserve(self, weights: int, state: int) -> None:
+        """Say how much disk the loop needs: the bytes of the checkpoint at its end, and of each snapshot.
+
+        Raises:
+            DiskFullError: if that does not fit.
+        """
+
+    def load(self) -> State | None:
+        """The newest whole state, each rank its own part; None to begin at the beginning.
+
+        Raises:
+            UserError: if it was saved with other ranks, parameters or inputs.
+        """
+        return None
+
+    def due(self) -> bool:
+        """True if a snapshot is due after this step: by the time, or because a signal ends the stage."""
+        return False
+
+    def save(self, step: int, state: State) -> None:
+        """Save the state after a step; ends the stage if it has received a signal.
+
+        Raises:
+            DiskFullError: if it does not fit on the disk, or the last one did not; those before it stand.
+            UserError: if the machines do not share a disk.
+            Stopped: after a signal.
+        """
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is written, and raise what its writing has raised."""
+
+
+class SavedSnapshots(Snapshots):
     """The last K snapshots of one training loop, in one folder. All ranks call each method."""
 
     def __init__(
@@ -257,11 +292,6 @@ class Checkpoint:
         self._ended_by = 0  # the signal that all ranks have agreed on
 
     def reserve(self, weights: int, state: int) -> None:
-        """Say how much disk the loop needs: the bytes of the checkpoint at its end, and of each snapshot.
-
-        Raises:
-            DiskFullError: if that does not fit.
-        """
         if not self._dist.is_main:
             return
         count = self._settings.keep + 1  # the oldest is removed once the newest is whole
@@ -276,11 +306,6 @@ class Checkpoint:
         disk.reserve({self._models: weights, self.folder: left})
 
     def load(self) -> State | None:
-        """The newest whole state, each rank its own part; None to begin at the beginning.
-
-        Raises:
-            UserError: if it was saved with other ranks, parameters or inputs.
-        """
         import torch
 
         self.wait()
@@ -329,10 +354,8 @@ class Checkpoint:
         return None
 
     def due(self) -> bool:
-        """True if a snapshot is due after this step: by the time, or because a signal ends the stage.
-
-        The time is `resume.every_seconds`, or longer until the last snapshot is written, and so that training
-        waits no more than `COPY_SHARE` of it for a copy, or `WAIT_SHARE` for the disk.
+        """The time is `resume.every_seconds`, or longer until the last snapshot is written, and so that
+        training waits no more than `COPY_SHARE` of it for a copy, or `WAIT_SHARE` for the disk.
         """
         if self._writing is not None and self._writing.done():
             self.wait()
@@ -346,15 +369,7 @@ class Checkpoint:
 
     @console.part("saving a snapshot")
     def save(self, step: int, state: State) -> None:
-        """Save the state after a step; ends the stage if it has received a signal.
-
-        One process copies it in memory, and a thread writes the copy while it trains on.
-
-        Raises:
-            DiskFullError: if it does not fit on the disk, or the last one did not; those before it stand.
-            UserError: if the machines do not share a disk.
-            Stopped: after a signal.
-        """
+        """One process copies it in memory, and a thread writes the copy while it trains on."""
         import torch
 
         from rlhf_tasks.models.tensors import copy_to_cpu
@@ -381,7 +396,7 @@ class Checkpoint:
                 (partial / TRAINING).mkdir(exist_ok=True)
                 write(partial / TRAINING)
                 del together[TRAINING]
-            is_beside = dist.world_size == 1 and not is_sharded and 2 * size < precision.free_memory()
+            is_beside = dist.world_size == 1 and not is_sharded and 2 * size < auto.free_memory()
             parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": together} if dist.is_main else {})
             if is_beside:
                 parts = copy_to_cpu(parts)
@@ -446,7 +461,6 @@ class Checkpoint:
             raise
 
     def wait(self) -> None:
-        """Wait until the last snapshot is written, and raise what its writing has raised."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             self._save_seconds += writing.result()
@@ -469,25 +483,6 @@ class Checkpoint:
         seconds = math.ceil(left + self._save_seconds)
         about = f" (about {console.duration(seconds)})" if self._step_seconds else ""
         return f"finishing this step and saving a snapshot{about}"
-
-
-class Nowhere(Checkpoint):
-    """Saves no snapshots: every run starts from the beginning."""
-
-    def __init__(self) -> None:
-        pass
-
-    def reserve(self, weights: int, state: int) -> None:
-        pass
-
-    def load(self) -> State | None:
-        return None
-
-    def due(self) -> bool:
-        return False
-
-    def save(self, step: int, state: State) -> None:
-        pass
 
 
 def _num_bytes(part: Any) -> int:

@@ -17,7 +17,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,10 +33,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Launch
-from rlhf_tasks.data.batches import TokenBudget, micro_batches
+from rlhf_tasks.data.batches import micro_batches
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.load import copy_to
+from rlhf_tasks.models.passes import TokenBudget, attempts
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.launch import without_worker
@@ -127,11 +128,14 @@ class Distributed:
         return int(largest)
 
     def shard_rows(self, rows: Sequence[Any]) -> list[Any]:
-        """This rank's share of rows that all ranks hold."""
+        """This rank's share of rows that all ranks hold: every n-th, so that `interleave` restores the order.
+
+        Where the order is by length or by prompt, ranks get alike rows.
+        """
         return list(rows[self.rank :: self.world_size])
 
     def slice_rows(self, rows: Sequence[Any]) -> list[Any]:
-        """This rank's share of rows that all ranks hold: rows side by side."""
+        """This rank's share of rows that all ranks hold: rows side by side, which may belong together."""
         start, stop = (len(rows) * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return list(rows[start:stop])
 
@@ -352,32 +356,20 @@ class Distributed:
     def attempts(
         self, budget: TokenBudget, optimizer: Optimizer | None = None
     ) -> Iterator[AbstractContextManager[None]]:
-        """`for attempt in dist.attempts(budget): with attempt: …` until the block has enough memory.
-
-        After out-of-memory the gradients are dropped, the budget is halved, and the block runs again.
+        """`passes.attempts` under a budget, which is halved after out-of-memory; the gradients are dropped.
 
         Raises:
             UserError: if the memory does not suffice for one row, or on several ranks.
         """
-        is_done = False
 
-        @contextmanager
-        def attempt() -> Iterator[None]:
-            nonlocal is_done
-            try:
-                yield
-                is_done = True
-            except torch.OutOfMemoryError as error:  # its traceback holds tensors, and ends here
-                if self.world_size > 1 or self.is_deepspeed:  # the other ranks wait within the block
-                    raise self._out_of_memory(budget) from error
+        def shrink() -> None:
+            if self.world_size > 1 or self.is_deepspeed:  # the other ranks wait within the block
+                raise self._out_of_memory(budget)
+            if optimizer is not None:
+                optimizer.zero_grad(set_to_none=True)
+            budget.lower()
 
-        while not is_done:
-            yield attempt()
-            if not is_done:
-                if optimizer is not None:
-                    optimizer.zero_grad(set_to_none=True)
-                torch.cuda.empty_cache()
-                budget.lower()
+        return attempts(shrink)
 
     def _out_of_memory(self, budget: TokenBudget) -> UserError:
         """The message where ranks wait for each other, so that none can cut smaller alone."""

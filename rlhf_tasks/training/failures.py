@@ -1,6 +1,8 @@
 """The failure file: why a stage ended, for the launcher or the flow that started it. No torch here.
 
-The first process that fails writes its reason there. What then fails in the others is a consequence.
+It begins with the `stage` that runs, for a process that is killed cannot say so. The first process that fails
+writes its reason there: `kind` (user or fault), `message` and `process`. What then fails in the others is a
+consequence.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def mistake(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and disk.is_full(error):
-        return disk.explained(error)
+        return disk.explain(error)
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         parents = Path(error.filename).absolute().parents if isinstance(error.filename, str) else ()
         folder = next((folder for folder in parents if folder.exists()), "a file system")
@@ -41,9 +43,9 @@ def mistake(error: BaseException) -> str | None:
 
 
 def running(stage: str) -> None:
-    """Write which stage runs, or "", for the program that started it: one that is killed cannot say so."""
-    if FAILURE in os.environ and not context.is_worker():
-        Path(f"{os.environ[FAILURE]}.stage").write_text(stage, encoding="utf-8")
+    """Write which stage runs, or "", for the program that started it."""
+    if not context.is_worker() and read_failure() is None:
+        write({"stage": stage}, replace=True)
 
 
 def report(error: BaseException) -> None:
@@ -57,7 +59,7 @@ def report(error: BaseException) -> None:
 
 def report_killed(message: str) -> None:
     """Write that a worker was killed; the fault of another one is its consequence, and is replaced."""
-    before = reported()
+    before = read_failure()
     if before is None or before["kind"] == "fault":
         write({"kind": "fault", "message": message, "process": str(os.getpid())}, replace=True)
 
@@ -69,7 +71,7 @@ def write(failure: Mapping[str, str], *, replace: bool = False) -> None:
     where = Path(os.environ[FAILURE])
     whole = where.with_name(f"{where.name}.{os.getpid()}")
     whole.write_text(json.dumps(failure), encoding="utf-8")
-    if replace:
+    if replace or "stage" in read(where):
         whole.replace(where)
         return
     with suppress(FileExistsError):
@@ -77,16 +79,18 @@ def write(failure: Mapping[str, str], *, replace: bool = False) -> None:
     whole.unlink()
 
 
-def reported(failure: Path | None = None) -> dict[str, str] | None:
-    """The failure file: `kind` (user or fault), `message` and `process`; None if nothing has failed."""
-    where = failure or (Path(os.environ[FAILURE]) if FAILURE in os.environ else None)
-    if where is None or not where.exists():
-        return None
-    report: dict[str, str] = json.loads(where.read_text(encoding="utf-8"))
-    return report
+def read(where: Path) -> dict[str, str]:
+    """The failure file; empty if no stage has begun or failed."""
+    return dict(json.loads(where.read_text(encoding="utf-8"))) if where.is_file() else {}
+
+
+def read_failure(where: Path | None = None) -> dict[str, str] | None:
+    """The failure file of this process or another one; None if nothing has failed."""
+    report = read(where or Path(os.environ.get(FAILURE, "")))
+    return report if "kind" in report else None
 
 
 def has_failed_elsewhere() -> bool:
     """True in a worker if another one failed first: what fails here then is a consequence."""
-    failure = reported() if context.is_worker() else None
+    failure = read_failure() if context.is_worker() else None
     return failure is not None and failure["process"] != str(os.getpid())

@@ -24,10 +24,10 @@ import psutil
 
 from rlhf_tasks.config import Config, Launch, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, precision, processes
+from rlhf_tasks.project import atomic, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, signals
+from rlhf_tasks.training import auto, failures, signals
 
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
@@ -59,7 +59,7 @@ def trains_side_by_side(stage: Stage, settings: Config) -> bool:
         and reward.source is None
         and (launch.num_processes, launch.num_machines, launch.parallelism) == (1, 1, "ddp")
         and num_threads(os.environ) > 1
-        and not precision.gpu_memories()
+        and not auto.gpus()
         and not context.is_worker()
     )
 
@@ -68,12 +68,12 @@ def num_threads(environment: Mapping[str, str]) -> int:
     """The threads that a stage in one process has: OMP_NUM_THREADS, or all cores that it may use."""
     # a cluster may have given this process a few of the machine's CPUs
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = environment.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() else cpus
+    number = environment.get("OMP_NUM_THREADS", "")
+    return int(number) if number.isdecimal() else cpus
 
 
-def check_machines(launch: Launch) -> None:
-    """Check that the machines that a cluster has started are those of `launch`, and their GPUs suffice.
+def check_machines(stage: Stage, launch: Launch) -> None:
+    """Check that the machines that a cluster has started for a stage that trains are those of `launch`.
 
     A machine too many would train the whole stage beside the others, and a missing one be waited for. Two
     processes on one GPU fail in NCCL; without GPUs a machine may start any number.
@@ -81,6 +81,8 @@ def check_machines(launch: Launch) -> None:
     Raises:
         UserError: if their number differs, this machine's number is not below it, or it has too few GPUs.
     """
+    if stage not in TRAINING:
+        return
     started, rank = os.environ.get(MACHINES), os.environ.get("MACHINE_RANK", "0")
     if started is not None and started != str(launch.num_machines):
         raise UserError(
@@ -92,7 +94,7 @@ def check_machines(launch: Launch) -> None:
             f"MACHINE_RANK={rank} is not below launch.num_machines={launch.num_machines}; machines are "
             "numbered from 0"
         )
-    num_gpus, num_local = len(precision.gpu_memories()), math.ceil(launch.num_processes / launch.num_machines)
+    num_gpus, num_local = len(auto.gpus()), math.ceil(launch.num_processes / launch.num_machines)
     if 0 < num_gpus < num_local:
         raise UserError(
             f"launch.num_processes={launch.num_processes} starts {num_local} processes on a machine that "
@@ -111,11 +113,7 @@ def without_worker(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
-    """The command that starts the stage's workers.
-
-    Raises:
-        UserError: if a setting or a variable that the launch needs is missing.
-    """
+    """The command that starts the stage's workers."""
     num_processes, num_machines = launch.num_processes, launch.num_machines
     words = ["--num_processes", str(num_processes), "--num_machines", str(num_machines)]
     words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # a worker sets its precision itself
@@ -159,11 +157,7 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
 
 
 def run(paths: Paths, stage: Stage, settings: Config) -> int:
-    """Start the workers of a stage and wait. Returns their exit status.
-
-    Raises:
-        UserError: for a launch that is not possible, or that a worker reported.
-    """
+    """Start the workers of a stage and wait. Returns their exit status."""
     launch, environment = settings.launch, dict(os.environ)
     if trains_side_by_side(stage, settings):
         launch = launch.model_copy(update={"num_processes": 2})
@@ -192,21 +186,16 @@ def supervise(stage: str, words: Sequence[str], environment: Mapping[str, str]) 
     """
     with tempfile.TemporaryDirectory() as folder, signals.listening(stage) as listener:
         failure = Path(folder) / "failure.json"
-        own = {
+        variables = {
             failures.FAILURE: str(failure),
             signals.LAUNCHER: processes.name_of(psutil.Process()),
         }
         # a group of its own: a terminal's Ctrl-C must reach it once, from here
-        launcher = subprocess.Popen(words, env={**STOPPING, **environment, **own}, process_group=0)
+        launcher = subprocess.Popen(words, env={**STOPPING, **environment, **variables}, process_group=0)
         listener.shows_life = False
-        try:
-            with listener.deferring(lambda: "stopping its processes", launcher.terminate):
-                status = launcher.wait()
-        except BaseException:
-            signals.kill_descendants()
-            launcher.wait()
-            raise
-        failed = failures.reported(failure)
+        with listener.deferring(lambda: "stopping its processes", launcher.terminate):
+            status = processes.supervise(launcher, signals.kill_descendants)
+        failed = failures.read_failure(failure)
     if failed is not None:
         if failed["kind"] == "user":
             raise UserError(failed["message"])

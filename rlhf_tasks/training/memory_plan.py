@@ -31,7 +31,7 @@ from rlhf_tasks.models.load import scratch_config
 from rlhf_tasks.models.logprobs import GPU_LOGITS
 from rlhf_tasks.project import packaged
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.project.precision import tokens_that_fit
+from rlhf_tasks.training.auto import fit_tokens
 
 Parallelism = Literal["ddp", "zero2", "fsdp2", "zero3"]  # from the simplest to those that spread most
 SHARDING = ("fsdp2", "zero3")
@@ -66,13 +66,13 @@ def sizes_of(model: PreTrainedModel) -> Sizes:
     """Of a model that may be on the device `meta`, so that it needs no memory itself."""
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     is_tied = head.weight is model.get_input_embeddings().weight
-    own = 0 if is_tied else sum(p.numel() for p in head.parameters())
+    of_head = 0 if is_tied else sum(p.numel() for p in head.parameters())
     linear: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     heads = text.num_attention_heads
     head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return Sizes(
-        trunk=sum(p.numel() for p in model.parameters()) - own,
-        head=own,
+        trunk=sum(p.numel() for p in model.parameters()) - of_head,
+        head=of_head,
         layer=sum(m.weight.numel() for m in linear) // text.num_hidden_layers,
         vocab=head.weight.shape[0],
         hidden=text.hidden_size,
@@ -93,13 +93,10 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     """The policy of params.yaml: models/sft where the project has it, else what SFT would start from.
 
     With `model`, a folder, a GGUF file or a hub id, that one instead.
-
-    Raises:
-        UserError: if the config of the model cannot be read.
     """
     sft, scratch = Paths(root).sft, config.model.scratch
-    own = str(sft) if (sft / "config.json").exists() else None
-    source, revision = model or own or config.sft.source, None
+    trained = str(sft) if (sft / "config.json").exists() else None
+    source, revision = model or trained or config.sft.source, None
     if source is None and scratch is not None:
         positions = 4 * (config.data.max_prompt_tokens + config.data.max_completion_tokens)
         ids = {"bos_token_id": 0, "eos_token_id": 0}  # the families' own may be beyond this vocabulary
@@ -111,12 +108,12 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     folder, file = packaged.gguf(source)
     try:
         with packaged.reading(source) if file else nullcontext():
-            found = AutoConfig.from_pretrained(folder, revision=revision, **file)
+            of_model = AutoConfig.from_pretrained(folder, revision=revision, **file)
     except (OSError, ValueError) as error:
         hint = "a hub id needs network access or a filled cache" if is_hub_id(source) else "is it a folder?"
         why = str(error).splitlines()[0]
         raise UserError(f"cannot read the config of {source}: {why} ({hint})") from error
-    return sizes_of_config(found)
+    return sizes_of_config(of_model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +135,7 @@ class Run:
         """PPO as params.yaml has it, of this policy, on GPUs of so many bytes."""
         ppo, is_bf16 = config.ppo, config.launch.precision != "fp32"
         if ppo.micro_batch_tokens == AUTO:
-            tokens = tokens_that_fit(gpu, (BF16 if is_bf16 else FP32) * policy.activations)
+            tokens = fit_tokens(gpu, (BF16 if is_bf16 else FP32) * policy.activations)
             ppo = ppo.model_copy(update={"micro_batch_tokens": tokens})
         return cls(
             policy=policy,
@@ -167,9 +164,9 @@ class Run:
         lora, critic = self.ppo.lora, self.critic
         if lora is None:
             return self.policy.parameters + critic
-        own: Lora | None = getattr(self.ppo.critic, "lora", None)
-        if own is not None:
-            critic = own.r * self.policy.activations + self.policy.hidden
+        critic_lora: Lora | None = getattr(self.ppo.critic, "lora", None)
+        if critic_lora is not None:
+            critic = critic_lora.r * self.policy.activations + self.policy.hidden
         return lora.r * self.policy.activations + critic
 
 
@@ -258,7 +255,7 @@ def candidates(run: Run) -> Iterator[Run]:
                     yield replace(run, offload=offload, ppo=ppo, parallelism=parallelism)
 
 
-def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
+def fit(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
     """The first settings that fit into a GPU and a machine of so many bytes, or None and the reason."""
     rows, prompts = (
         run.ppo.rollout_batch_size // n for n in (run.ppo.num_mini_batches, run.ppo.samples_per_prompt)
@@ -271,18 +268,18 @@ def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
         if parts["peak"] <= USABLE * gpu and parts["machine"] <= machine:
             return each, ""
     least, parts = min(tried, key=lambda one: one[1]["peak"])
-    place, needed, given = "each GPU", parts["peak"], USABLE * gpu
-    if needed <= given:
-        place, needed, given = "its machine", parts["machine"], machine
-    return None, f"{least.parallelism} needs {needed / GB:,.0f} GB of {given / GB:,.0f} on {place}"
+    place, needed, available = "each GPU", parts["peak"], USABLE * gpu
+    if needed <= available:
+        place, needed, available = "its machine", parts["machine"], machine
+    return None, f"{least.parallelism} needs {needed / GB:,.0f} GB of {available / GB:,.0f} on {place}"
 
 
 def describe(run: Run, gpu: float, machine: float) -> dict[str, Any]:
     """The settings that fit, and GB by part; of the settings that need least where none fits."""
-    found, problem = fitting(run, gpu, machine)
-    chosen = found or min(candidates(run), key=lambda each: memory(each)["peak"])
+    fitting, problem = fit(run, gpu, machine)
+    chosen = fitting or min(candidates(run), key=lambda each: memory(each)["peak"])
     return {
-        "fits": found is not None,
+        "fits": fitting is not None,
         "problem": problem or None,
         "launch.parallelism": chosen.parallelism,
         "launch.offload": chosen.offload,

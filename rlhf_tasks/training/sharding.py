@@ -118,7 +118,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def gathered(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def gather(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The whole of one weight, on the device that computes, in its own type or another. Collective."""
     if isinstance(weight, DTensor):
         own = weight.to_local().to(weight.device_mesh.device_type, dtype)  # offloaded ones go to the GPU
@@ -143,7 +143,7 @@ def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]
     found, is_first = dict[str, Tensor](), torch.distributed.get_rank() == 0
     for weight, names in _names_of(model).items():
         if not set(but) & set(names):
-            whole = gathered(weight)
+            whole = gather(weight)
             if is_first:
                 found |= dict.fromkeys(names, whole.cpu())
     return found
@@ -182,8 +182,8 @@ def full_params(model: PreTrainedModel, device: torch.device) -> Iterator[PreTra
             return
         weights = dict[str, Tensor]()
         for weight, names in _names_of(model).items():
-            weights |= dict.fromkeys(names, gathered(weight, plain.computes_in).to(device))
-        with _filled(plain.structure, weights, device):
+            weights |= dict.fromkeys(names, gather(weight, plain.computes_in).to(device))
+        with _fill(plain.structure, weights, device):
             yield plain.structure
     except torch.OutOfMemoryError as error:
         raise UserError(
@@ -199,12 +199,12 @@ def to_save(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     if plain is None or not (weights := weights_of(model)):
         yield model
         return
-    with _filled(plain.structure, weights, torch.device("cpu")):
+    with _fill(plain.structure, weights, torch.device("cpu")):
         yield plain.structure
 
 
 @contextmanager
-def _filled(plain: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[None]:
+def _fill(plain: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[None]:
     for module in plain.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
@@ -255,9 +255,9 @@ def move_toward(own: nn.Module, other: nn.Module, alpha: float) -> None:
     """own ← (1 − alpha) · own + alpha · other, weight by weight. Collective."""
     for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
         if isinstance(mine, DTensor):
-            _assign(mine, gathered(mine).lerp_(gathered(theirs).to(mine.dtype), alpha))
+            _assign(mine, gather(mine).lerp_(gather(theirs).to(mine.dtype), alpha))
         else:
-            mine.lerp_(gathered(theirs).to(mine.dtype), alpha)
+            mine.lerp_(gather(theirs).to(mine.dtype), alpha)
 
 
 # ------------------------------------------------------------------------- FSDP2's shards of this rank

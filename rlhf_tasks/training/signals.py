@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -162,7 +161,7 @@ class Listener:
 
 
 def _failure_of_peer() -> str | None:
-    failure = failures.reported() if context.is_worker() else None
+    failure = failures.read_failure() if context.is_worker() else None
     return None if failure is None else failure["message"]
 
 
@@ -183,8 +182,16 @@ def _forget() -> None:
     _release()
 
 
-_hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, NAMES)  # a child's signals, until it has forgotten
-_release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, NAMES)
+def _hold() -> None:
+    """Block the signals, until a child has forgotten the stage."""
+    _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, NAMES)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.blocked)
+
+
+_forking = threading.local()  # the signals that a thread which forks had blocked
 os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
 
 
@@ -240,15 +247,15 @@ def end_with(status: int) -> None:
 
 def end_children(left: Sequence[str] = ()) -> None:
     """Kill what functions of the user's have started and left running; name it, and what else is `left`."""
-    found = list(left)
+    ended = list(left)
     for child in psutil.Process().children(recursive=True) if imports.loaded else []:
         with suppress(psutil.Error):  # it has ended
             if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):  # it ends by itself
-                found.append(f"process {child.pid} ({child.name()})")
+                ended.append(f"process {child.pid} ({child.name()})")
                 child.kill()
-    if found:
-        whose = ", ".join(sorted(imports.loaded))
-        print(f"rlhf: left running by {whose} and ended now: {', '.join(found)}", file=sys.stderr, flush=True)
+    if ended:
+        whose = "one of " * (len(imports.loaded) > 1) + ", ".join(sorted(imports.loaded))
+        print(f"rlhf: left running by {whose} and ended now: {', '.join(ended)}", file=sys.stderr, flush=True)
 
 
 def kill_descendants() -> None:

@@ -1,7 +1,7 @@
 """The supervised loop of base, SFT and reward training: epochs, evaluation, and the best weights.
 
-`train` is the whole of it, from top to bottom. A task (language modeling here, pairs in stage reward) gives
-the sums of one forward pass. A run that was stopped between two steps is resumed to the same bytes.
+`train` is the whole of it, from top to bottom. A task (`tasks`) gives the sums of a forward pass. A run that
+was stopped is resumed to the same bytes.
 """
 
 from __future__ import annotations
@@ -10,90 +10,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Optimization, Ready, Split
-from rlhf_tasks.data.batches import (
-    Batch,
-    TokenBudget,
-    collate,
-    epoch_batches,
-    read_table,
-    sets_of,
-    sizes,
-    token_ids,
-)
-from rlhf_tasks.data.ragged import Ragged
-from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import merge_adapter, num_bytes, save_checkpoint
-from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.config import Optimization, Ready
+from rlhf_tasks.data.batches import epoch_batches
+from rlhf_tasks.models.load import num_bytes, save_checkpoint
+from rlhf_tasks.models.lora import merge_adapter
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.project.atomic import whole
-from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.checkpoint import Checkpoint
+from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw, learning_rate, set_learning_rate
+from rlhf_tasks.training.tasks import Sums, Task
 
 Metrics = dict[str, float]
-Sums = dict[str, Tensor]
 SHOWN = ("loss", "accuracy")  # on the progress bar, where a task has them
-
-
-class Task(Protocol):
-    """What is trained: the tokens of each row, and the sums of one forward pass over some rows."""
-
-    sizes: list[int]
-    sets: list[str]
-    """The name of each row's set in a mixture; empty otherwise."""
-
-    def num_targets(self, rows: Sequence[int]) -> float:
-        """The number of tokens or pairs that the loss of these rows is averaged over."""
-
-    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
-        """`loss` and other metrics, **summed** over the tokens or pairs that `num_targets` counts."""
-
-
-@dataclass
-class LanguageModeling:
-    """Predicts the response tokens of (query, response) rows, EOS included."""
-
-    queries: Sequence[Ids]
-    responses: Sequence[Ids]
-    pad: int
-    sets: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sizes = sizes(self.queries, self.responses)
-
-    def num_targets(self, rows: Sequence[int]) -> float:
-        return sum(len(self.responses[i]) for i in rows)
-
-    def batch(self, rows: Sequence[int]) -> Batch:
-        """The rows, padded."""
-        return collate([self.queries[i] for i in rows], [self.responses[i] for i in rows], self.pad)
-
-    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
-        stats = token_stats(model, self.batch(rows).to(device))  # (b, R) each, zero on padding
-        return {"loss": -stats.logprobs.sum(), "token_accuracy": stats.is_top.sum()}
-
-
-def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModeling:
-    """The demonstrations of data/sft."""
-    rows = read_table(paths, "sft", split)
-    queries, responses = token_ids(tokenizer, rows, "completion")
-    return LanguageModeling(queries, responses, tokenizer.pad_token_id, sets_of(rows))
-
-
-def plain_text(texts: Sequence[Ids], pad: int, sets: Sequence[str] = ()) -> LanguageModeling:
-    """Text without a query: the first token is given, all others are predicted."""
-    firsts, others = Ragged(ids[:1] for ids in texts), Ragged(ids[1:] for ids in texts)
-    return LanguageModeling(firsts, others, pad, list(sets))
 
 
 @dataclass
@@ -150,7 +88,7 @@ def train(
     seed: int,
     name: str,
     tracker: Tracker,
-    snapshots: Checkpoint,
+    snapshots: Snapshots,
     validation: Task | None = None,
     num_evaluations: float = 1,
     patience: int | None = None,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests import families, small
 from tests.conftest import Command
 
@@ -37,9 +35,3 @@ def test_positions_that_depend_on_the_batch_are_named_with_their_length(
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     families.causal("llama", max_position_embeddings=64, rope_parameters=rope).save_pretrained(tmp_path)
     assert "above 64 tokens" in rlhf("check-model", tmp_path).out
-
-
-@pytest.mark.parametrize("given", ["nowhere", "models/nowhere/at/all"])
-def test_what_is_no_model_is_one_message(given: str, rlhf: Command) -> None:
-    message = rlhf("check-model", given, status=2).err
-    assert f"{given}: there is no such folder or file, and it is not a hub model" in message

@@ -22,7 +22,6 @@ from rlhf_tasks import config
 from rlhf_tasks.cli import main
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.presets import overlays
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker, context
@@ -95,18 +94,17 @@ def test_the_last_stage_shows_the_card_unless_a_flow_does(
     assert ("Trained" in rlhf("report").out) == is_shown
 
 
-def test_a_stage_without_curves_writes_no_plot(stage: Install, rlhf: Command) -> None:
-    stage(lambda view, paths, tracker: {"rows": 3})
-    rlhf("prepare")
-    assert not Path("plots").exists()
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_metric_that_is_not_finite_fails_the_stage(stage: Install, value: float) -> None:
+def test_a_stage_without_curves_writes_no_plot_and_one_without_finite_metrics_fails(
+    stage: Install, rlhf: Command, value: float
+) -> None:
     stage(lambda view, paths, tracker: {"loss": value})
     with pytest.raises(ValueError, match="loss="):
         main.main(["sft"])
     assert not Path("metrics").exists()
+    stage(lambda view, paths, tracker: {"rows": 3})
+    rlhf("prepare")
+    assert not Path("plots").exists()
 
 
 def test_a_missing_input_is_named_with_the_stage_that_makes_it(stage: Install, rlhf: Command) -> None:
@@ -179,27 +177,20 @@ def test_a_folder_without_write_permission_is_one_message(stage: Install, rlhf: 
     assert len(message.splitlines()) == 1
 
 
-def test_ctrl_c_ends_with_130(stage: Install, rlhf: Command) -> None:
-    def interrupted(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
-        raise KeyboardInterrupt
-
-    stage(interrupted)
-    rlhf("sft", status=130)
-
-
-def test_sigterm_unwinds_the_stage_and_ends_with_143(stage: Install, rlhf: Command) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_unwinds_the_stage(stage: Install, rlhf: Command, number: int, status: int) -> None:
     closed = []
 
-    def terminated(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
+    def interrupted(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             time.sleep(10)
         finally:
             closed.append(True)
         return {}
 
-    stage(terminated)
-    rlhf("sft", status=143)
+    stage(interrupted)
+    rlhf("sft", status=status)
     assert closed == [True]
 
 
@@ -261,9 +252,6 @@ def test_help_lists_every_command_in_a_group_and_loads_no_heavy_module() -> None
     assert all(command.rich_help_panel and command.help for command in commands.values())
 
 
-# -------------------------------------------------------------------------------------- generate
-
-
 Calls = list[tuple[str, dict[str, object]]]
 
 
@@ -309,73 +297,35 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "message"),
     [
-        "promote models/other --rollback",
-        "judge --out x.jsonl",
-        "up --work --gpu-slots 2",
-        "plan --gpus 8,",
+        ("promote models/other --rollback", "--"),
+        ("judge --out x.jsonl", "--"),
+        ("up --work --gpu-slots 2", "--"),
+        ("plan --gpus 8,", "--"),
+        ("generate . --temperature 0", "Invalid value for '--temperature': "),
+        ("generate . --temperature nan", "Invalid value for '--temperature': "),
+        ("generate . --num-samples 0", "Invalid value for '--num-samples': "),
+        ("generate models/none --prompt x", "models/none is not a folder"),
+        ("check-model nowhere", "nowhere: there is no such folder or file, and it is not a hub model"),
+        ("check-model models/at/all", "models/at/all: there is no such folder or file, and it is not a hub"),
     ],
 )
-def test_options_that_would_be_ignored_are_refused(project: Path, command: str, rlhf: Command) -> None:
-    assert rlhf(command, status=2).err.startswith("rlhf: --")
-
-
-@pytest.mark.parametrize("option", ["--temperature 0", "--temperature nan", "--num-samples 0"])
-def test_a_number_out_of_range_is_one_message(option: str, rlhf: Command) -> None:
-    message = rlhf(f"generate . {option}", status=2).err
-    assert message.startswith(f"rlhf: Invalid value for '{option.split()[0]}': ")
-    assert len(message.splitlines()) == 1
-
-
-def test_generate_names_the_missing_checkpoint(rlhf: Command) -> None:
-    assert "models/none is not a folder" in rlhf("generate models/none --prompt x", status=2).err
-
-
-# --------------------------------------------------------------------------------------- presets
-
-
-@pytest.fixture
-def preset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "presets"
-    folder.mkdir()
-    (folder / "small.yaml").write_text(
-        "# less of everything\nseed: 7\nmodel: {base: a/b, revision: " + "a" * 40 + ", scratch: null}\n"
-        "ppo: {kl_coef: 0.5}\n",
-        encoding="utf-8",
-    )
-    (folder / "wrong.yaml").write_text("seed: 8\nppo: {kl_coef: -1.0}\n", encoding="utf-8")
-    monkeypatch.setattr(overlays, "FOLDER", folder)
-    return folder
-
-
-def test_a_preset_changes_values_and_keeps_comments(
-    project: Path, preset_folder: Path, rlhf: Command
+def test_what_is_out_of_range_absent_or_without_effect_is_one_message(
+    project: Path, command: str, message: str, rlhf: Command
 ) -> None:
-    before = Path("params.yaml").read_text(encoding="utf-8").splitlines()
-    rlhf("preset small")
-    after = Path("params.yaml").read_text(encoding="utf-8").splitlines()
-    changed = config.load()
-    assert (changed.seed, changed.ppo.kl_coef, changed.model.scratch) == (7, 0.5, None)
-    differing = [line for line in after if line not in before]
-    keys = ["seed", "base", "revision", "scratch", "kl_coef"]
-    assert [line.split(":")[0].strip() for line in differing] == keys
-    assert any("# scratch | a folder | a hub id" in line for line in differing)
+    told = rlhf(command, status=2).err
+    assert told.startswith(f"rlhf: {message}")
+    assert len(told.splitlines()) == 1
 
 
-def test_presets_that_would_make_params_yaml_invalid_change_nothing(
-    project: Path, preset_folder: Path, rlhf: Command
-) -> None:
-    before = Path("params.yaml").read_bytes()
-    assert "params.yaml with small, wrong has 1 problem" in rlhf("preset small wrong", status=2).err
-    assert Path("params.yaml").read_bytes() == before
-
-
-def test_the_message_for_an_unknown_preset_lists_the_known_ones(
-    project: Path, preset_folder: Path, rlhf: Command
-) -> None:
-    assert "give one of small, wrong" in rlhf("preset smal", status=2).err
-
-
-def test_presets_are_listed_with_their_first_line(preset_folder: Path, rlhf: Command) -> None:
-    assert "small | less of everything" in rlhf("preset").out
+def test_all_values_in_force_are_printed_with_their_source(project: Path, rlhf: Command) -> None:
+    Path("params.yaml").write_text("ppo: {advantages: {lam: 0.9}, guards: null}\n", encoding="utf-8")
+    rows = [[word for word in line.split() if word != "|"] for line in rlhf("params").out.splitlines()]
+    for row in (
+        ["ppo.advantages.lam", "0.9", "params.yaml"],
+        ["ppo.advantages.gamma", "1.0", "default"],
+        ["ppo.guards", "null", "params.yaml"],
+        ["ppo.micro_batch_tokens", "4096", "default:", "auto"],
+    ):
+        assert row in rows

@@ -49,17 +49,21 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("dvc.yaml").write_text(DVC_YAML.format(python=sys.executable), encoding="utf-8")
     Path("stage.py").write_text(STAGE, encoding="utf-8")
     Path("given").write_text("one", encoding="utf-8")
-    monkeypatch.setattr(inputs, "write", lambda paths: None)
+    monkeypatch.setattr(inputs, "write", lambda paths, settings: None)
     console.set_quiet(False)
     return tmp_path
 
 
 def test_a_run_says_what_will_run_and_why(project: Path, rlhf: Command) -> None:
-    assert run.changed(Paths()) == {"sft": "it has not run yet", "report": "it has not run yet"}
+    assert run.explain_changes(Paths()) == {"sft": "it has not run yet", "report": "it has not run yet"}
     head = rlhf("run").out.splitlines()[:3]
     assert re.fullmatch(r"default-[0-9a-f]{4}: 2 of 2 stages run: sft, report", head[0])
     assert "not known yet" in head[1]
-    assert Path("page").exists()
+    Path("page").write_text("y", encoding="utf-8")
+    assert run.explain_changes(Paths()) == {"report": "its results have changed"}
+    Path("page").unlink()
+    assert run.explain_changes(Paths()) == {"report": "its results are not here"}
+    Path("page").write_text("x", encoding="utf-8")
     Path("given").write_text("two", encoding="utf-8")
     for stage in ("sft", "report"):
         durations.record(Paths().home, stage, 40.0)
@@ -79,10 +83,13 @@ def test_a_runs_name_is_its_preset_and_what_differs(project: Path, rlhf: Command
         "n_plus ppo.kl_coef=0.07": "n_plus-kl_coef=0.07",
         "ziegler ppo.kl_coef=0.05": "ziegler-kl_coef=0.05",
         "smoke ppo.total_episodes=8192": "smoke-total_episodes=8192",
+        "smoke grpo": "smoke_grpo",
     }.items():
         toy.git(project, "checkout", "-q", "params.yaml")
         rlhf(f"preset {changes}")
         assert run.run_name(Paths(), config.load(Paths().params))[:-5] == name
+    rlhf("preset --set preset=smok")
+    assert "there is no preset 'smok'; give one of" in rlhf("run", status=2).err
 
 
 def test_a_run_without_changes_shows_the_card(project: Path, rlhf: Command) -> None:

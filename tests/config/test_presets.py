@@ -25,7 +25,7 @@ SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
 
 
 def with_preset(name: str) -> config.Config:
-    tree: Any = YAML(typ="safe", pure=True).load(SHIPPED)
+    tree: Any = YAML(typ="safe", pure=True).load(SHIPPED) | {"preset": name}
     config.merge(tree, presets.read(name))
     config.merge(tree, UNPINNED.get(name, {}))
     return config.validate(tree, name)
@@ -41,22 +41,27 @@ def test_single_values_come_after_presets(project: Path, rlhf: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("seed", "give KEY=VALUE"),
-        ("seed=[", "not readable as YAML"),
-        ("sed=2", "did you mean 'seed'"),
-        ("seed=two", "should be a valid integer"),
-        (
-            "sft.revision=0123456789abcdef0123456789abcdef01234567",
-            "sft.from names no model: `revision` would be",
-        ),
+        ("--set seed", "give KEY=VALUE"),
+        ("--set seed=[", "not readable as YAML"),
+        ("--set sed=2", "did you mean 'seed'"),
+        ("--set seed=two", "should be a valid integer"),
+        (f"--set sft.revision={'a' * 40}", "sft.from names no model: `revision` would be"),
+        ("trl smoke ppo.kl_coef=-1", "params.yaml with trl, smoke, ppo.kl_coef=-1 has 1 problem"),
+        ("smok", "there is no preset 'smok'; give one of arithmetic, "),
     ],
 )
-def test_a_value_that_cannot_be_set_changes_nothing(
-    project: Path, words: str, message: str, rlhf: Command
-) -> None:
+def test_what_cannot_be_set_changes_nothing(project: Path, words: str, message: str, rlhf: Command) -> None:
     before = Path("params.yaml").read_text(encoding="utf-8")
-    assert message in rlhf("preset --set", words, status=2).err
+    assert message in rlhf(f"preset {words}", status=2).err
     assert Path("params.yaml").read_text(encoding="utf-8") == before
+
+
+def test_a_preset_keeps_comments_and_is_listed_with_its_first_line(project: Path, rlhf: Command) -> None:
+    before = Path("params.yaml").read_text(encoding="utf-8")
+    rlhf("preset trl")
+    after = Path("params.yaml").read_text(encoding="utf-8")
+    assert re.findall("#.*", after) == re.findall("#.*", before)
+    assert f"trl | {presets.summary('trl')}"[:40] in rlhf("preset").out
 
 
 @pytest.mark.parametrize("broken", ["kl_coef: -1.0", "kl_coef: high", "kl_coef: {a: 1}"])
@@ -79,15 +84,11 @@ def test_a_preset_does_not_turn_on_a_gate_that_is_null(project: Path, name: str,
     assert settings.promotion is None
     assert settings.judge == with_preset(name).judge
     assert presets.read(name)["promotion"], "the preset itself is unchanged"
-
-
-def test_a_preset_applies_to_a_section_that_the_same_command_turns_on(project: Path, rlhf: Command) -> None:
-    gate = with_preset("smoke").model_dump(mode="json")["promotion"] | {"max_kl": 7.5}
-    rlhf("preset --set promotion=null")
-    assert "stays null" not in rlhf("preset smoke --set", f"promotion={json.dumps(gate)}").out
-    settings = config.load().promotion
-    assert settings is not None
-    assert settings.model_dump(mode="json") == gate, "single values win"
+    gate = with_preset(name).model_dump(mode="json")["promotion"] | {"max_kl": 7.5}
+    assert "stays null" not in rlhf("preset", name, "--set", f"promotion={json.dumps(gate)}").out
+    promotion = config.load().promotion
+    assert promotion is not None
+    assert promotion.model_dump(mode="json") == gate, "the same command turns it on; single values win"
 
 
 def test_values_that_remain_of_a_former_preset_are_shown(project: Path, rlhf: Command) -> None:
@@ -102,16 +103,6 @@ def test_values_that_remain_of_a_former_preset_are_shown(project: Path, rlhf: Co
         assert key not in shown  # the command does
     rlhf("preset constraints")
     assert "ppo.scorers: " in rlhf("preset grpo").out.partition("Earlier changes")[2]  # a list
-
-
-def test_replacing_a_section_leaves_no_key_of_the_old_one() -> None:
-    """A key that only the file's own section has is removed, even an unknown one."""
-    own = SHIPPED.replace("tracking: {", "tracking: {of_old: 1, ")
-    sections = {"tracking": {"enabled": False, "uri": None, "experiment": "b"}}
-    written, settings = presets.replaced(own, sections, "params.yaml")
-    assert settings.tracking.experiment == "b"
-    assert config.validate(config.parse(written, "params.yaml"), "params.yaml") == settings
-    assert settings.ppo == config.validate(config.parse(SHIPPED, "params.yaml"), "params.yaml").ppo
 
 
 def test_a_single_value_turns_on_a_section_that_is_null(project: Path, rlhf: Command) -> None:
@@ -235,24 +226,6 @@ def test_single_values_of_a_request_override_its_preset() -> None:
     assert {"seed: 1 → 9", "reward.train: true → false", "ppo.advantages.critic.init: reward → sft"} <= {
         *changes
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "found"),
-    [
-        (None, {}, []),
-        ("over_optimised", {}, ["over_optimised"]),
-        ("over_optimised", {"seed": 7}, ["over_optimised"]),
-        ("over_optimised", {"ppo.kl_coef": 0.5}, []),
-        ("docstrings", {"promotion": None}, ["docstrings"]),
-    ],
-)
-def test_the_preset_of_a_run_is_found_by_its_values(
-    name: str | None, changes: dict[str, Any], found: list[str]
-) -> None:
-    _, settings, _ = Request(name, None, changes).resolve(SHIPPED)
-    view = config.ReportView.of(settings)
-    assert presets.matching(view.declared) == found
 
 
 @pytest.mark.parametrize(

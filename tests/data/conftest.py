@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +11,13 @@ import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.config import Split
-from rlhf_tasks.data import files, tokenizer
+from rlhf_tasks.data import tokenizer
 from rlhf_tasks.data.chat import Rendering, Unusable
-from rlhf_tasks.data.rows import Corpus, Problems, Role, Row
-from rlhf_tasks.data.shapes import Line, Reading
+from rlhf_tasks.data.readers import files
+from rlhf_tasks.data.readers.shapes import Line, Reading
+from rlhf_tasks.data.readers.tables import Part, assemble
+from rlhf_tasks.data.rows import Corpus, Problems, Role, Row, Writer
 from rlhf_tasks.data.splits import fill_splits
-from rlhf_tasks.data.tables import Part, assemble
 
 NAMED = config.Columns(
     prompt="prompt", completion="completion", chosen="chosen", rejected="rejected", keep=()
@@ -48,6 +49,17 @@ def load(path: Path, data: config.Data, rendering: Rendering, problems: Problems
     return fill_splits(assemble([Part(files.tables_of(path, problems), data)], rendering, problems), **split)
 
 
+def store(rows_by_role: Mapping[Role, Mapping[Split, Iterable[Row]]]) -> Corpus:
+    corpus: Corpus = {}
+    for role, tables in rows_by_role.items():
+        writer = Writer(role)
+        for split, rows in tables.items():
+            for row in rows:
+                writer.add(split, row)
+        corpus[role] = writer.finish(tables)
+    return corpus
+
+
 def as_lists(corpus: Corpus) -> dict[Role, dict[Split, list[Row]]]:
     return {role: {split: list(rows) for split, rows in tables.items()} for role, tables in corpus.items()}
 
@@ -70,4 +82,4 @@ def are_disjoint(sets: Iterable[set[Any]]) -> bool:
 @pytest.fixture
 def chat(chat_model: Path) -> Rendering:
     model = config.Model(base=str(chat_model), revision=None, scratch=None)
-    return tokenizer.ready_rendering(tokenizer.ready(model), "chat-model")
+    return tokenizer.ready_rendering(tokenizer.load_base(model), "chat-model")

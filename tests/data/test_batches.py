@@ -12,18 +12,17 @@ import torch
 from rlhf_tasks.data.batches import (
     PASS_TOKENS,
     SHARED_TOKENS,
-    TokenBudget,
     collate,
     collate_groups,
     epoch_batches,
     group_rows,
     group_sizes,
-    load_tokenizer,
     micro_batches,
 )
 from rlhf_tasks.data.ragged import Ragged
-from rlhf_tasks.data.tokenizer import encode, encode_rows
+from rlhf_tasks.data.tokenizer import encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.models.passes import TokenBudget
 from tests import small
 
 DRAWN = random.Random(3)

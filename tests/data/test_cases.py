@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlhf_tasks.config import Data, Split
-from rlhf_tasks.data import files, shapes, tables
 from rlhf_tasks.data.chat import Unusable, tools_of
+from rlhf_tasks.data.readers import files, shapes, tables
+from rlhf_tasks.data.readers.shapes import Line, Table
 from rlhf_tasks.data.rows import ROLES, SPLITS, TEXTS, Problems, Role
-from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.errors import UserError
 from tests.data.conftest import converted
 

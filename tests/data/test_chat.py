@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 from rlhf_tasks.config import Data, Model, Split
 from rlhf_tasks.data import tokenizer
-from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.chat import DATE, Rendering
+from rlhf_tasks.data.readers.shapes import Line, Table
+from rlhf_tasks.data.readers.tables import Part, assemble
 from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Row
-from rlhf_tasks.data.shapes import Line, Table
 from rlhf_tasks.data.splits import complete, fill_splits
-from rlhf_tasks.data.tables import Part, assemble
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.contracts import check_same_tokenizer
 
@@ -153,7 +153,7 @@ def test_the_date_of_a_template_is_that_of_the_tokenizer(
     words = AutoTokenizer.from_pretrained(chat_model)
     words.chat_template = template
     words.save_pretrained(tmp_path / "one")
-    ready = tokenizer.ready(Model(base=str(tmp_path / "one"), scratch=None), Data(chat_date="2023-02-01"))
+    ready = tokenizer.load_base(Model(base=str(tmp_path / "one"), scratch=None), Data(chat_date="2023-02-01"))
     tokenizer.save(ready, tmp_path / "two")  # the date is that of all stages that load the tokenizer
     loaded = tokenizer.ready_rendering(AutoTokenizer.from_pretrained(tmp_path / "two"), "two")
     assert loaded.chat is not None
@@ -266,7 +266,7 @@ def base(chat_model: Path, tmp_path: Path) -> Any:
 
 
 def made_ready(folder: Path) -> Rendering:
-    ready = tokenizer.ready(Model(base=str(folder), scratch=None))
+    ready = tokenizer.load_base(Model(base=str(folder), scratch=None))
     return tokenizer.ready_rendering(ready, "m")
 
 
@@ -284,7 +284,7 @@ def test_an_answer_is_cut_at_the_first_end_and_the_history_keeps_its_bytes(templ
 
 def test_the_models_own_folder_has_the_tokenizer_that_is_made_of_it(base: Any, tmp_path: Path) -> None:
     folder = base(EOS_IN_THE_HISTORY)
-    tokenizer.save(tokenizer.ready(Model(base=str(folder), scratch=None)), tmp_path / "data")
+    tokenizer.save(tokenizer.load_base(Model(base=str(folder), scratch=None)), tmp_path / "data")
     check_same_tokenizer(tmp_path / "data", folder)
     assert load_tokenizer(folder).eos_token == load_tokenizer(tmp_path / "data").eos_token == "<|im_end|>"
 

@@ -121,7 +121,9 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
 def load(chat: Rendering, *records: Any, problems: Problems | None = None, **data: Any) -> list[Row]:
     """The rows of a file with these records."""
     path, found = jsonl(Path("rows.jsonl"), *records), Problems() if problems is None else problems
-    corpus = conftest.load(path, Data(**data), chat, found, seed=1, sizes={"validation": 0, "test": 0})
+    corpus = conftest.load(
+        path, Data(source="files", **data), chat, found, seed=1, sizes={"validation": 0, "test": 0}
+    )
     return [row for tables in corpus.values() for rows in tables.values() for row in rows]
 
 

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks.config import Data, HubSet, HubSources, Split
-from rlhf_tasks.data import hub
+from rlhf_tasks.data.readers import hub
+from rlhf_tasks.data.readers.tables import Part, assemble
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, check_leaks
 from rlhf_tasks.data.splits import fill_splits
-from rlhf_tasks.data.tables import Part, assemble
 from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError
 from tests.data.conftest import NAMED

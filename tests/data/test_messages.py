@@ -9,12 +9,12 @@ import pytest
 
 from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data.chat import Rendering
-from rlhf_tasks.data.rows import Problems, Role, Row, check_texts, stored
-from rlhf_tasks.data.shapes import Line, Table
-from rlhf_tasks.data.tables import Part, assemble
+from rlhf_tasks.data.readers.shapes import Line, Table
+from rlhf_tasks.data.readers.tables import Part, assemble
+from rlhf_tasks.data.rows import Problems, Role, Row, check_texts
 from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError
-from tests.data.conftest import NAMED, as_lists
+from tests.data.conftest import NAMED, as_lists, store
 
 
 def user(text: str) -> dict[str, str]:
@@ -68,7 +68,7 @@ def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(chat: Rend
     talk = [user("hi"), assistant("hello")]
     corpus = read({"chosen": talk, "rejected": list(talk)}, chat)
     problems = Problems()
-    check_texts(stored(corpus), chat.eos, problems)
+    check_texts(store(corpus), chat.eos, problems)
     assert {name: n for name, n in problems.counts().items() if n} == {"chosen_is_rejected": 1}
 
 

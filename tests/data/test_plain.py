@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Data, Model
 from rlhf_tasks.data import tokenizer
-from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.chat import Rendering, marks_of, template
 from rlhf_tasks.data.rows import Problems, Role
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import prepare
@@ -26,7 +26,7 @@ Setting = Literal["auto", "always", "never"]
 
 
 def rendering_of(folder: Path, setting: Setting) -> Rendering:
-    ready = tokenizer.ready(Model(base=str(folder), scratch=None), Data(chat=setting))
+    ready = tokenizer.load_base(Model(base=str(folder), scratch=None), Data(chat=setting))
     return tokenizer.ready_rendering(ready, "chat-model")
 
 
@@ -135,7 +135,7 @@ def test_always_needs_a_chat_template(words: PreTrainedTokenizerBase, tmp_path: 
     with pytest.raises(
         UserError, match=r"data\.chat: always needs a chat template, .* has none; set it to auto"
     ):
-        tokenizer.ready(Model(base=str(tmp_path), scratch=None), Data(chat="always"))
+        tokenizer.load_base(Model(base=str(tmp_path), scratch=None), Data(chat="always"))
     assert tokenizer.ready_rendering(words, "m").plain_kind("hi") == "plain"
     assert tokenizer.read_plain(words, ["hi"]) == ["hi"]
 
@@ -155,7 +155,9 @@ def test_a_template_that_rejects_a_turn_leaves_plain_prompts_and_says_so(
 def test_a_prompt_that_somebody_writes_later_is_read_as_the_data_was(
     setting: Setting, expected: str, chat_model: Path, tmp_path: Path
 ) -> None:
-    tokenizer.save(tokenizer.ready(Model(base=str(chat_model), scratch=None), Data(chat=setting)), tmp_path)
+    tokenizer.save(
+        tokenizer.load_base(Model(base=str(chat_model), scratch=None), Data(chat=setting)), tmp_path
+    )
     again = load_tokenizer(tmp_path)
     assert tokenizer.read_plain(again, ["hi", TURN]) == [expected, TURN]
 
@@ -180,12 +182,13 @@ def test_prepare_says_what_became_of_plain_prompts_and_counts_it(
 
 
 @pytest.mark.parametrize(("setting", "start"), [("auto", "<user>"), ("never", "")])
-def test_a_built_in_source_has_plain_prompts_too(
+def test_a_function_has_plain_prompts_too(
     setting: Setting, start: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = {"prepare.synthetic_prompt_rows": 20, "prepare.synthetic_sft_rows": 10}
-    prepared(chat_model, {"data.source": "arithmetic", "data.chat": setting} | rows)
+    rows = "[{'prompt': f'{n} + 1 =', 'completion': f'{n + 1}'} for n in range(20)]"
+    (tmp_path / "sums.py").write_text(f"def rows(): return {{'sft': {rows}}}", encoding="utf-8")
+    prepared(chat_model, {"data.source": "sums:rows", "data.chat": setting})
     for row in pq.read_table("data/sft/train.parquet").to_pylist():
         assert row["prompt"].startswith(start or tuple("0123456789"))
         assert row["completion"].isdecimal()

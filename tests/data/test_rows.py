@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import pytest
+
+from rlhf_tasks.config import Split
 from rlhf_tasks.data.rows import (
     Problems,
+    Role,
+    Row,
     check_duplicates,
     check_leaks,
     check_lengths,
     check_texts,
     measure,
-    stored,
     without,
 )
+from tests.data.conftest import store
 
 
 def row(prompt: str, completion: str = " yes", source: str = "sft.jsonl:1") -> dict[str, str]:
@@ -22,7 +27,7 @@ def pair(prompt: str, chosen: str = " good", rejected: str = " bad", line: int =
 
 def test_a_row_with_two_faults_is_one_bad_row_with_both_in_the_report() -> None:
     problems = Problems()
-    check_texts(stored({"sft": {"train": [row(" ", "")]}}), "<eos>", problems)
+    check_texts(store({"sft": {"train": [row(" ", "")]}}), "<eos>", problems)
     assert len(problems) == 1
     assert problems.counts()["empty"] == 2
     assert "sft.jsonl:1: empty: prompt is empty" in problems.report()
@@ -41,24 +46,24 @@ def test_the_report_has_twenty_examples_by_reason_in_the_order_of_the_source_and
     assert len(lines) == 1 + 20 + 1
 
 
-def test_chosen_equal_to_rejected_but_for_outer_white_space_is_bad() -> None:
+@pytest.mark.parametrize(
+    ("role", "rows", "counts"),
+    [
+        ("preferences", [pair("q", " same", "same\n"), pair("q2")], {"chosen_is_rejected": 1}),
+        ("sft", [row("q", " one<eos> two"), row("q<eos>", " fine")], {"malformed": 1}),
+    ],
+    ids=["but for outer white space", "an answer with EOS inside"],
+)
+def test_equal_sides_and_answers_that_end_early_are_bad(
+    role: Role, rows: list[Row], counts: dict[str, int]
+) -> None:
     problems = Problems()
-    check_texts(
-        stored({"preferences": {"train": [pair("q", " same", "same\n"), pair("q2")]}}), "<eos>", problems
-    )
-    assert {name: n for name, n in problems.counts().items() if n} == {"chosen_is_rejected": 1}
-
-
-def test_end_of_sequence_text_inside_an_answer_is_bad() -> None:
-    problems = Problems()
-    check_texts(
-        stored({"sft": {"train": [row("q", " one<eos> two"), row("q<eos>", " fine")]}}), "<eos>", problems
-    )
-    assert {name: n for name, n in problems.counts().items() if n} == {"malformed": 1}
+    check_texts(store({role: {"train": rows}}), "<eos>", problems)
+    assert {name: n for name, n in problems.counts().items() if n} == counts
 
 
 def test_the_first_of_equal_rows_is_kept_and_named() -> None:
-    corpus = stored(
+    corpus = store(
         {"sft": {"train": [row("a", source="f:1"), row("b", source="f:2"), row("a", source="f:3")]}}
     )
     problems = Problems()
@@ -69,53 +74,40 @@ def test_the_first_of_equal_rows_is_kept_and_named() -> None:
 
 def test_a_prompt_with_another_completion_is_no_duplicate() -> None:
     problems = Problems()
-    check_duplicates(stored({"sft": {"train": [row("a", " x"), row("a", " y")]}}), problems)
+    check_duplicates(store({"sft": {"train": [row("a", " x"), row("a", " y")]}}), problems)
     assert not problems
 
 
-def test_a_held_out_prompt_that_any_role_trains_on_is_a_leak_whatever_its_white_space() -> None:
-    corpus = stored({
-        "sft": {
-            "train": [row("a")],
-            "validation": [row("b", source="sft.jsonl:8")],
-            "test": [row("c d", source="sft.jsonl:9")],
-        },
-        "preferences": {"train": [pair("c\n d ", line=4)], "validation": [], "test": []},
-    })  # fmt: skip
-    problems = Problems()
+@pytest.mark.parametrize(
+    ("preferences", "sft", "leak"),
+    [
+        (
+            {"train": [pair("c\n d ", line=4)]},
+            {"validation": [row("b")], "test": [row("c d", source="sft.jsonl:9")]},
+            "sft.jsonl:9: leak: this test prompt is also in train of preferences (preferences.jsonl:4)",
+        ),
+        ({}, {"validation": [row("b")], "test": [row("b", source="f:2")]}, "f:2: leak"),
+        (
+            {"train": [pair("b")], "validation": [pair("b", line=2)], "test": [pair("a", line=3)]},
+            {},
+            "preferences.jsonl:2: leak",
+        ),
+    ],
+    ids=["any role trains on it", "test in validation", "a comparison of a prompt that only sft trains on"],
+)
+def test_a_held_out_prompt_that_is_trained_on_is_a_leak_whatever_its_white_space(
+    preferences: dict[Split, list[Row]], sft: dict[Split, list[Row]], leak: str
+) -> None:
+    given: dict[Role, dict[Split, list[Row]]] = {"sft": {"train": [row("a")], **sft}}
+    given |= {"preferences": preferences} if preferences else {}
+    corpus, problems = store(given), Problems()
     check_leaks(corpus, problems)
     assert problems.counts()["leak"] == 1
-    expected = "sft.jsonl:9: leak: this test prompt is also in train of preferences (preferences.jsonl:4)"
-    assert expected in problems.report()
-
-
-def test_a_test_prompt_that_is_in_validation_is_a_leak() -> None:
-    problems = Problems()
-    check_leaks(
-        stored({"sft": {"train": [row("a")], "validation": [row("b")], "test": [row("b")]}}), problems
-    )
-    assert problems.counts()["leak"] == 1
-
-
-def test_a_held_out_comparison_may_be_of_a_prompt_that_sft_trained_on_but_not_of_its_own_train() -> None:
-    corpus = stored(
-        {
-            "sft": {"train": [row("a"), row("b")], "validation": [], "test": []},
-            "preferences": {
-                "train": [pair("b")],
-                "validation": [pair("b", line=2)],
-                "test": [pair("a", line=3)],
-            },
-        }
-    )
-    problems = Problems()
-    check_leaks(corpus, problems)
-    assert problems.counts()["leak"] == 1
-    assert "preferences.jsonl:2: leak" in problems.report()
+    assert leak in problems.report()
 
 
 def test_eos_counts_in_an_answers_length_and_not_in_a_prompts() -> None:
-    corpus = stored({"sft": {"train": [row("1 2 3", " 1 2", "f:1"), row("1 2 3 4", " 1", "f:2")]}})
+    corpus = store({"sft": {"train": [row("1 2 3", " 1 2", "f:1"), row("1 2 3 4", " 1", "f:2")]}})
 
     def count(prompts: list[str], texts: list[str]) -> tuple[list[int], list[int], list[bool]]:
         queries, responses = (list(map(len, map(str.split, some))) for some in (prompts, texts))

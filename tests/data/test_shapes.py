@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_tasks.config import Data
-from rlhf_tasks.data import chat, shapes
-from rlhf_tasks.data.shapes import Line, Reading, Table, dialogue
+from rlhf_tasks.data import chat
+from rlhf_tasks.data.readers import shapes
+from rlhf_tasks.data.readers.shapes import Line, Reading, Table, dialogue
 from rlhf_tasks.errors import UserError
-from tests.data.conftest import converted
+from rlhf_tasks.project import inputs
+from tests import small
+from tests.conftest import Command
+from tests.data.conftest import converted, jsonl
 
 Record = dict[str, Any]
 TALK = [
@@ -26,7 +31,9 @@ TALK = [
 def read(*records: Record, chat: bool = True, **data: Any) -> Reading:
     columns = tuple(dict.fromkeys(key for record in records for key in record))
     lines = [Line(f"f:{number}", record) for number, record in enumerate(records, start=1)]
-    [(_, reading)] = shapes.read([(None, "train", Table("f", columns, lines))], Data(**data), chat=chat)
+    [(_, reading)] = shapes.read(
+        [(None, "train", Table("f", columns, lines))], Data(source="files", **data), chat=chat
+    )
     return reading
 
 
@@ -89,15 +96,6 @@ def test_a_column_counts_as_used_only_where_it_is_read() -> None:
     assert rows(good)[0]["prompt"][-1]["content"] == "q\nbelow"
 
 
-def test_a_value_of_another_type_is_a_bad_row() -> None:
-    rated = {"prompt": "q", "answers": ["a", "b"], "scores": [1, 2]}
-    [_, (_, fault)] = read(rated, rated | {"answers": 7}).made()
-    assert "malformed" in repr(fault.reason)
-    objects = {"prompt": "q", "answers": [{"text": "a", "score": 1}, {"text": "b", "score": 2}]}
-    [(_, fault), *_] = read(objects | {"answers": "?"}, objects, objects).made()
-    assert "malformed" in repr(fault.reason)
-
-
 @pytest.mark.parametrize("tie", ["tie", "tie (bothbad)", "both_bad", "Both good", "draw"])
 def test_a_tie_is_left_out(tie: str) -> None:
     two = {"prompt": "q", "response_a": "a", "response_b": "b"}
@@ -138,15 +136,6 @@ def test_a_flag_for_each_answer_is_a_vote_and_turns_may_be_lists_in_a_text() -> 
     assert {"winner_model_a", "winner_model_b"} <= {*found.used}
     texts = {"prompt": "q", "response_a": '["a"]', "response_b": '["b"]', "winner": "a"}
     assert rows(read(texts | {"prompt": '["q"]'})) == [pair('["q"]', '["a"]', '["b"]')], "a task on lists"
-
-
-@pytest.mark.parametrize(
-    "rating", [{"score_a": 1, "score_b": 2}, {"preference": "b"}, {"overall_preference": 2}]
-)
-def test_flags_count_where_nothing_else_rates(rating: Record) -> None:
-    two = {"prompt": "q", "response_a": "a", "response_b": "b", "winner_model_a": 1, "winner_model_b": 0}
-    assert rows(read(two)) == [pair("q", "a", "b")]
-    assert rows(read(two | rating)) == [pair("q", "b", "a")]
 
 
 @pytest.mark.parametrize(
@@ -202,21 +191,6 @@ def test_a_prompt_that_holds_its_replies_is_no_message() -> None:
     tree = {"message_tree_id": "1", "prompt": {"text": "q", "role": "prompter", "replies": replies}}
     [(_, fault)] = converted(read(tree)).bad
     assert str(fault) == "the object that is the prompt holds replies too"
-
-
-@pytest.mark.parametrize("keys", [{"from": "gpt4"}, {"role": "assistant"}, {"speaker": "A"}])
-def test_rated_answers_with_a_source_are_no_messages(keys: Record) -> None:
-    answers = [{**keys, "text": "a", "score": 2}, {**keys, "text": "b", "score": 1}]
-    assert rows(read({"prompt": "q", "answers": answers})) == [pair("q", "a", "b")]
-
-
-def test_sources_are_no_messages() -> None:
-    sources = {"sources": [{"from": "wiki", "text": "x"}]}
-    assert rows(read({"question": "q", **sources})) == [{"prompt": "q"}]
-    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    assert rows(read({"conversations": talk, **sources})) == [{"messages": talk}]
-    items = {"items": [{"role": "user", "text": "x"}]}
-    assert rows(read({"conversations": talk, **items})) == [{"messages": talk}], "the known name counts"
 
 
 @pytest.mark.parametrize(("who", "what"), [("role", "text"), ("speaker", "text"), ("from", "content")])
@@ -295,6 +269,11 @@ def test_numbers_of_two_answers_may_be_text() -> None:
             {"prompt": "q", "responses": [{"text": text, "score": ord(text)} for text in "ab"]},
             {"responses": ["a"]},
         ],
+        [{"prompt": "q", "answers": ["a", "b"], "scores": [1, 2]}, {"prompt": "q", "answers": 7}],
+        [
+            {"prompt": "q", "answers": "?"},
+            *[{"prompt": "q", "answers": [{"text": text, "score": ord(text)} for text in "ab"]}] * 2,
+        ],
     ],
 )
 def test_a_record_of_another_form_is_malformed(records: list[Record]) -> None:
@@ -313,9 +292,77 @@ def test_a_record_of_another_form_is_malformed(records: list[Record]) -> None:
         {"prompt": "q", "response_0": "a", "response_1": "b", "response_2": "c", "preference": 1},
     ],
 )
-def test_answers_that_no_rule_reads_are_refused_by_name(record: Record) -> None:
-    with pytest.raises(UserError, match=r"has no known shape; its columns are (pro|post|question)"):
+def test_answers_that_no_shape_has_are_refused_with_an_entry_that_reads_them(
+    record: Record, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"has no known shape; its columns are (pro|post|question)") as error:
         read(record)
+    (tmp_path / "shapes.yaml").write_text(str(error.value).partition("shapes.yaml\n")[2], "utf-8")
+    [row] = rows(read(record, shapes=str(tmp_path / "shapes.yaml")))
+    assert row["prompt"] == "q"
+
+
+def test_the_entry_of_the_docs_is_a_shape_for_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dvc.yaml").write_bytes((small.ROOT / "dvc.yaml").read_bytes())
+    page = (small.ROOT / "docs/tutorials/your-own-data.md").read_text("utf-8")
+    Path("shapes.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0], "utf-8")
+    tickets = [{"ticket": f"q{i}", "good_reply": "a", "bad_reply": "b"} for i in range(9)]
+    jsonl(Path("tickets.jsonl"), *tickets)
+    changes = {"data.source": "files", "data.path": "tickets.jsonl", "judge.judges": [small.HELDOUT]}
+    small.write_params(tmp_path, changes | {"tracking.enabled": False})
+    assert "tickets.jsonl has no known shape" in rlhf("prepare", status=2).err
+    small.write_params(tmp_path, changes | {"tracking.enabled": False, "data.shapes": "shapes.yaml"})
+    out = rlhf("prepare").out
+    assert "tickets with a good and a bad reply: prompt = ticket, chosen = good_reply" in out
+    assert ("data.shapes", "shapes.yaml") in inputs.files_named({"data.shapes": "shapes.yaml"})
+
+
+def test_votes_of_another_kind_are_read_by_an_entry_that_names_them(tmp_path: Path) -> None:
+    votes = [{"prompt": "q", "response_1": "a", "response_2": "b", "winner": name} for name in ("L", "R")]
+    with pytest.raises(UserError, match="which names none of the two answers") as error:
+        read(*votes)
+    entry = str(error.value).partition("shapes.yaml\n")[2].replace("what means the first", "l")
+    (tmp_path / "shapes.yaml").write_text(entry.replace("what means the second", "r"), "utf-8")
+    found = read(*votes, shapes=str(tmp_path / "shapes.yaml"))
+    assert rows(found) == [pair("q", "a", "b"), pair("q", "b", "a")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- {name: x", "cannot be read"),
+        ("{name: x}", r"is no shape; give a list of shapes with name, columns"),
+        (
+            "- {name: x, columns: {ticket: text}}",
+            "By `makes`, the columns are row: prompt or completion, prompt",
+        ),
+        *(
+            (f"- {{name: x, columns: {{prompt: {spec}}}{more}}}", "is no shape; give a list of shapes")
+            for spec, more in [
+                ("3", ""),
+                ("{names: '[', types: text}", ""),
+                ("{names: 3, types: text}", ""),
+                ("{nmes: [q], types: text}", ""),
+                ("text", ", where: repeated"),
+                ("text", ", where: {chosen: answers}"),
+                ("text", ", unless: {chosen: 3}"),
+                ("text", ", votes: l"),
+            ]
+        ),
+        ("- {name: x, columns: 3}", "is no shape; give a list of shapes"),
+        (
+            "- {name: x, columns: {prompt: {names: [q], types: txt}}}",
+            "x has the type 'txt'; give text, messages",
+        ),
+    ],
+)
+def test_a_file_of_shapes_that_holds_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "shapes.yaml").write_text(text, "utf-8")
+    with pytest.raises(UserError, match=message):
+        read({"q": "q", "a": "a"}, shapes=str(tmp_path / "shapes.yaml"))
 
 
 def test_of_very_many_columns_some_are_named() -> None:
@@ -328,19 +375,6 @@ def test_a_format_that_names_nothing_is_refused() -> None:
         UserError, match=r"data\.format=label_pair is no column of the data; give .* label_pairs"
     ):
         read({"prompt": "q", "completion": "a"}, format="label_pair")
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"conversation": [{"input": "q", "output": "a"}, {"input": "r", "output": "b"}]},
-        {"turns": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}], "source": "x"},
-        {"messages": json.dumps(TALK)},
-        {"dialog": json.dumps([{"input": "q", "output": "a"}, {"input": "r", "output": "b"}])},
-    ],
-)
-def test_conversations_in_other_forms_are_messages(record: Record) -> None:
-    assert rows(read(record)) == [{"messages": TALK}]
 
 
 def test_a_history_of_questions_and_answers_stands_before_the_prompt() -> None:
@@ -359,6 +393,11 @@ def test_a_signed_preference_is_for_the_first_answer_below_zero() -> None:
 
 ASKED = TALK[:1]
 ANSWERED, WORSE = ([{"role": "assistant", "content": text}] for text in "AB")
+TURNS = [{"input": "q", "output": "a"}, {"input": "r", "output": "b"}]
+RATED = [{"text": "A", "score": 2}, {"text": "B", "score": 1}]
+SOURCES = [{"from": "wiki", "text": "x"}]
+DEMONSTRATION = {"prompt": "q", "completion": "A"}
+FLAGGED = {"prompt": "q", "response_a": "B", "response_b": "A", "winner_model_a": 1, "winner_model_b": 0}
 
 
 @pytest.mark.parametrize(
@@ -392,6 +431,28 @@ ANSWERED, WORSE = ([{"role": "assistant", "content": text}] for text in "AB")
         ),
         ({"problem": "q", "solution": "so 7", "answer": "7"}, {"prompt": "q", "completion": "so 7"}),
         ({"conversations": ["q", "A"]}, {"messages": [*ASKED, *ANSWERED]}),
+        ({"conversation": TURNS}, {"messages": TALK}),
+        (
+            {"turns": [{"human": one["input"], "assistant": one["output"]} for one in TURNS]},
+            {"messages": TALK},
+        ),
+        ({"messages": json.dumps(TALK)}, {"messages": TALK}),
+        ({"dialog": json.dumps(TURNS)}, {"messages": TALK}),
+        *(
+            ({"prompt": "q", "answers": [keys | answer for answer in RATED]}, pair("q", "A", "B"))
+            for keys in ({"from": "gpt4"}, {"role": "assistant"}, {"speaker": "A"})
+        ),
+        ({"question": "q", "sources": SOURCES}, {"prompt": "q"}),
+        ({"conversations": TALK, "sources": SOURCES}, {"messages": TALK}),
+        ({"conversations": TALK, "items": [{"role": "user", "text": "x"}]}, {"messages": TALK}),
+        (FLAGGED, pair("q", "B", "A")),
+        *(
+            (FLAGGED | rating, pair("q", "A", "B"))
+            for rating in ({"score_a": 1, "score_b": 2}, {"preference": "b"}, {"overall_preference": 2})
+        ),
+        ({"question": "q", "answer": "A", "contents": ["x", "y"], "scores": [1, 2]}, DEMONSTRATION),
+        ({"question": "q", "answer": "A", "responses": ["x", "y"], "scores": [1, 2]}, DEMONSTRATION),
+        ({"prompt": "q", "messages": TALK, "answers": ["x", "y"], "scores": [1, 2]}, {"messages": TALK}),
     ],
 )
 def test_further_public_shapes(record: Record, row: Record) -> None:
@@ -406,18 +467,6 @@ def test_answers_and_their_scores_in_a_list_each_become_pairs() -> None:
     rated = {"prompt": "p", "responses": ["a", "b"], "scores": [1, 2]}
     broken = converted(read(rated, {**rated, "prompt": "q", "scores": [1]}))
     assert [str(fault) for _, fault in broken.bad] == ["responses and scores are no texts with a number each"]
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"question": "q", "answer": "a", "contents": ["x", "y"], "scores": [1, 2]},
-        {"question": "q", "answer": "a", "responses": ["x", "y"], "scores": [1, 2]},
-        {"prompt": "q", "messages": TALK[:2], "answers": ["x", "y"], "scores": [1, 2]},
-    ],
-)
-def test_lists_beside_an_answer_are_no_rated_answers(record: Record) -> None:
-    assert read(record).role == "sft"
 
 
 def by_function(own: Any, *records: Record) -> Reading:

@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Role, Row, check_leaks, stored
+from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Role, Row, check_leaks
 from rlhf_tasks.data.splits import cap_train, complete, fill_splits
 from rlhf_tasks.errors import UserError
+from tests.data.conftest import store
 
 SIZES: dict[Split, int] = {"validation": 5, "test": 10}
 
@@ -25,7 +26,7 @@ def pairs(names: range) -> list[Row]:
 
 
 def fill(given: dict[Role, dict[Split, list[Row]]], seed: int = 1) -> Corpus:
-    return fill_splits(stored(given), seed=seed, sizes=SIZES)
+    return fill_splits(store(given), seed=seed, sizes=SIZES)
 
 
 def prompts_of(corpus: Corpus, role: str, split: Split) -> set[str]:

@@ -17,7 +17,7 @@ TEXTS = [
 ]
 
 
-def shape(kind: Literal["words", "bpe", "bpe_uncased"], vocab_size: int) -> Scratch:
+def shape(kind: Literal["words", "bpe"], vocab_size: int) -> Scratch:
     return Scratch(
         family="llama", hidden_size=8, num_layers=1, num_heads=2, vocab_size=vocab_size, tokenizer=kind
     )
@@ -79,7 +79,7 @@ def test_a_ready_tokenizer_without_pad_pads_with_eos_and_keeps_its_template(
     words = AutoTokenizer.from_pretrained(chat_model)
     words.pad_token = None
     words.save_pretrained(folder)
-    ready = tokenizer.ready(Model(base=str(folder), revision=None, scratch=None))
+    ready = tokenizer.load_base(Model(base=str(folder), revision=None, scratch=None))
     assert ready.pad_token == ready.eos_token == "<eos>"
     rendering = tokenizer.ready_rendering(ready, "no-pad")
     assert rendering.chat is not None
@@ -90,4 +90,4 @@ def test_a_ready_tokenizer_without_pad_pads_with_eos_and_keeps_its_template(
 def test_a_missing_base_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"it has no config\.json; it holds nothing"):
-        tokenizer.ready(Model(base=str(tmp_path / "empty"), revision=None, scratch=None))
+        tokenizer.load_base(Model(base=str(tmp_path / "empty"), revision=None, scratch=None))

@@ -24,6 +24,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_tasks.data.tokenizer import (
+    Counts,
     continue_prompts,
     encode,
     encode_rows,
@@ -190,3 +191,17 @@ def test_a_row_without_text_or_prompt_is_encoded() -> None:
     assert response == [tokenizer.eos_token_id]
     assert response_texts(tokenizer, [query], [response]) == [""]
     assert encode_rows(tokenizer, ["the lamp"], [""], eos=False)[1] == [[]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_by_words_are_those_of_the_whole_rows(kind: str) -> None:
+    tokenizer, draws = tokenizer_of(kind), random.Random(1)
+    words = ["the", "lamp", "red?", "(b", "cle", "\n", "  ", "日本", "", "</s>"]
+    lines = [" ".join(draws.choices(words, k=draws.randint(0, 9))) for _ in range(1200)]
+    prompts, texts = [text for text, _ in ROWS] * 100, [f"{draws.choice(['', ' '])}{line}" for line in lines]
+    prompts += [line + draws.choice(["", "\n"]) for line in reversed(lines[:600])]
+    queries, responses, merged = continue_prompts(tokenizer, prompts, texts)
+    counted = Counts(tokenizer)(prompts, texts)
+    assert counted == (list(map(len, queries)), list(map(len, responses)), merged)
+    assert any(merged)
+    assert not all(merged)

@@ -181,9 +181,6 @@ def test_a_worker_starts_for_its_pool(root: Path, monkeypatch: pytest.MonkeyPatc
     assert deployment(f"{RUNS}-three").work_pool_name == "three"
 
 
-# --------------------------------------------------------------------------------- lost runs
-
-
 @flow(name="somebody-elses")
 def foreign() -> None:
     """A flow of another project on the same server."""
@@ -299,9 +296,6 @@ def test_a_run_without_heartbeats_crashes_and_ended_or_foreign_runs_do_not(
         assert state(ended).is_completed()
         assert [taken_for_lost(run) for run in (lost, ended, scheduled)] == [True, False, False]
         client.delete_automation(automation().id)
-
-
-# ------------------------------------------------------------------------------------- the watch
 
 
 @pytest.fixture

@@ -258,10 +258,7 @@ def test_a_run_of_a_commit_shows_which_changes_it_did_not_see(root: Path) -> Non
 
 def test_the_checkout_has_one_run_at_a_time(root: Path) -> None:
     (root / ".rlhf").mkdir()
-    with (
-        FileLock(root / ".rlhf/checkout.lock"),
-        pytest.raises(UserError, match="another flow run"),
-    ):
+    with FileLock(root / ".rlhf/checkout.lock"), pytest.raises(UserError, match="another flow run"):
         flows_pipeline.pipeline(where="checkout")
 
 
@@ -447,6 +444,6 @@ def test_an_interrupted_flow_interrupts_its_stage_and_the_next_run_restores_what
 def test_runs_that_were_scheduled_together_have_different_names() -> None:
     """Their ids begin with the same millisecond."""
     ids = ["01a1fdb4-5afd-7904-8b6e-2f1d0c9a7e31", "01a1fdb4-5afd-7737-9c42-6a5b4c3d2e1f"]
-    assert len({run_folder.workspace_name(run) for run in ids}) == 2
+    assert len({run_folder.name_workspace(run) for run in ids}) == 2
     names = [Request(seed=2).name(run) for run in ids]
     assert names == ["default-seed=2-7e31", "default-seed=2-2e1f"]

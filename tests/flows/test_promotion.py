@@ -27,17 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of Prefect and its server
 ]
 REFUSED = "rlhf-policy version 2 (models/policy): KL 11.2 > 10"
-CRITERION = {
-    "key": "kl",
-    "title": "KL",
-    "value": 11.2,
-    "relation": "<=",
-    "bound": 10.0,
-    "lacking": "",
-    "standard_error": None,
-    "margin": -1.2,
-    "passed": False,
-}
+CRITERION = {"key": "kl", "title": "KL", "value": 11.2, "relation": "<=", "bound": 10.0, "margin": -1.2}
 
 
 @pytest.fixture
@@ -45,10 +35,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project whose second stage makes a policy."""
     for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN"):
         monkeypatch.delenv(name, raising=False)
-    made = toy.make(
-        tmp_path / "project",
-        service={"retries": 0, "grace_seconds": 20.0, "gpu_slots": 0},
-    )
+    made = toy.make(tmp_path / "project", service={"retries": 0, "grace_seconds": 20.0, "gpu_slots": 0})
     yaml = toy.STAGES.replace("    outs: [second.txt]", "    outs: [second.txt, models/policy]")
     (made / "dvc.yaml").write_text(yaml, encoding="utf-8")
     toy.write_script(made, [toy.SECOND.strip(), "mkdir -p models/policy && echo w > models/policy/weights"])

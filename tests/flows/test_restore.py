@@ -69,7 +69,7 @@ def test_each_of_two_seeds_runs_once_however_often_they_change(chain: Chain) -> 
     dvc_cli.run(chain.root, "repro")
     assert chain.ran() == times(2)
     assert keys(chain.root) == first, "restored outs name the run that made them"
-    assert git.changed(chain.root) == [], "metrics, curves and dvc.lock are those of the first run"
+    assert git.list_changes(chain.root) == [], "metrics, curves and dvc.lock are those of the first run"
 
 
 @pytest.mark.slow

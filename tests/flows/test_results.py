@@ -9,7 +9,7 @@ import pytest
 
 from flows import results
 from flows.results import Outcome
-from rlhf_tasks.promotion import gate
+from rlhf_tasks.promotion.verdict import make_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect
 
@@ -42,7 +42,7 @@ def test_headlines_come_first_and_the_page_counts_the_others(root: Path) -> None
 
 
 def test_cells_of_a_table_stay_in_their_line() -> None:
-    assert gate.table([{"a": "x | y", "b": "1\n2"}]) == "| a | b |\n| --- | --- |\n| x \\| y | 1<br>2 |"
+    assert make_table([{"a": "x | y", "b": "1\n2"}]) == "| a | b |\n| --- | --- |\n| x \\| y | 1<br>2 |"
 
 
 def test_changes_come_after_the_results_and_stay_code(root: Path) -> None:

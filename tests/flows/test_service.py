@@ -102,8 +102,7 @@ def test_an_unchanged_stage_is_shown_as_cached(fresh: Service) -> None:
 def test_two_runs_at_once_share_the_slot_and_both_end(fresh: Service) -> None:
     """The second waits until the whole of the first has ended, and says so."""
     toy.write_script(
-        fresh.root,
-        ["mkdir ../../slot || exit 5", "sleep 9", "rmdir ../../slot", toy.SECOND.rstrip()],
+        fresh.root, ["mkdir ../../slot || exit 5", "sleep 9", "rmdir ../../slot", toy.SECOND.rstrip()]
     )
     once = {"service.retries": 0}  # a stage that ran without a slot must not get another try
     runs = [fresh.start(name=f"both-{seed}", seed=seed, overrides=once) for seed in (11, 12)]

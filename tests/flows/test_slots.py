@@ -68,9 +68,6 @@ def test_a_training_stage_needs_a_slot_for_each_of_its_processes_on_this_machine
     assert Slots().num_slots(stage, values) == gpu_slots, "without GPUs the processes share the machine"
 
 
-# ------------------------------------------------------------------------- with a Prefect server
-
-
 @pytest.fixture
 def client(server: None, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SyncPrefectClient]:
     """A client of a server without other runs, and without limits."""
@@ -240,9 +237,6 @@ def test_machines_keep_their_gpus_apart(
             assert limit(client, limit_of(SECOND)) == (1, 1), "its first run makes the limit"
 
     in_a_run(body)
-
-
-# ------------------------------------------------------------------------------- killed holders
 
 
 def test_the_slots_of_a_killed_run_are_free_as_soon_as_its_stages_have_ended(

@@ -122,11 +122,11 @@ def test_an_interrupt_ends_dvc_and_its_stage_and_leaves_no_lock(root: Path, trap
 
 
 def test_a_try_says_what_it_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stage_tasks.beginning("first", tmp_path, 2) == "attempt 2 starts from the beginning"
-    assert stage_tasks.beginning("first", tmp_path, 1) == ""
+    assert stage_tasks.describe_beginning("first", tmp_path, 2) == "attempt 2 starts from the beginning"
+    assert stage_tasks.describe_beginning("first", tmp_path, 1) == ""
     monkeypatch.setattr(checkpoint, "point", lambda paths, stage: "rollout 12")
-    assert stage_tasks.beginning("first", tmp_path, 1) == "resumes from rollout 12 of an earlier run"
-    assert stage_tasks.beginning("first", tmp_path, 2) == "attempt 2 resumes from rollout 12"
+    assert stage_tasks.describe_beginning("first", tmp_path, 1) == "resumes from rollout 12 of an earlier run"
+    assert stage_tasks.describe_beginning("first", tmp_path, 2) == "attempt 2 resumes from rollout 12"
 
 
 def test_a_deadline_interrupts_a_program_and_its_progress_is_followed(

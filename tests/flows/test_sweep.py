@@ -80,10 +80,7 @@ def test_changed_data_fails_the_runs_and_names_what_may_have_seen_it(
     run = FakeRun(monkeypatch, Completed(), changed=rows)
     state = sweep.run_cell.fn(cell, "f/d", {})
     problem = f"the data ({cell.values.data.in_words}) changed since the sweep began"
-    assert (state.is_failed(), state.message) == (
-        True,
-        f"{problem}; remove its result: `dvc exp remove s-1`",
-    )
+    assert (state.is_failed(), state.message) == (True, f"{problem}; remove its result: `dvc exp remove s-1`")
     state = sweep.run_cell.fn(cell, "f/d", {})
     assert (state.is_failed(), state.message) == (True, problem)
     assert len(run.given) == 1, "no run starts on other data"

@@ -14,7 +14,7 @@ from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import service
-from flows.service import Service
+from flows.service import ProjectService
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
@@ -56,11 +56,11 @@ def test_a_port_in_use_is_refused_with_the_option_that_sets_another(root: Path, 
         message = rlhf("up --prefect-port", port, status=2).err
     assert f"port {port} is in use, so prefect cannot have it" in message
     assert "--prefect-port sets another" in message
-    assert not Service.here().daemon("prefect").is_running()
+    assert not ProjectService.here().daemon("prefect").is_running()
 
 
 def test_another_programs_server_on_our_port_is_not_ours(root: Path, foreign: int, rlhf: Command) -> None:
-    here = Service(root, root / ".rlhf", ready_seconds=0.0)
+    here = ProjectService(root, root / ".rlhf", ready_seconds=0.0)
     here.daemon("mlflow").start(SLEEP, dict(os.environ), root, port=foreign)
     try:
         assert not here.is_healthy("mlflow"), "another program answers on this port"
@@ -80,7 +80,7 @@ def test_a_long_start_shows_that_it_goes_on(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "SILENT_SECONDS", 0.0)
-    here = Service(root, root / ".rlhf", ready_seconds=0.0)
+    here = ProjectService(root, root / ".rlhf", ready_seconds=0.0)
     here.daemon("mlflow").start(SLEEP, dict(os.environ), root, port=1)
     try:
         with pytest.raises(UserError, match="mlflow is not ready"):
@@ -107,12 +107,12 @@ def test_an_invalid_number_is_refused(root: Path, rlhf: Command, options: str, m
     assert message in rlhf(f"up {options}", status=2).err
 
 
-def choose(here: Service, prefect: int | None, mlflow: int | None) -> dict[str, int]:
+def choose(here: ProjectService, prefect: int | None, mlflow: int | None) -> dict[str, int]:
     return here.choose_ports({"prefect": prefect, "mlflow": mlflow})
 
 
 def test_the_servers_get_different_ports(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, port = Service.here(), processes.free_port(12000 + os.getpid() % 5000)
+    here, port = ProjectService.here(), processes.free_port(12000 + os.getpid() % 5000)
     while not processes.is_free(port + 1):
         port = processes.free_port(port + 2)
     monkeypatch.setattr(service, "PORTS", {"prefect": port, "mlflow": port + 1})
@@ -122,7 +122,7 @@ def test_the_servers_get_different_ports(root: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_port_of_our_other_server_is_refused(root: Path) -> None:
-    here, port = Service.here(), processes.free_port(22000 + os.getpid() % 10000)
+    here, port = ProjectService.here(), processes.free_port(22000 + os.getpid() % 10000)
     words = [sys.executable, "-m", "http.server", "--bind", processes.HOST, str(port)]
     here.daemon("prefect").start(words, dict(os.environ), root, port=port)
     try:
@@ -149,7 +149,7 @@ def test_joining_a_server_that_is_away_or_refuses_the_login_is_one_message(
 
 def test_down_waits_for_an_up_in_progress(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / ".rlhf/service").mkdir(parents=True)
-    down = threading.Thread(target=Service.here().down)
+    down = threading.Thread(target=ProjectService.here().down)
     with FileLock(root / ".rlhf/service/lock"):
         down.start()
         down.join(0.5)
@@ -183,7 +183,7 @@ time.sleep(60)
 @pytest.fixture
 def busy_worker(root: Path) -> Iterator[processes.Daemon]:
     """A running worker with a run; if the worker ends, it kills the run."""
-    worker = Service.here().daemon("worker")
+    worker = ProjectService.here().daemon("worker")
     worker.start([sys.executable, "-c", WORKER], dict(os.environ), root)
     toy.until((root / "started").exists, "the start of the run")
     yield worker
@@ -201,5 +201,5 @@ def test_ctrl_c_in_up_is_one_message(root: Path, monkeypatch: pytest.MonkeyPatch
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt  # a signal has no effect if the tests run in the background of a shell
 
-    monkeypatch.setattr(Service, "up", interrupted)
+    monkeypatch.setattr(ProjectService, "up", interrupted)
     assert "`rlhf down` stops what was started" in rlhf("up", status=130).err

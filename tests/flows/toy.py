@@ -95,9 +95,9 @@ def write_params(folder: Path, **changes: Any) -> None:
     yaml = YAML()
     tree = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     tree["data"]["path"] = "given"
-    tree["service"] |= {"stages": {}, "retry_delay_seconds": 0.1, "grace_seconds": 5.0}
+    tree["service"] = {"stages": {}, "retry_delay_seconds": 0.1, "grace_seconds": 5.0}
     for section, values in changes.items():
-        tree[section] |= values
+        tree.setdefault(section, {}).update(values)
     yaml.dump(tree, folder / "params.yaml")
 
 

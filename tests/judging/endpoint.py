@@ -109,21 +109,11 @@ def completion(
     text: str | None, *, probabilities: Mapping[str, float] | None = None, refusal: str | None = None
 ) -> dict[str, Any]:
     """A chat completion of 10 tokens; `probabilities` are those of its only token."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "finish_reason": "stop",
-        "message": {"role": "assistant", "content": text, "refusal": refusal},
-        "logprobs": None,
-    }
+    message = {"role": "assistant", "content": text, "refusal": refusal}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": message, "logprobs": None}
     if probabilities is not None:
         listed = [{"token": token, "logprob": math.log(p)} for token, p in probabilities.items()]
         choice["logprobs"] = {"content": [{**listed[0], "top_logprobs": listed}]}
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
-    return {
-        "id": "x",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [choice],
-        "usage": usage,
-    }
+    kind = {"id": "x", "object": "chat.completion", "created": int(time.time()), "model": MODEL}
+    return {**kind, "choices": [choice], "usage": usage}

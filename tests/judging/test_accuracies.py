@@ -21,17 +21,17 @@ TEXTS = {"sft": ["1", "0", "0", "0"], "policy": ["1", "2", "3", "0"]}
 
 def test_values_of_one_name_in_metrics_are_told_apart() -> None:
     settings = Judging.model_validate({"judges": [JUDGE]})
-    found = summary.accuracies(settings, TEXTS, {**KEPT, "kind": ["+", "*", "+", "_"]})
+    found = summary.measure_accuracies(settings, TEXTS, {**KEPT, "kind": ["+", "*", "+", "_"]})
     right = {name: one.right["policy"].value for name, one in found["exact"].by.items()}
     assert right == {"kind._": 1, "kind.__": 1, "kind.___": 0}
-    long = summary.accuracies(settings, TEXTS, {**KEPT, "kind": ["a" * 300, "a" * 299, "b", "b"]})
+    long = summary.measure_accuracies(settings, TEXTS, {**KEPT, "kind": ["a" * 300, "a" * 299, "b", "b"]})
     assert max(map(len, long["exact"].by)) < 100, "MLflow takes 250 letters"
     assert len(long["exact"].by) == 3
 
 
 def test_accuracy_is_measured_for_each_value_of_a_column() -> None:
     settings = Judging.model_validate({"judges": [JUDGE]})
-    found = summary.accuracies(settings, TEXTS, KEPT)
+    found = summary.measure_accuracies(settings, TEXTS, KEPT)
     metrics = EvaluationResults(accuracies=found).metrics()
     expected = {
         "exact/accuracy/sft": 1 / 4,

@@ -19,12 +19,11 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import Retention
-from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.synthetic import gold
-from rlhf_tasks.data.tokenizer import encode
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import harness
-from rlhf_tasks.judging.harness import Done, First, HarnessTasks
+from rlhf_tasks.judging.harness import HarnessTasks, TaskResult
 from rlhf_tasks.judging.results import EvaluationResults, TaskScore
 from rlhf_tasks.judging.retention import Probes
 from rlhf_tasks.models.load import load_causal
@@ -98,7 +97,7 @@ def test_without_the_extra_the_first_stage_stops_with_one_message(
     )
 
 
-def test_a_folder_that_does_not_exist_is_refused_and_no_tasks_need_nothing(
+def test_a_folder_that_does_not_exist_and_names_that_cannot_be_are_refused_and_no_tasks_need_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -108,33 +107,27 @@ def test_a_folder_that_does_not_exist_is_refused_and_no_tasks_need_nothing(
     harness.check(settings(folder=None), tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     harness.check(None, tmp_path)
+    for names, problem in ((["a", "b", "a"], "a is there twice"), ([], "at least 1")):
+        with pytest.raises(ValueError, match=problem):
+            settings(names=names)
 
 
-def done(values: list[float] | None, value: float, error: float | None, *, better: bool = True) -> Done:
+def done(
+    values: list[float] | None, value: float, error: float | None, *, better: bool = True
+) -> dict[str, TaskResult]:
     score = TaskScore(value=value, standard_error=error, examples=4)
-    first = First("acc", better, None if values is None else np.array(values))
-    return Done({"t": {"acc": score}}, {"t": first})
+    return {"t": TaskResult({"acc": score}, "acc", better, None if values is None else np.array(values))}
 
 
-def test_the_drop_has_the_standard_error_of_the_mean_difference_on_the_same_documents() -> None:
+def test_the_drop_has_the_error_of_the_mean_difference_or_of_two_values_and_lower_may_be_better() -> None:
     """Differences 0, 1, 0, 1: their mean is ½, their variance 1/3, and √(1/3 / 4) = √(1/12)."""
-    change = harness.changes(done([1, 1, 0, 1], 0.75, 0.2), done([1, 0, 0, 0], 0.25, 0.2))["t"]
+    change = harness.compare_results(done([1, 1, 0, 1], 0.75, 0.2), done([1, 0, 0, 0], 0.25, 0.2))["t"]
     assert (change.metric, change.drop) == ("acc", 0.5)
-    assert change.standard_error == pytest.approx(math.sqrt(1 / 12))
-
-
-def test_other_metrics_have_the_error_of_two_independent_values_and_lower_may_be_better() -> None:
+    assert change.standard_error == pytest.approx(math.sqrt(1 / 12)), "on the same documents"
     before, after = done(None, 10.0, 3.0, better=False), done(None, 12.0, 4.0, better=False)
-    change = harness.changes(before, after)["t"]
+    change = harness.compare_results(before, after)["t"]
     assert (change.drop, change.standard_error) == (2.0, 5.0)
-    assert harness.changes(before, done(None, 12.0, None, better=False))["t"].standard_error is None
-
-
-def test_a_task_is_named_once_and_tasks_have_names() -> None:
-    with pytest.raises(ValueError, match="a is there twice"):
-        settings(names=["a", "b", "a"])
-    with pytest.raises(ValueError, match="at least 1"):
-        settings(names=[])
+    assert harness.compare_results(before, done(None, 12.0, None, better=False))["t"].standard_error is None
 
 
 # ---------------------------------------------------------------------------------- with the harness
@@ -155,29 +148,22 @@ def test_accuracies_are_those_of_single_rows_through_the_bare_model(models_here:
         rates = [s / len(choice) for s, choice in zip(sums, row["choices"], strict=True)]
         for name, by in (("acc", sums), ("acc_norm", rates)):
             right[name].append(by.index(max(by)) == row["answer"])
-    found = HarnessTasks(settings(), ROOT).do(model, tokenizer)
-    scores = found.scores["post_facts"]
+    result = HarnessTasks(settings(), ROOT).measure(model, tokenizer)["post_facts"]
     for name, values in right.items():
-        assert scores[name].value == pytest.approx(np.mean(values))
-        assert scores[name].standard_error == pytest.approx(np.std(values, ddof=1) / math.sqrt(12))
-        assert scores[name].examples == 12
-    first = found.firsts["post_facts"]
-    assert (first.metric, first.higher_is_better) == ("acc", True)
-    assert first.values is not None
-    assert first.values.tolist() == right["acc"]
+        assert result.scores[name].value == pytest.approx(np.mean(values))
+        assert result.scores[name].standard_error == pytest.approx(np.std(values, ddof=1) / math.sqrt(12))
+        assert result.scores[name].examples == 12
+    assert (result.metric, result.higher_is_better) == ("acc", True)
+    assert result.values is not None
+    assert result.values.tolist() == right["acc"]
 
 
 @has_harness
 def test_base_sft_and_policy_do_the_tasks_and_batches_change_nothing(tasks_here: Path) -> None:
     results = []
     for size in (1, 7):
-        values = {
-            "num_examples": 6,
-            "micro_batch_tokens": 256,
-            "general": None,
-            "questions": None,
-            "tasks": settings(folder="mine", batch_size=size).model_dump(),
-        }
+        values: dict[str, Any] = {"num_examples": 6, "micro_batch_tokens": 256, "general": None}
+        values |= {"questions": None, "tasks": settings(folder="mine", batch_size=size).model_dump()}
         probes = Probes(Retention.model_validate(values), Paths())
         results.append(probes.measure_all(FOLDERS, torch.device("cpu")))
     assert results[0] == results[1]
@@ -192,11 +178,11 @@ def test_base_sft_and_policy_do_the_tasks_and_batches_change_nothing(tasks_here:
 @has_harness
 def test_a_group_with_a_result_of_its_own_is_reported_instead_of_its_tasks(tasks_here: Path) -> None:
     model, tokenizer = load_causal(FOLDERS["sft"]).eval(), load_tokenizer(FOLDERS["sft"])
-    one = HarnessTasks(settings(names=["again"], folder="mine"), Path()).do(model, tokenizer)
-    both = HarnessTasks(settings(names=["both"], folder="mine"), Path()).do(model, tokenizer)
-    assert set(both.scores) == {"both"}
-    assert both.scores["both"]["acc"].value == pytest.approx(one.scores["again"]["acc"].value)
-    assert both.firsts["both"].values is None
+    one = HarnessTasks(settings(names=["again"], folder="mine"), Path()).measure(model, tokenizer)
+    both = HarnessTasks(settings(names=["both"], folder="mine"), Path()).measure(model, tokenizer)
+    assert set(both) == {"both"}
+    assert both["both"].scores["acc"].value == pytest.approx(one["again"].scores["acc"].value)
+    assert both["both"].values is None
 
 
 @has_harness

@@ -12,11 +12,12 @@ import pytest
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, Model
 from rlhf_tasks.data import columns, tokenizer
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.head_to_head import compare_models
-from rlhf_tasks.judging.judges.comparisons import optimized_judges
+from rlhf_tasks.judging.judges.comparisons import find_optimized_judges
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.models import contracts
@@ -68,21 +69,15 @@ def test_a_checkpoint_against_the_reference_by_every_judge(
     assert "gold | models/policy vs reference | " in shown
 
 
-def test_swapping_the_contenders_mirrors_the_win_rate(models_here: Path) -> None:
-    results, mirror = run("models/policy", "models/sft"), run("models/sft", "models/policy")
-    ours = win_rate(results, "reward_model", "models/policy", "models/sft").value
-    theirs = win_rate(mirror, "reward_model", "models/sft", "models/policy").value
-    assert theirs == pytest.approx(1 - ours)
-
-
-def test_the_project_need_not_be_the_working_folder(
+def test_swapping_the_contenders_mirrors_the_win_rate_and_the_working_folder_does_not_matter(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = run("models/policy", "models/sft", num_examples=3)
+    here, mirror = run("models/policy", "models/sft"), run("models/sft", "models/policy")
+    ours = win_rate(here, "reward_model", "models/policy", "models/sft").value
+    theirs = win_rate(mirror, "reward_model", "models/sft", "models/policy").value
+    assert theirs == pytest.approx(1 - ours)
     monkeypatch.chdir("/")
-    elsewhere = run(
-        "models/policy", "models/sft", num_examples=3, paths=Paths(models_here), out=Path("v.jsonl")
-    )
+    elsewhere = run("models/policy", "models/sft", paths=Paths(models_here), out=Path("v.jsonl"))
     assert elsewhere == here
     assert (models_here / "v.jsonl").exists()
 
@@ -113,7 +108,9 @@ def test_a_judge_that_ppo_optimised_for_the_policy_gives_a_warning(
     assert "WARNING" not in capsys.readouterr().out, "that judge does not take part"
     both = {"kind": "all_of", "name": "both", "judges": ["gold", "reward_model"]}
     settings = small.view("judge", VIEW | {"judge.judges": [small.GOLD, small.HELDOUT, both]}).judge
-    assert optimized_judges(settings, policy, Path(), ["both"]) == {"reward_model": "models/reward_heldout"}
+    assert find_optimized_judges(settings, policy, Path(), ["both"]) == {
+        "reward_model": "models/reward_heldout"
+    }
 
 
 def test_each_row_of_a_repeated_prompt_has_its_own_reference(models_here: Path) -> None:
@@ -156,11 +153,6 @@ def test_the_outcome_of_a_failure_is_written_as_null(models_here: Path) -> None:
     assert all(row["failure"] is None and row["outcome"] in (0, 0.5, 1) for row in others)
 
 
-def test_an_output_file_with_another_suffix_is_refused_before_the_run(models_here: Path) -> None:
-    with pytest.raises(UserError, match=r"--out v\.csv: give a file whose name ends with \.jsonl"):
-        run("models/sft", out=Path("v.csv"))
-
-
 @pytest.mark.parametrize("file", ["model.safetensors", "rlhf.json"])
 def test_a_damaged_file_of_a_checkpoint_is_named(models_here: Path, file: str) -> None:
     shutil.copytree("models/policy", "torn")
@@ -183,6 +175,14 @@ def test_a_damaged_file_of_a_checkpoint_is_named(models_here: Path, file: str) -
 def test_an_invalid_contender_is_named(models_here: Path, model: str, against: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         run(model, against, names=["gold"])
+
+
+def test_another_suffix_of_the_output_and_missing_data_are_named(models_here: Path) -> None:
+    with pytest.raises(UserError, match=r"--out v\.csv: give a file whose name ends with \.jsonl"):
+        run("models/sft", out=Path("v.csv"))
+    shutil.rmtree("data/prompts")
+    with pytest.raises(UserError, match="run `rlhf prepare`"):
+        run("reference")
 
 
 def test_invalid_lines_of_a_file_of_responses_are_named(models_here: Path) -> None:
@@ -230,14 +230,6 @@ def test_only_the_verifiers_that_judge_are_checked(models_here: Path) -> None:
             compare_models(view, "models/sft", "reference", paths=Paths(), names=names)
 
 
-def test_without_data_the_stage_that_makes_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="run `rlhf prepare`"):
-        run("reference")
-
-
 def test_the_command_without_a_model_runs_the_stage(project: Path, models_here: Path, rlhf: Command) -> None:
     shown = rlhf("judge models/sft --judge gold --num-examples 4").out
     assert "gold | models/sft vs reference" in shown
@@ -252,7 +244,9 @@ def test_the_command_without_a_model_runs_the_stage(project: Path, models_here: 
 def test_responses_made_elsewhere_may_have_plain_prompts(models_here: Path, chat_model: Path) -> None:
     """The test prompts are users' turns; the file has the texts of the turns."""
     shutil.rmtree("data/tokenizer")
-    tokenizer.save(tokenizer.ready(Model(base=str(chat_model), scratch=None), Data()), Path("data/tokenizer"))
+    tokenizer.save(
+        tokenizer.load_base(Model(base=str(chat_model), scratch=None), Data()), Path("data/tokenizer")
+    )
     turn = "<user>hi<eos>\n<assistant>"
     small.write_rows(Path(), "prompts", "test", [{"prompt": turn, "reference": "c", "source": "s"}])
     Path("knows.py").write_text(

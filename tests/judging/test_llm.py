@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rlhf_tasks.config.judge import LlmJudge
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges import llm
 from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question, Reply
-from rlhf_tasks.judging.judges.llm import Cache, LlmComparer, Malformed, record_of, reply_of
+from rlhf_tasks.judging.judges.llm import Cache, LlmComparer, Malformed, read_record, read_reply
 from rlhf_tasks.project.paths import Paths
 from tests.judging import endpoint
 from tests.judging.endpoint import KEY, MODEL, Body, Handler, Server, completion
@@ -40,20 +40,15 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def settings(server: Server, folder: Path, **changes: Any) -> LlmJudge:
     prompt = folder / "prompt.txt"
     prompt.write_text(endpoint.PROMPT, encoding="utf-8")
-    values = {
+    values: dict[str, Any] = {
         "kind": "llm",
         "name": "gpt",
         "base_url": server.url,
         "model": MODEL,
-        "key_variable": "JUDGE_KEY",
         "prompt": prompt.name,
-        "logprobs": False,
-        "max_reply_tokens": 1,
-        "concurrency": 4,
-        "timeout_seconds": 10.0,
-        "max_retries": 2,
-        "budget": None,
     }
+    values |= {"key_variable": "JUDGE_KEY", "logprobs": False, "max_reply_tokens": 1, "concurrency": 4}
+    values |= {"timeout_seconds": 10.0, "max_retries": 2, "budget": None}
     return LlmJudge.model_validate(values | changes)
 
 
@@ -88,12 +83,8 @@ def test_every_pair_is_compared_in_both_orders(server: Server, tmp_path: Path) -
     judge = PairwiseJudge("gpt", comparer(server, tmp_path), 0.0)
     result = judge.compare(["p", "q"], ["2", "x"], ["1", "y"])
     assert result.outcomes.tolist() == [1.0, 0.0]
-    assert {(b["messages"][0]["content"][0], *endpoint.shown(b)) for b in server.bodies} == {
-        ("p", "2", "1"),
-        ("p", "1", "2"),
-        ("q", "x", "y"),
-        ("q", "y", "x"),
-    }
+    asked = {(b["messages"][0]["content"][0], *endpoint.shown(b)) for b in server.bodies}
+    assert asked == {("p", "2", "1"), ("p", "1", "2"), ("q", "x", "y"), ("q", "y", "x")}
     assert (result.num_replies, result.num_tokens) == (4, 40)
 
 
@@ -109,24 +100,19 @@ def test_the_probability_comes_from_the_log_probs_if_the_server_gives_them(
 @pytest.mark.parametrize(
     ("text", "probability"),
     [
-        ("A", 1.0),
-        ("B", 0.0),
-        (" B\n", 0.0),
-        ("**A**", 1.0),
-        ("Verdict: B.", 0.0),
-        ("answer: A", 1.0),
+        *(("A", 1.0), ("B", 0.0), (" B\n", 0.0), ("**A**", 1.0), ("Verdict: B.", 0.0), ("answer: A", 1.0)),
         ("Both are short, but the first is true.\n\nBetter: A", 1.0),
     ],
 )
 def test_the_preference_is_the_letter_on_the_last_line(text: str, probability: float) -> None:
-    assert reply_of(record_of(json.dumps(completion(text)))) == Reply(probability, num_tokens=10)
+    assert read_reply(read_record(json.dumps(completion(text)))) == Reply(probability, num_tokens=10)
 
 
 @pytest.mark.parametrize(
     "text", ["", "a", "C", "AB", "A or B", "A is better", "A\nsince it is true", "Neither A"]
 )
 def test_a_reply_without_a_preference_is_a_failure_that_shows_it(text: str) -> None:
-    reply = reply_of(record_of(json.dumps(completion(text))))
+    reply = read_reply(read_record(json.dumps(completion(text))))
     assert reply.probability != reply.probability
     assert repr(text) in reply.failure
 
@@ -149,36 +135,46 @@ def test_a_request_to_a_busy_server_is_repeated_after_retry_after(server: Server
     assert sorted(set(server.retries)) == ["0", "1", "2"]
 
 
-def test_a_server_that_stays_busy_gives_a_failure(server: Server, tmp_path: Path) -> None:
-    server.behaviour = lambda handler, body, attempt: handler.send(
-        429, {"error": {"message": "slow down"}}, Retry_After="0.02"
-    )
-    (reply,) = comparer(server, tmp_path, max_retries=1)(questions(1), ANY)
-    assert reply.failure.startswith("status 429")
-    assert "slow down" in reply.failure
+REFUSE = {"error": {"message": "context length exceeded"}}
 
 
-def test_a_reply_that_times_out_fails_alone(server: Server, tmp_path: Path) -> None:
-    def hung(handler: Handler, body: Body, attempt: int) -> None:
-        if body["messages"][0]["content"].startswith("prompt 1\n"):
-            handler.hang()
-        else:
-            handler.reply(body)
+@pytest.mark.parametrize(
+    ("act", "changes", "failure"),
+    [
+        (lambda one: one.hang(), {"timeout_seconds": 2.0, "max_retries": 0}, "APITimeoutError"),
+        (
+            lambda one: one.send(400, REFUSE),
+            {},
+            "status 400: Error code: 400 - context length",
+        ),
+        (lambda one: one.send(429, REFUSE, Retry_After="0.02"), {"max_retries": 1}, "status 429: Error code"),
+    ],
+    ids=["hung", "rejected", "busy"],
+)
+def test_a_question_that_fails_fails_alone(
+    server: Server, tmp_path: Path, act: Callable[[Handler], None], changes: dict[str, Any], failure: str
+) -> None:
+    def behave(handler: Handler, body: Body, attempt: int) -> None:
+        is_first = body["messages"][0]["content"].startswith("prompt 0\n")
+        act(handler) if is_first else handler.reply(body)
 
-    server.behaviour = hung
+    server.behaviour = behave
     sent = questions(4)
-    result = comparer(server, tmp_path, timeout_seconds=2.0, max_retries=0)(sent, ANY)
-    assert "APITimeoutError" in result[1].failure
-    assert [r for i, r in enumerate(result) if i != 1] == [r for i, r in enumerate(expected(sent)) if i != 1]
+    first, *others = comparer(server, tmp_path, **changes)(sent, ANY)
+    assert first.failure.startswith(failure)
+    assert others == expected(sent)[1:]
 
 
-def test_a_reply_that_never_ends_times_out(
+def test_a_reply_that_never_ends_times_out_and_no_server_is_a_failure(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm, "LONGEST_WAIT_SECONDS", 0.2)
     server.behaviour = lambda handler, body, attempt: handler.drip()
     (reply,) = comparer(server, tmp_path, timeout_seconds=0.3, max_retries=0)(questions(1), ANY)
     assert "TimeoutError" in reply.failure
+    url = "http://127.0.0.1:9/v1"  # the discard port: no server listens
+    (reply,) = comparer(server, tmp_path, base_url=url, max_retries=0)(questions(1), ANY)
+    assert "APIConnectionError" in reply.failure
 
 
 @pytest.mark.parametrize("ends", ["half", "close"])
@@ -194,10 +190,7 @@ def test_a_broken_connection_is_tried_again(server: Server, tmp_path: Path, ends
 @pytest.mark.parametrize(
     "reply",
     [
-        b"<html>gateway</html>",
-        b'{"choices": []}',
-        b"[]",
-        b"null",
+        *(b"<html>gateway</html>", b'{"choices": []}', b"[]", b"null"),
         b'{"choices": [{"message": {"content": [1]}}]}',
     ],
 )
@@ -210,7 +203,7 @@ def test_a_malformed_reply_is_a_failure_and_not_kept(server: Server, tmp_path: P
     assert "Malformed: this is not a chat completion" in failed.failure
     assert judge(questions(1), ANY) == expected(questions(1))
     with pytest.raises(Malformed):
-        record_of(reply.decode())
+        read_record(reply.decode())
 
 
 def test_a_refusal_is_a_failure_that_is_paid_for_once(server: Server, tmp_path: Path) -> None:
@@ -222,21 +215,7 @@ def test_a_refusal_is_a_failure_that_is_paid_for_once(server: Server, tmp_path: 
     assert list(server.paid.values()) == [1]
 
 
-def test_a_question_that_the_server_rejects_fails_alone(server: Server, tmp_path: Path) -> None:
-    def too_long(handler: Handler, body: Body, attempt: int) -> None:
-        if "prompt 0" in body["messages"][0]["content"]:
-            handler.send(400, {"error": {"message": "context length exceeded"}})
-        else:
-            handler.reply(body)
-
-    server.behaviour = too_long
-    sent = questions(3)
-    result = comparer(server, tmp_path)(sent, ANY)
-    assert result[0].failure.startswith("status 400")
-    assert result[1:] == expected(sent)[1:]
-
-
-def test_a_wrong_model_or_key_stops_at_once_and_hides_the_key(
+def test_a_wrong_model_or_key_stops_at_once_and_hides_the_key_and_so_does_none(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=r"judge gpt: .* status 404 for model 'judge-2'.*no model judge-2"):
@@ -246,20 +225,9 @@ def test_a_wrong_model_or_key_stops_at_once_and_hides_the_key(
     with pytest.raises(UserError, match=r"returned status 401.*the key in \$JUDGE_KEY") as caught:
         comparer(server, tmp_path)(questions(1), ANY)
     assert "wrong-key" not in str(caught.value)
-
-
-def test_a_key_that_is_not_in_the_environment_is_an_error(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(UserError, match="the environment variable JUDGE_KEY holds no key"):
         comparer(server, tmp_path)
-
-
-def test_a_server_that_does_not_run_gives_a_failure(server: Server, tmp_path: Path) -> None:
-    url = "http://127.0.0.1:9/v1"  # the discard port: no server listens
-    (reply,) = comparer(server, tmp_path, base_url=url, max_retries=0)(questions(1), ANY)
-    assert "APIConnectionError" in reply.failure
 
 
 def test_too_many_failures_stop_before_the_last_question(server: Server, tmp_path: Path) -> None:
@@ -272,17 +240,15 @@ def test_too_many_failures_stop_before_the_last_question(server: Server, tmp_pat
 # ------------------------------------------------------------------------------ cache and budget
 
 
-def test_another_model_prompt_or_limit_is_another_question(server: Server, tmp_path: Path) -> None:
-    comparer(server, tmp_path)(questions(1), ANY)
-    comparer(server, tmp_path, max_reply_tokens=2)(questions(1), ANY)
+def test_kept_replies_are_those_of_one_model_prompt_limit_and_endpoint(
+    server: Server, tmp_path: Path
+) -> None:
+    sent = questions(2)
     other = tmp_path / "other.txt"
     other.write_text("Well:\n" + endpoint.PROMPT, encoding="utf-8")
-    comparer(server, tmp_path, prompt=str(other))(questions(1), ANY)
+    for changes in ({}, {"max_reply_tokens": 2}, {"prompt": str(other)}):
+        comparer(server, tmp_path, **changes)(sent[:1], ANY)
     assert sum(server.requests.values()) == 3
-
-
-def test_kept_replies_are_those_of_one_model_and_endpoint(server: Server, tmp_path: Path) -> None:
-    sent = questions(2)
     comparer(server, tmp_path)(sent, ANY)
     with pytest.raises(UserError, match="status 404 for model 'another'"):
         comparer(server, tmp_path, model="another")(sent, ANY)
@@ -319,9 +285,7 @@ def test_an_incomplete_line_of_the_cache_loses_that_line_only(tmp_path: Path) ->
     again = Cache(file)
     assert "two" not in again
     again.add("three", {"text": "B"})
-    result = Cache(file)
-    kept = [result.get(key) or {} for key in ("one", "three")]
-    assert [record.get("text") for record in kept] == ["A", "B"]
+    assert [Cache(file)[key]["text"] for key in ("one", "three")] == ["A", "B"]
 
 
 KILLED = """
@@ -391,4 +355,4 @@ def test_the_probability_is_that_of_the_letters_own_token(tokens: list[str], pro
     listed = [{"token": t, "logprob": rivals(t)[0]["logprob"], "top_logprobs": rivals(t)} for t in tokens]
     text = "".join(token for token in tokens if token != "<|end|>")
     body = {"choices": [{"message": {"content": text}, "logprobs": {"content": listed}}]}
-    assert reply_of(record_of(json.dumps(body))).probability == pytest.approx(probability)
+    assert read_reply(read_record(json.dumps(body))).probability == pytest.approx(probability)

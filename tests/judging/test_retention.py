@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config.judge import Retention
-from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.tokenizer import encode, encode_rows
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import retention
-from rlhf_tasks.judging.responses import Responses, response_statistics
+from rlhf_tasks.judging.responses import SampledResponses, response_statistics
 from rlhf_tasks.judging.results import RetentionResult
 from rlhf_tasks.judging.retention import Choice, Probes
 from rlhf_tasks.models.load import load_causal
@@ -76,18 +76,18 @@ def test_the_perplexity_of_responses_is_that_by_the_given_model(models_here: Pat
     queries = encode(tokenizer, prompts[:2])
     total = sum(logprob_alone(model, q, r) for q, r in zip(queries, responses[:2], strict=True))
     expected = math.exp(-total / sum(map(len, responses[:2])))
-    found = retention.perplexities_by_sft(
-        POLICY, prompts, {"policy": responses}, Retention(num_examples=2), torch.device("cpu")
-    )
-    assert found == {"policy": pytest.approx(expected, rel=1e-5)}
+    sampled = {"policy": SampledResponses(responses, responses, ["", "", ""], [True] * 3)}
+    settings = Retention(num_examples=2)
+    found = retention.measure_responses(POLICY, prompts, sampled, None, settings, torch.device("cpu"))
+    assert found["policy"].sft_perplexity == pytest.approx(expected, rel=1e-5)
 
 
 def test_different_two_grams_are_counted_over_all_responses() -> None:
     """^1, 12 and 23 in two responses, ^1 and 12 once more, and ^7: 4 of 9; of nothing but EOS, 1 of n."""
     ids = [[1, 2, 3], [1, 2, 3], [1, 2], [7]]
-    responses = Responses(sampled=ids, ids=ids, texts=["", "", "", ""], ended=[True] * 4)
+    responses = SampledResponses(sampled=ids, ids=ids, texts=["", "", "", ""], ended=[True] * 4)
     assert response_statistics(responses, None, 1.0).corpus_distinct_2 == 4 / 9
-    short = Responses(sampled=[[7]] * 5, ids=[[7]] * 5, texts=[""] * 5, ended=[True] * 5)
+    short = SampledResponses(sampled=[[7]] * 5, ids=[[7]] * 5, texts=[""] * 5, ended=[True] * 5)
     assert response_statistics(short, None, 1.0).corpus_distinct_2 == 1 / 5
 
 
@@ -101,16 +101,16 @@ def test_the_model_chooses_the_ending_that_is_likeliest_per_character(models_her
     best = endings[rates.index(max(rates))]
     others = tuple(ending for ending in endings if ending != best)
     questions = [Choice("my boss stole", (best, *others)), Choice("my boss stole", (*others, best))]
-    assert retention.are_right(model, tokenizer, questions, 64) == [True, False]
+    assert retention.answer_questions(model, tokenizer, questions, 64) == [True, False]
 
 
 def test_questions_of_demonstrations_have_the_next_completions_as_wrong_endings() -> None:
     pairs = [("p", "a"), ("q", "b"), ("r", "a"), ("s", "c"), ("t", "d")]
-    questions = retention.of_demonstrations(pairs)
+    questions = retention.make_questions(pairs)
     assert questions[0] == Choice("p", ("a", "b", "c", "d"))
     assert questions[3] == Choice("s", ("c", "d", "a", "b"))
     assert len(questions) == 5
-    assert retention.of_demonstrations(pairs[:3]) == []
+    assert retention.make_questions(pairs[:3]) == []
 
 
 def test_the_shipped_texts_and_questions_can_be_measured(models_here: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rlhf_tasks.judging import reward_diagnostics
-from rlhf_tasks.judging.reward_diagnostics import Pairs
 from rlhf_tasks.scoring.protocol import Responses
 
 
@@ -32,7 +31,10 @@ def test_bins_rise_by_confidence_and_the_error_is_their_mean_gap() -> None:
 def test_pairs_of_equal_scores_are_left_out_of_calibration_and_count_half_in_agreement() -> None:
     assert reward_diagnostics.calibration([0.0, 0.0]) == (0.0, [])
     assert reward_diagnostics.calibration([0.0, 2.0, 0.0])[1][0]["pairs"] == 1
-    assert reward_diagnostics.agreement([0.0, 2.0, -1.0, 3.0]).value == 2.5 / 4
+    samples = {"sft_samples": [("p", "aa", "bb"), ("p", "aaa", "b"), ("p", "a", "bb"), ("p", "aaaa", "b")]}
+    ((result,), _) = reward_diagnostics.diagnose({"reward": score_length}, {}, samples)
+    assert result.agreement is not None
+    assert result.agreement.value == 2.5 / 4
 
 
 def score_length(rows: Responses) -> torch.Tensor:
@@ -40,9 +42,9 @@ def score_length(rows: Responses) -> torch.Tensor:
 
 
 def test_diagnostics_are_by_model_and_origin() -> None:
-    given = Pairs(["p", "p"], ["long one", "a"], ["x", "long one"])
+    given = [("p", "long one", "x"), ("p", "a", "long one")]
     labeled = {"given": given, "sft_samples": given}
-    samples = {"sft_samples": Pairs(["p"], ["yes."], ["no"]), "policy_samples": Pairs([], [], [])}
+    samples = {"sft_samples": [("p", "yes.", "no")], "policy_samples": []}
     results, rows = reward_diagnostics.diagnose({"reward": score_length}, labeled, samples)
     assert [(one.model, one.origin) for one in results] == [("reward", "given"), ("reward", "sft_samples")]
     of_given, of_samples = results
@@ -62,17 +64,17 @@ def test_two_samples_are_ordered_by_score_and_equal_ones_are_left_out() -> None:
         return [float(text) for text in responses]
 
     pairs = reward_diagnostics.order_by(number, ["a", "b", "c"], ["1", "2", "3"], ["2", "2", "1"])
-    assert pairs == Pairs(["a", "c"], ["2", "3"], ["1", "1"])
+    assert pairs == [("a", "2", "1"), ("c", "3", "1")]
 
 
 def test_scores_are_averaged_over_responses_of_similar_length() -> None:
     texts = {"sft": ["x" * n for n in range(40, 0, -1)]}
     scores = {("gold", "sft"): [float(n) for n in range(40, 0, -1)]}
-    short, long = reward_diagnostics.by_length(scores, texts)
+    short, long = reward_diagnostics.bin_by_length(scores, texts)
     assert (short["length"], short["score"], short["answers"]) == (10.5, 10.5, 20)
     assert (long["length"], long["score"]) == (30.5, 30.5)
     deviation = math.sqrt(sum((n - 10.5) ** 2 for n in range(1, 21)) / 19)
     assert short["high"] - short["score"] == pytest.approx(1.96 * deviation / math.sqrt(20))
-    failed = reward_diagnostics.by_length({("gold", "sft"): [math.nan] * 39 + [1.0]}, texts)
+    failed = reward_diagnostics.bin_by_length({("gold", "sft"): [math.nan] * 39 + [1.0]}, texts)
     assert [(row["length"], row["low"], row["answers"]) for row in failed] == [(1.0, 1.0, 1)]
-    assert reward_diagnostics.by_length({("gold", "sft"): [math.nan] * 40}, texts) == []
+    assert reward_diagnostics.bin_by_length({("gold", "sft"): [math.nan] * 40}, texts) == []

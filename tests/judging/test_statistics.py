@@ -87,11 +87,8 @@ def test_wilson_by_hand() -> None:
 @pytest.mark.parametrize(
     ("wins", "losses", "p_value"),
     [
-        (5, 0, 2 / 32),
-        (0, 5, 2 / 32),
-        (8, 2, 2 * (1 + 10 + 45) / 1024),
+        *((5, 0, 2 / 32), (0, 5, 2 / 32), (8, 2, 2 * (1 + 10 + 45) / 1024), (0, 0, 1.0)),
         (3, 3, 1.0),  # 2 · (1 + 6 + 15 + 20) / 64 is more than 1
-        (0, 0, 1.0),
     ],
 )
 def test_the_sign_test_by_hand(wins: int, losses: int, p_value: float) -> None:
@@ -106,27 +103,6 @@ def test_a_gain_besides_length_has_the_robust_interval() -> None:
     result = matched_length_gain(1 + 2 * x + e, np.zeros(4), x, np.zeros(4))
     reach = 1.959964 * math.sqrt(0.014)
     assert (result.value, result.low, result.high) == pytest.approx((1.0, 1 - reach, 1 + reach), abs=1e-6)
-
-
-def test_without_length_variation_the_gain_is_the_plain_mean() -> None:
-    result = matched_length_gain([1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [4, 4, 4], [4, 4, 4])
-    reach = 1.959964 * math.sqrt(1 / 3)  # sample variance 1, N = 3
-    assert (result.value, result.low, result.high) == pytest.approx((2.0, 2 - reach, 2 + reach), abs=1e-6)
-
-
-def test_swapping_a_and_b_mirrors_the_gain() -> None:
-    random = np.random.default_rng(2)
-    a, b, la, lb = random.normal(size=(4, 50))
-    ours, theirs = matched_length_gain(a, b, la, lb), matched_length_gain(b, a, lb, la)
-    assert (theirs.value, theirs.low, theirs.high) == pytest.approx((-ours.value, -ours.high, -ours.low))
-
-
-def test_a_failure_does_not_change_the_gain() -> None:
-    whole = matched_length_gain([1.0, 2.0, 4.0], [0.0, 1.0, 1.0], [3, 4, 7], [3, 3, 5])
-    with_failure = matched_length_gain(
-        [1.0, 2.0, math.nan, 4.0], [0.0, 1.0, 9.0, 1.0], [3, 4, 9, 7], [3, 3, 1, 5]
-    )
-    assert with_failure == whole
 
 
 def test_agreement_leaves_out_gold_ties_and_counts_the_judges_ties_half() -> None:
@@ -167,19 +143,13 @@ def test_orders_by_hand() -> None:
 # -------------------------------------------------------------------------------------- equal length
 
 
-def test_swapping_a_and_b_mirrors_the_rate_at_equal_length() -> None:
-    random = np.random.default_rng(11)
-    y, la, lb = random.choice([1, 0.5, 0], 80), random.normal(size=80), random.normal(size=80)
-    ours, theirs = length_controlled(y, la, lb), length_controlled(1 - y, lb, la)
-    assert (theirs.value, theirs.low, theirs.high) == pytest.approx(
-        (1 - ours.value, 1 - ours.high, 1 - ours.low)
-    )
-
-
-def test_without_length_differences_it_is_the_plain_rate() -> None:
-    y = made_of(6, 2, 2)
-    assert length_controlled(y, [5] * 10, [5] * 10).value == pytest.approx(0.7)
-    assert length_controlled(y, [9] * 10, [5] * 10).value == pytest.approx(0.7)
+def test_without_length_differences_gain_and_rate_are_the_plain_ones() -> None:
+    gain = matched_length_gain([1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [4, 4, 4], [4, 4, 4])
+    reach = 1.959964 * math.sqrt(1 / 3)  # sample variance 1, N = 3
+    assert (gain.value, gain.low, gain.high) == pytest.approx((2.0, 2 - reach, 2 + reach), abs=1e-6)
+    for length in (5, 9):
+        rate = length_controlled(made_of(6, 2, 2), [length] * 10, [5] * 10)
+        assert rate.value == pytest.approx(0.7)
 
 
 def test_a_contender_that_always_wins_also_wins_at_equal_length() -> None:
@@ -188,29 +158,32 @@ def test_a_contender_that_always_wins_also_wins_at_equal_length() -> None:
     assert length_controlled([0.5] * 5, range(5), [0] * 5).value == pytest.approx(0.5)
 
 
-def test_the_rate_is_finite_where_length_separates_the_wins() -> None:
-    d = np.array([3.0, 2.0, 1.0, -1.0, -2.0, -3.0])
-    result = length_controlled((d > 0).astype(float), d, np.zeros(6))
-    assert 0 < result.low < result.value < result.high < 1
-    assert result.value == pytest.approx(0.5)
+def test_a_failure_changes_neither_gain_nor_rate_at_equal_length() -> None:
+    y, d, zeros = [1.0, 0.0, 0.5, 1.0], [1.0, 2.0, -1.0, 0.5], [0.0] * 5
+    rate = length_controlled([*y, FAILED], [*d, 90.0], zeros)
+    assert rate == length_controlled(y, d, zeros[1:])
+    gain = matched_length_gain([*y, FAILED], zeros, [*d, 90.0], zeros)
+    assert gain == matched_length_gain(y, zeros[1:], d, zeros[1:])
 
 
-def test_the_rate_at_equal_length_leaves_out_failures() -> None:
-    y, d = [1.0, 0.0, 0.5, 1.0], [1.0, 2.0, -1.0, 0.5]
-    with_failure = length_controlled([*y, FAILED], [*d, 90.0], [0.0] * 5)
-    assert with_failure == length_controlled(y, d, [0.0] * 4)
+def test_swapping_a_and_b_mirrors_the_gain_and_the_rate_at_equal_length() -> None:
+    random = np.random.default_rng(11)
+    a, b, la, lb = random.normal(size=(4, 80))
+    y = random.choice([1, 0.5, 0], 80)
+    ours, theirs = matched_length_gain(a, b, la, lb), matched_length_gain(b, a, lb, la)
+    assert (theirs.value, theirs.low, theirs.high) == pytest.approx((-ours.value, -ours.high, -ours.low))
+    ours, theirs = length_controlled(y, la, lb), length_controlled(1 - y, lb, la)
+    mirrored = (1 - ours.value, 1 - ours.high, 1 - ours.low)
+    assert (theirs.value, theirs.low, theirs.high) == pytest.approx(mirrored)
 
 
 # ---------------------------------------------------------------------------------------- agreement
 
 
-def test_kappa_of_a_judge_with_itself_is_one_with_its_mirror_below_zero() -> None:
+def test_kappa_of_a_judge_with_itself_with_its_mirror_and_of_one_constant_outcome() -> None:
     a = np.array(made_of(10, 5, 10))
     assert statistics.kappa(a, a).value == pytest.approx(1)
     assert statistics.kappa(a, 1 - a).value < 0
-
-
-def test_kappa_of_one_constant_outcome_is_zero() -> None:
     assert statistics.kappa([WIN] * 4, [WIN] * 4).value == 0
     with pytest.raises(ValueError, match="judged by both"):
         statistics.kappa([WIN, FAILED], [FAILED, WIN])
@@ -273,17 +246,17 @@ def test_the_rate_at_equal_length_equals_a_slow_search_with_the_sandwich(seed: i
 
 @pytest.mark.parametrize(
     "d",
-    [
-        np.array([1e-9, 2e-9, -1e-9, 3e-9, -2e-9, 0.0]),
-        np.array([1e9, 2e9, -1e9, 3e9, -2e9, 0.0]),
-        np.array([0.0, 0.0, 0.0, 0.0, 0.0, 5000.0]),
-    ],
+    [[1e-9, 2e-9, -1e-9, 3e-9, -2e-9, 0.0], [1e9, 2e9, -1e9, 3e9, -2e9, 0.0], [0.0] * 5 + [5000.0]],
     ids=["hardly any difference", "huge ones", "one outlier"],
 )
-def test_extreme_lengths_give_a_rate_inside_its_interval(d: Floats) -> None:
+def test_extreme_lengths_give_a_rate_inside_its_interval(d: list[float]) -> None:
     for y in ([1, 1, 0, 1, 0, 0.5], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0.5]):
         result = length_controlled(y, d, np.zeros(6))
         assert 0 <= result.low <= result.value <= result.high <= 1
+    separated = [3.0, 2.0, 1.0, -1.0, -2.0, -3.0]  # by the wins
+    result = length_controlled([1, 1, 1, 0, 0, 0], separated, np.zeros(6))
+    assert 0 < result.low < result.value < result.high < 1
+    assert result.value == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_tasks.models import checks, sampling
-from rlhf_tasks.models.checks import ModelFault, Result
+from rlhf_tasks.models.checks import CheckResult, ModelFault
 from tests import families, small
 from tests.small import PAD
 
@@ -28,11 +28,11 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 DYNAMIC: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
 
 
-def check(model: PreTrainedModel) -> list[Result]:
+def check(model: PreTrainedModel) -> list[CheckResult]:
     return checks.check_policy(model, ROWS.queries, pad=PAD)
 
 
-def failed(results: list[Result]) -> list[str]:
+def failed(results: list[CheckResult]) -> list[str]:
     return [result.name for result in results if not result.passed]
 
 
@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_computed_is_named_with_its_error() -> None:
 
 
 def test_nan_passes_no_check() -> None:
-    assert not Result("x", float("nan"), 1.0, "y").passed
+    assert not CheckResult("x", float("nan"), 1.0, "y").passed
 
 
 def test_a_model_that_ignores_its_cache_is_found_and_said_with_how_much_and_why() -> None:

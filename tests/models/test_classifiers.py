@@ -27,13 +27,9 @@ from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
-from rlhf_tasks.models.load import (
-    TokenScores,
-    add_lora,
-    load_causal,
-    load_reward,
-    merge_adapter,
-)
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import add_score_head, load_causal, load_reward
+from rlhf_tasks.models.lora import add_lora, merge_adapter
 from tests import small
 from tests.models.test_load import save
 from tests.small import PAD
@@ -47,7 +43,7 @@ MADE_HERE = ("granite", "olmoe", "llama4_text", "ctrl")
 def fresh(family: str, tmp_path: Path) -> TokenScores:
     """A reward model on the trunk of the policy in the folder sft, with a new head."""
     policy = save(small.other(family), tmp_path / "sft")
-    return TokenScores.from_policy(policy, torch.Generator().manual_seed(1))
+    return add_score_head(policy, torch.Generator().manual_seed(1))
 
 
 def step(scores: TokenScores) -> None:
@@ -149,7 +145,7 @@ VIT = ViTConfig(**SHAPE, intermediate_size=16, image_size=16)
         # BART's causal LM is the decoder alone, but its classifier has the encoder too
         (
             BartForCausalLM(BART),
-            lambda folder: TokenScores.from_policy(folder, torch.Generator()),
+            lambda folder: add_score_head(folder, torch.Generator()),
             r"BartDecoderWrapper \(family bart\).*use a decoder of another family",
         ),
         (BertForSequenceClassification(BERT), load_reward, r"\(family bert\) has no linear head `score`"),

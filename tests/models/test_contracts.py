@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.sampling import sample_texts

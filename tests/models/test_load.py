@@ -20,18 +20,16 @@ from rlhf_tasks.data.batches import collate
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.foreign import ANY_WEIGHTS
+from rlhf_tasks.models.heads import score_head
 from rlhf_tasks.models.load import (
-    TokenScores,
-    add_lora,
-    disable_adapters,
+    add_score_head,
     load_causal,
     load_reward,
-    merge_adapter,
     recompute_activations,
     save_checkpoint,
-    score_head,
 )
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.lora import add_lora, disable_adapters, merge_adapter
 from tests import families, small
 from tests.small import FAMILIES, HIDDEN, PAD, Family
 
@@ -70,7 +68,7 @@ def test_a_padded_rows_scores_are_the_heads_products_with_its_own_states(family:
 
 
 def test_a_new_reward_head_is_drawn_from_a_normal_of_std_1_over_root_of_width_plus_1(policy: Path) -> None:
-    scores = TokenScores.from_policy(policy, torch.Generator().manual_seed(5))
+    scores = add_score_head(policy, torch.Generator().manual_seed(5))
     drawn = torch.empty(1, HIDDEN).normal_(
         0.0, (HIDDEN + 1) ** -0.5, generator=torch.Generator().manual_seed(5)
     )

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from rlhf_tasks.data.batches import collate, collate_groups, group_rows
 from rlhf_tasks.models import logprobs
 from rlhf_tasks.models.contracts import ContractError
-from rlhf_tasks.models.load import supports_shared_prefix
+from rlhf_tasks.models.heads import supports_shared_prefix
 from rlhf_tasks.models.logprobs import TokenStats, head_width, token_stats
 from tests import small
 from tests.small import FAMILIES, PAD, VOCAB

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from rlhf_tasks.config import Model
 from rlhf_tasks.data import tokenizer
-from rlhf_tasks.judging.responses import sample, shared_ends
+from rlhf_tasks.judging.responses import sample, share_ends
 from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.models.stop_tokens import close_responses, ends_of, has_ended
 from rlhf_tasks.project.paths import Paths
@@ -59,7 +59,7 @@ def test_the_end_of_a_turn_ends_demonstrations_and_the_models_own_end_is_kept(
     words.chat_template = template("<end>")
     words.save_pretrained(folder)
     own, end = words.eos_token_id, words.convert_tokens_to_ids("<end>")
-    ready = tokenizer.ready(Model(base=str(folder), scratch=None))
+    ready = tokenizer.load_base(Model(base=str(folder), scratch=None))
     assert ready.eos_token_id == end
     assert tokenizer.ready_rendering(ready, "it").eos == "<end>"
     assert ends_of(GenerationConfig(eos_token_id=own), ready) == (end, own)
@@ -87,7 +87,7 @@ def test_the_same_weights_give_the_same_responses_whatever_ends_them(
         file = folder / "generation_config.json"
         config = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps(config | {"eos_token_id": own}), encoding="utf-8")
-    both = shared_ends([(folder, None) for folder in folders])
+    both = share_ends([(folder, None) for folder in folders])
     for folder, own in zip(folders, both, strict=True):
         settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "seed": 1}
         prompts = [f"w{i} w{i + 1}" for i in range(3, 19)]
@@ -114,4 +114,4 @@ def test_the_ends_of_a_model_with_another_tokenizer_are_shared_by_their_texts(tm
     generation = folders[1] / "generation_config.json"
     config = json.loads(generation.read_text(encoding="utf-8"))
     generation.write_text(json.dumps(config | {"eos_token_id": 9}), encoding="utf-8")
-    assert shared_ends([(folder, None) for folder in folders]) == [(EOS,), (9,)]
+    assert share_ends([(folder, None) for folder in folders]) == [(EOS,), (9,)]

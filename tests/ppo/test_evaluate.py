@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,16 +15,20 @@ from torch import Tensor
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.data.batches import Batch, TokenBudget
+from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.data.tokenizer import Ids, encode
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import add_lora
+from rlhf_tasks.models.lora import add_lora
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import sample_responses
+from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.models.tensors import NonFiniteError
-from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, SelectionJudge
+from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, WinRate, selection_judge
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.rollout import AdapterOff, Reference, ReferenceCopy, Rollout, interleave
-from rlhf_tasks.ppo.sampler import PolicySampler
+from rlhf_tasks.ppo.reporting import rollout_rows
+from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy, Rollout, interleave
+from rlhf_tasks.ppo.sampler import LocalSampler
+from rlhf_tasks.ppo.state import PpoState, Setup
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.distributed import Distributed
@@ -33,7 +38,6 @@ from tests.ppo.toy import Planted, log_p_alone, rollout_of
 from tests.small import EOS
 
 PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
-ROWS = [{"prompt": prompt, "reference": "w1 w2"} for prompt in PROMPTS]
 HTTP = {"kind": "http", "weight": 1.0, "url": "http://127.0.0.1:9/", "timeout_seconds": 1.0, "batch_size": 4}
 
 
@@ -74,38 +78,50 @@ class Evaluations:
         dist: Distributed | None = None,
         scorer: Planted | None = None,
         heldout: Any = None,
-        judge: Callable[[Distributed], SelectionJudge] | None = None,
+        judge: Callable[[Distributed], WinRate] | None = None,
         **changes: Any,
     ) -> None:
-        config = small.ppo(num_selection_prompts=len(PROMPTS), **changes)
-        dist, self.policy, self.state = (
-            dist or small.distributed(),
-            policy or small.causal(),
-            EvaluationState(),
+        self.config = config = small.ppo(num_selection_prompts=len(PROMPTS), **changes)
+        self.dist = dist = dist or small.distributed()
+        self.policy, self.state = policy or small.causal(), EvaluationState()
+        self.budget, tokenizer = TokenBudget(config.micro_batch_tokens), small.tokenizer()
+        ends = ends_of(self.policy, tokenizer, [config.stop_token])
+        self._sampler = LocalSampler(
+            dist,
+            self.policy,
+            torch.Generator(),
+            num_samples=1,
+            batch_size=None,
+            max_new_tokens=config.response_length,
+            temperature=config.temperature,
+            ends=ends,
+            pad=tokenizer.pad_token_id,
         )
-        self.budget = TokenBudget(config.micro_batch_tokens)
-        self._sampler = PolicySampler(dist, config, self.policy, small.tokenizer(), torch.Generator())
-        self._evaluator = Evaluator(
+        self.evaluator = Evaluator(
             dist,
             config,
             self.policy,
             reference or copy_of(7),
-            small.tokenizer(),
-            ROWS,
+            tokenizer,
+            ends,
+            Prompts(PROMPTS, encode(tokenizer, PROMPTS), {}),
+            ["w1 w2"] * len(PROMPTS),
             scorers=scorer or Planted(length),
             heldout=heldout,
-            judge=judge and judge(dist),
+            win_rate=judge and judge(dist),
             seed=1,
         )
 
     def evaluate(self, episode: int) -> Metrics:
-        return self._evaluator.evaluate(self.state, self._sampler, self.budget, episode=episode, update=0)
+        return self.evaluator.evaluate(self.state, self._sampler, self.budget, episode=episode, update=0)
 
     def show(self, episode: int) -> list[dict[str, Any]]:
-        return self._evaluator.show(self.state, self._sampler, episode=episode, update=0)
+        return self.evaluator.show(self.state, self._sampler, episode=episode, update=0)
 
-    def rollout_rows(self, rollout: Rollout, prompts: list[str], kl: Tensor) -> list[dict[str, Any]]:
-        return self._evaluator.rollout_rows(self.state, rollout, prompts, kl, episode=16, update=1)
+    def rollout_rows(self, rollout: Rollout, texts: list[str], kl: Tensor) -> list[dict[str, Any]]:
+        setup, state = SimpleNamespace(**vars(self)), SimpleNamespace(update=1, evaluation=self.state)
+        prompts = Prompts(texts, rollout.queries, {})
+        return rollout_rows(cast(Setup, setup), cast(PpoState, state), rollout, prompts, kl)
 
 
 def copy_of(seed: int) -> ReferenceCopy:
@@ -188,13 +204,22 @@ def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
     assert scorers.calls == [expected]
 
 
-def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
-    class Impossible(ReferenceCopy):
-        def logprobs(self, batch: Any, temperature: float) -> Tensor:
-            return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
+class Impossible(ReferenceCopy):
+    def logprobs(self, batch: Any, temperature: float) -> Tensor:
+        return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
 
-    with pytest.raises(NonFiniteError, match="the KL to the reference is NaN or infinite") as caught:
-        Evaluations(reference=Impossible(small.causal(), moves=False)).evaluate(0)
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda: {"reference": Impossible(small.causal(), moves=False)}, "the KL to the reference is NaN or"),
+        (lambda: {"heldout": lambda rows: length(*rows.given) * math.nan}, "models/reward_heldout gave NaN"),
+    ],
+    ids=["kl", "heldout"],
+)
+def test_a_number_that_is_not_finite_is_an_error_with_the_responses(changes: Any, message: str) -> None:
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        Evaluations(**changes()).evaluate(0)
     assert len(caught.value.batch["responses"]) == len(PROMPTS)
 
 
@@ -258,12 +283,6 @@ def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: l
     )
 
 
-def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:
-    with pytest.raises(NonFiniteError, match="models/reward_heldout gave NaN") as caught:
-        Evaluations(heldout=lambda rows: length(*rows.given) * math.nan).evaluate(0)
-    assert len(caught.value.batch["responses"]) == len(PROMPTS)
-
-
 # ------------------------------------------------------------------------------------------- two ranks
 
 
@@ -285,7 +304,7 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> N
     changes: dict[str, Any] = {"scorers": [HTTP]} if outside else {}
 
     def make(dist: Distributed) -> Evaluations:
-        judge = lambda dist: SelectionJudge(dist, SECTION, Paths())  # noqa: E731
+        judge = lambda dist: selection_judge(dist, SECTION, Paths())  # noqa: E731
         return Evaluations(
             dist=dist,
             scorer=scorers[dist.rank],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.config import ppo as config
-from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, FLOAT32_RATIO_ERROR, Guards, warn_of_endless
+from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, FLOAT32_RATIO_ERROR, GuardChecks, warn_of_endless
 from tests import small
 
 WELL = {
@@ -29,7 +29,7 @@ def settings(**changes: Any) -> config.Guards:
 
 def trips(*updates: dict[str, float], num_episodes: int = 256, **changes: Any) -> list[str | None]:
     """Which guards trip after each update, `+` between them."""
-    guards = Guards(settings(**changes), num_episodes)
+    guards = GuardChecks(settings(**changes), num_episodes)
     return ["+".join(trip.name for trip in guards.check(WELL | update)) or None for update in updates]
 
 
@@ -78,7 +78,7 @@ def test_with_raise_kl_a_condition_that_keeps_failing_trips_again() -> None:
 def test_a_first_ratio_that_is_not_1_trips_and_bf16_may_round_more(
     bound: float, error: float, name: str | None
 ) -> None:
-    found = Guards(settings(), 256, ratio_error=bound).check(WELL | {"val/first_ratio_error": error})
+    found = GuardChecks(settings(), 256, ratio_error=bound).check(WELL | {"val/first_ratio_error": error})
     assert [trip.name for trip in found] == ([name] if name else [])
 
 
@@ -122,21 +122,20 @@ def test_a_condition_that_keeps_failing_trips_once_and_hides_no_other_guard() ->
 
 def test_guards_continue_from_their_saved_state() -> None:
     high = WELL | {"objective/kl_k1": 12.0}
-    one, other = Guards(settings(patience=2), 256), Guards(settings(patience=2), 256)
+    one, other = GuardChecks(settings(patience=2), 256), GuardChecks(settings(patience=2), 256)
     assert not one.check(high)
-    assert not one.all_passed
     other.load_state_dict(one.state_dict())
     assert other.check(high)
 
 
 def test_the_first_update_is_compared_with_the_responses_before_training() -> None:
-    guards = Guards(settings(), 256)
+    guards = GuardChecks(settings(), 256)
     guards.begin(0.9)
     assert [trip.name for trip in guards.check(WELL | {"val/truncated_share": 0.8})] == ["eos"]
 
 
 def test_few_ends_before_training_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    warn_of_endless(small.ppo(response_length=48), 0.043)
+    warn_of_endless(48, 0.043)
     assert "4.3% of the SFT model's responses end within ppo.response_length=48" in capsys.readouterr().out
-    warn_of_endless(small.ppo(), 0.5)
+    warn_of_endless(48, 0.5)
     assert not capsys.readouterr().out

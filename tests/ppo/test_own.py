@@ -14,8 +14,8 @@ from examples.estimator import batch_mean
 from examples.gspo import gspo
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.ppo.advantages import own_estimator
-from rlhf_tasks.ppo.losses import MicroBatch, own_loss, ppo_clip, token_weights
+from rlhf_tasks.ppo.advantages import call_user_estimator
+from rlhf_tasks.ppo.losses import MicroBatch, call_user_loss, ppo_clip, token_weights
 from rlhf_tasks.ppo.rollout import Rollout
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
@@ -76,15 +76,15 @@ def test_the_examples_estimator_equals_numbers_worked_out_by_hand() -> None:
 
 def test_a_name_with_a_colon_is_a_function_of_ones_own() -> None:
     root = Paths(small.ROOT).root
-    assert policy_loss_of(small.ppo(), root) is ppo_clip
-    assert callable(policy_loss_of(small.ppo(loss="examples.gspo:gspo"), root))
-    assert callable(estimator_of(small.ppo(**WITHOUT_CRITIC), root))
+    assert policy_loss_of("ppo_clip", root) is ppo_clip
+    assert callable(policy_loss_of("examples.gspo:gspo", root))
+    assert callable(estimator_of(small.ppo(**WITHOUT_CRITIC).advantages, root))
     with pytest.raises(UserError, match=r"^ppo\.loss: nowhere:f cannot be imported: ModuleNotFoundError"):
-        policy_loss_of(small.ppo(loss="nowhere:f"), root)
+        policy_loss_of("nowhere:f", root)
     with pytest.raises(
         UserError, match=r"^ppo\.advantages\.function: examples\.gspo:no: .*gspo.py has no such function"
     ):
-        estimator_of(small.ppo(**without_critic("examples.gspo:no")), root)
+        estimator_of(small.ppo(**without_critic("examples.gspo:no")).advantages, root)
 
 
 def fails(*args: Any) -> Any:
@@ -107,7 +107,7 @@ def test_what_a_loss_of_ones_own_does_wrong_is_named(loss: Any, message: str) ->
     logprobs = torch.zeros(2, 3, requires_grad=True)
     batch = MicroBatch(*[torch.ones(2, 3)] * 7)
     with pytest.raises(UserError, match=message):
-        own_loss(loss, "own", logprobs, batch, small.ppo())
+        call_user_loss(loss, "own", logprobs, batch, small.ppo())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_a_loss_of_ones_own_does_wrong_is_named(loss: Any, message: str) ->
 )
 def test_what_an_estimator_of_ones_own_does_wrong_is_named(estimator: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        own_estimator(estimator, "own", torch.zeros(2, 4), hand_made_rollout(), small.ppo())
+        call_user_estimator(estimator, "own", torch.zeros(2, 4), hand_made_rollout(), small.ppo())
 
 
 @pytest.mark.parametrize("name", ["objective/kl", "loss/policy_avg", "val/ratio"])
@@ -138,7 +138,7 @@ def test_a_metric_may_be_one_number_for_all_tokens() -> None:
         return [logprobs, {"mean": logprobs.mean(), "of_response": logprobs.mean(1, keepdim=True)}]
 
     batch = MicroBatch(*[torch.ones(2, 3)] * 7)
-    losses, metrics = own_loss(own, "own", torch.zeros(2, 3, requires_grad=True), batch, small.ppo())
+    losses, metrics = call_user_loss(own, "own", torch.zeros(2, 3, requires_grad=True), batch, small.ppo())
     assert list(losses.shape) == [2, 3]
     assert list(metrics) == ["mean", "of_response"]
 
@@ -148,7 +148,7 @@ def test_out_of_memory_in_a_loss_is_left_to_the_loop() -> None:
         raise torch.OutOfMemoryError("tried to allocate")
 
     with pytest.raises(torch.OutOfMemoryError):
-        own_loss(large, "own", torch.zeros(2, 3), MicroBatch(*[torch.ones(2, 3)] * 7), small.ppo())
+        call_user_loss(large, "own", torch.zeros(2, 3), MicroBatch(*[torch.ones(2, 3)] * 7), small.ppo())
 
 
 def test_a_loss_may_have_other_metrics_and_anything_on_padding() -> None:

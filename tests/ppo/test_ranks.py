@@ -154,7 +154,7 @@ def history(one: Toy) -> tuple[list[Metrics], list[Ids], Tensor]:
     """All metrics, the responses to an evaluation after the first update, and the weights."""
     updates, found = one.updates, list[Metrics]()
     found.append(next(updates))
-    responses = one.state.sampler.respond(small.WORDS[:5], 3, one.state.update)
+    responses = one.state.sampler.respond(QUERIES[:5], 3, one.state.update)
     found += updates
     return found, responses, one.weights
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from rlhf_tasks.config import Scratch
+from rlhf_tasks.models.heads import ActorCritic
 from rlhf_tasks.models.load import from_scratch
-from rlhf_tasks.ppo.rollout import ActorCritic, ReferenceCopy
+from rlhf_tasks.ppo.rollout import ReferenceCopy
 from rlhf_tasks.ppo.vllm import VllmError, VllmServer
 from tests import small, toy
 from tests.ppo.test_vllm import QUERIES, SEEDS, alive, make_server, of_servers, until

@@ -66,7 +66,7 @@ def test_a_rollout_holds_what_the_models_give_for_each_row_alone(changes: dict[s
 def test_scorers_get_the_text_of_each_prompt_and_not_what_its_ids_decode_to() -> None:
     class Recorder(Planted):
         def parts(self, rows: Responses) -> dict[str, Tensor]:
-            texts = [PROMPTS["prompts"][QUERIES.index(query)] for query in rows.given[0]]
+            texts = [PROMPTS.texts[QUERIES.index(query)] for query in rows.given[0]]
             assert list(rows.prompts) == texts
             return super().parts(rows)
 

@@ -13,8 +13,7 @@ import torch
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo.vllm import VllmError
-from tests.ppo.toy import VLLM_SAMPLER, InMemory, Memory, toy, untimed
-from tests.small import WORDS
+from tests.ppo.toy import QUERIES, VLLM_SAMPLER, InMemory, Memory, toy, untimed
 
 
 def test_the_server_has_the_weights_of_each_update() -> None:
@@ -39,14 +38,13 @@ def test_importance_weights_are_those_of_the_servers_log_probs(cap: float | None
             return replace(samples, logprobs=[x - 0.0005 for x in samples.logprobs])
 
     one = toy(server=Moved(), sampler=VLLM_SAMPLER | {"importance_cap": cap})
-    estimator, seen = one.inputs["estimator"], list[torch.Tensor]()
+    estimator, seen = one.setup.estimator, list[torch.Tensor]()
 
     def spy(rewards: Any, rollout: Any, config: Any) -> Any:
         seen.append(rollout.importance[rollout.mask])
         return estimator(rewards, rollout, config)
 
-    one.inputs["estimator"] = spy
-    next(one.updates)
+    next(replace(one, setup=replace(one.setup, estimator=spy)).updates)
     expected = torch.full_like(seen[0], 1.0 if cap is None else 1.0005)
     torch.testing.assert_close(seen[0], expected, atol=2e-5, rtol=0)
 
@@ -57,7 +55,7 @@ def test_an_evaluation_has_the_weights_of_its_update_which_the_next_rollout_has_
     updates = one.updates
     first = next(updates)
     assert len(server.loads) == 1
-    found = [one.state.sampler.respond(WORDS[:4], seed, 1) for seed in (7, 7, 8)]
+    found = [one.state.sampler.respond(QUERIES[:4], seed, 1) for seed in (7, 7, 8)]
     assert found[0] == found[1] != found[2]
     now = one.actor_critic.policy.state_dict()
     assert all(torch.equal(server.loads[-1][name], now[name]) for name in now)

@@ -14,9 +14,9 @@ from torch import nn
 
 from rlhf_tasks.config import PpoView
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.models.load import TokenScores, load_causal, load_reward, save_checkpoint, score_head
+from rlhf_tasks.models.heads import ActorCritic, TokenScores, ValueHead, score_head
+from rlhf_tasks.models.load import load_causal, load_reward, save_checkpoint
 from rlhf_tasks.ppo import preconditions
-from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from tests import small

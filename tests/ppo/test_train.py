@@ -16,9 +16,8 @@ from benchmarks.workloads import NoEvaluator
 from rlhf_tasks import console
 from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
 from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.reporting import sample_updates, selection_updates
 from rlhf_tasks.ppo.state import handle_trips
-from rlhf_tasks.ppo.train import sample_updates, selection_updates
-from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.ppo.toy import DEMONSTRATIONS, QUERIES, Memory, toy, untimed, without_critic
 
@@ -133,14 +132,9 @@ def test_a_resumed_training_ends_with_the_same_bytes(changes: dict[str, Any]) ->
 
 # -------------------------------------------------------------------------------------------------- guards
 
-CALM = {"patience": 1, "kl_min": -99.0, "perplexity_min": 1e-9, "ratio_min": 1e-9, "ratio_max": 1e9}
-ROLL_BACK: dict[str, Any] = CALM | {
-    "kl_max": 50.0,
-    "eos_share_min": 0.0,
-    "action": "roll_back",
-    "checkpoint_every": 1,
-    "kl_coef_factor": 10.0,
-    "max_roll_backs": 3,
+RAISE_KL: dict[str, Any] = {
+    **{"patience": 1, "kl_min": -99.0, "perplexity_min": 1e-9, "ratio_min": 1e-9, "ratio_max": 1e9},
+    **{"kl_max": 50.0, "eos_share_min": 0.0, "action": "raise_kl", "kl_coef_factor": 1.5},
 }
 
 
@@ -167,21 +161,6 @@ def test_a_snapshot_holds_every_field_of_the_state_but_what_is_built_anew() -> N
     assert missing == {"num_policy_groups"}, "a resumed run would lose a field in silence"
 
 
-def test_a_roll_back_returns_to_the_state_before_the_fault(tmp_path: Path) -> None:
-    """The third update is sampled again with the same weights and random numbers, at a higher kl_coef."""
-    one = toy(NanIn(3), guards=ROLL_BACK, faults=tmp_path, total_episodes=64, reference_seed=7)
-    history = list(one.updates)
-    plain = list(toy(guards=ROLL_BACK, total_episodes=64, reference_seed=7).updates)
-    assert [trip["guard"] for trip in one.state.trips] == ["non_finite"]
-    assert one.state.roll_backs == 1
-    assert [m["objective/kl_coef"] for m in history] == pytest.approx([0.05, 0.05, 0.5, 0.5, 0.5])
-    back = 1  # to the state after the first update: the second one's rollout alone had passed
-    assert [m["episode"] for m in history] == [16, 32, 48, 64, 80]
-    for name in ("objective/raw_scores", "objective/entropy", "val/response_length"):
-        assert history[2][name] == plain[back][name]
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 @pytest.fixture
 def progress(monkeypatch: pytest.MonkeyPatch) -> list[float | str]:
     """What the progress bar is told, in order: episodes that are done or taken back, and `restart`."""
@@ -201,46 +180,18 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> list[float | str]:
     return told
 
 
-def test_the_progress_takes_back_what_was_rolled_back(tmp_path: Path, progress: list[float | str]) -> None:
-    list(toy(NanIn(3), guards=ROLL_BACK, faults=tmp_path, total_episodes=64).updates)
-    assert progress == [16, 16, -16, 16, 16, 16]
-
-
 def test_the_progress_does_not_count_a_warm_up_for_its_speed(progress: list[float | str]) -> None:
     list(toy(advantages__critic__warmup={"max_updates": 2}, total_episodes=32).updates)
     assert progress == ["restart", 16, 16]
 
 
-def test_all_trips_of_an_update_are_recorded_and_one_that_cannot_be_undone_stops(tmp_path: Path) -> None:
-    one = toy(guards=ROLL_BACK, faults=tmp_path)
+def test_all_trips_of_an_update_are_recorded_and_one_that_a_higher_kl_coef_does_not_help_stops() -> None:
+    one = toy(guards=RAISE_KL)
     next(one.updates)
-    trips = [
-        GuardTrip("kl_high", "12", "steps"),
-        GuardTrip("first_ratio", "0.1", "a bug", can_be_undone=False),
-    ]
+    trips = [GuardTrip("kl_high", "12", "steps"), GuardTrip("first_ratio", "0.1", "a bug", kl_helps=False)]
     with pytest.raises(GuardTripped, match="by the guard first_ratio"):
-        handle_trips(one.dist, one.config, one.state, trips, NullTracker("ppo"))
+        handle_trips(one.setup, one.state, trips)
     assert [trip["guard"] for trip in one.state.trips] == ["kl_high", "first_ratio"]
-
-
-def test_training_stops_after_max_roll_backs(tmp_path: Path) -> None:
-    one = toy(NanIn(2, 3, 4, 5), guards=ROLL_BACK | {"max_roll_backs": 2}, faults=tmp_path)
-    with pytest.raises(GuardTripped, match=r"after 2 roll backs by the guard non_finite: .*scores"):
-        list(one.updates)
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_a_run_resumed_after_a_roll_back_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"guards": ROLL_BACK, "faults": tmp_path, "reference_seed": 7}
-    whole = toy(NanIn(3), snapshots=(memory := Memory()), **changes)
-    series = untimed(list(whole.updates))
-    assert whole.state.roll_backs == 1
-    assert list(memory.saved) == [1, 2, 3, 4, 5, 6], "the third has no metrics"
-    for step, state in list(memory.saved.items())[2:]:
-        resumed = toy(snapshots=Memory({step: state}), **changes)
-        assert untimed(list(resumed.updates)) == series[step - 1 :]
-        assert torch.equal(resumed.weights, whole.weights)
-        assert resumed.state.trips == whole.state.trips
 
 
 class Gaps(NoEvaluator):
@@ -253,43 +204,28 @@ class Gaps(NoEvaluator):
         return {"eval/standardized_gap": 2.0 * (given["episode"] in self._episodes)}
 
 
-GAP: dict[str, Any] = ROLL_BACK | {"gap_max": 1.0}
-SIX: dict[str, Any] = {"total_episodes": 96, "num_selections": 3, "reference_seed": 7}
+GAP: dict[str, Any] = {"guards": RAISE_KL | {"gap_max": 1.0}, "total_episodes": 96, "num_selections": 3}
 
 
-def test_a_gap_rolls_back_to_the_last_evaluation_within_the_bound(tmp_path: Path) -> None:
-    """The evaluation after update 4 has a gap: what followed the one after update 2 is discarded."""
-    one = toy(evaluator=Gaps(64), guards=GAP, **SIX)
-    history = list(one.updates)
-    assert [trip["guard"] for trip in one.state.trips] == ["gap"]
-    assert [m["objective/kl_coef"] for m in history] == pytest.approx([0.05] * 4 + [0.5] * 4)
-    assert [m["episode"] for m in history] == [16 * n for n in range(1, 9)]
-    assert history[4]["objective/raw_scores"] == history[2]["objective/raw_scores"], "update 3 again"
-
-
-def test_raise_kl_multiplies_kl_coef_at_each_trip_and_continues() -> None:
-    one = toy(evaluator=Gaps(32, 64), guards=GAP | {"action": "raise_kl", "kl_coef_factor": 1.5}, **SIX)
-    history = list(one.updates)
+def test_raise_kl_multiplies_kl_coef_at_each_trip_and_a_resumed_run_ends_with_the_same_bytes() -> None:
+    changes: dict[str, Any] = {"evaluator": Gaps(32, 64), "reference_seed": 7, **GAP}
+    whole = toy(snapshots=(memory := Memory()), **changes)
+    history = untimed(list(whole.updates))
     assert [m["episode"] for m in history] == [16 * n for n in range(1, 7)]
     expected = [0.05] * 2 + [0.075] * 2 + [0.1125] * 2
     assert [m["objective/kl_coef"] for m in history] == pytest.approx(expected)
-    assert len(one.state.trips) == 2
-
-
-def test_raise_kl_stops_at_nan(tmp_path: Path) -> None:
-    one = toy(NanIn(2), guards=GAP | {"action": "raise_kl"}, faults=tmp_path)
-    with pytest.raises(GuardTripped, match="update 1 by the guard non_finite"):
-        list(one.updates)
-
-
-@pytest.mark.parametrize("action", ["roll_back", "raise_kl"])
-def test_a_run_resumed_around_a_gap_ends_with_the_same_bytes(action: str) -> None:
-    changes: dict[str, Any] = {"evaluator": Gaps(64), "guards": GAP | {"action": action}, **SIX}
-    whole = toy(snapshots=(memory := Memory()), **changes)
-    series = untimed(list(whole.updates))
-    assert len(series) == (8 if action == "roll_back" else 6)
+    assert [trip["episode"] for trip in whole.state.trips] == [32, 64]
     for step in (2, 3, 4, 5):
         resumed = toy(snapshots=Memory({step: memory.saved[step]}), **changes)
-        assert untimed(list(resumed.updates)) == series[step:]
+        assert untimed(list(resumed.updates)) == history[step:]
         assert torch.equal(resumed.weights, whole.weights)
-        assert resumed.state.kl_coef == whole.state.kl_coef
+        assert (resumed.state.kl_coef, resumed.state.trips) == (whole.state.kl_coef, whole.state.trips)
+
+
+@pytest.mark.parametrize("action", ["warn", "raise_kl"])
+def test_nan_stops_whatever_the_action_is_and_its_batch_is_written(action: str, tmp_path: Path) -> None:
+    one = toy(NanIn(2), guards=RAISE_KL | {"action": action}, faults=tmp_path)
+    with pytest.raises(GuardTripped, match=r"update 1 by the guard non_finite: .*scores"):
+        list(one.updates)
+    assert [trip["guard"] for trip in one.state.trips] == ["non_finite"]
+    assert len(list(tmp_path.iterdir())) == 1

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +16,39 @@ from transformers import PreTrainedModel
 
 from benchmarks.workloads import NoEvaluator
 from rlhf_tasks.config import Lora, Ppo
-from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.load import add_lora
+from rlhf_tasks.models.heads import ActorCritic, NoCritic, ValueHead
+from rlhf_tasks.models.lora import add_lora
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import Samples
+from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.advantages import ESTIMATORS
 from rlhf_tasks.ppo.losses import ppo_clip
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import (
-    ActorCritic,
     AdapterOff,
-    NoCritic,
+    Prompts,
     Reference,
     ReferenceCopy,
     Rollout,
-    ValueHead,
     pad_rows,
-    score_rollout,
 )
-from rlhf_tasks.ppo.sampler import response_ends
-from rlhf_tasks.ppo.state import TrainState, initial_state
+from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
+from rlhf_tasks.ppo.train import score_rollout
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training.checkpoint import Nowhere, State
+from rlhf_tasks.training.checkpoint import Snapshots, State
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import LanguageModeling
+from rlhf_tasks.training.tasks import LanguageModeling
 from tests import small
 from tests.ppo import standin
 from tests.small import EOS, PAD
 
 QUERIES, _ = small.rows(16, longest=6)
-PROMPTS: dict[str, Any] = {"queries": QUERIES, "prompts": [f"prompt {i}" for i in range(len(QUERIES))]}
+PROMPTS = Prompts([f"prompt {i}" for i in range(len(QUERIES))], QUERIES, NONE)
 ONE_STEP: dict[str, Any] = {"num_mini_batches": 1, "num_ppo_epochs": 1}
 DEMONSTRATIONS = LanguageModeling(*small.rows(24, seed=5), pad=PAD)
 
@@ -105,7 +103,7 @@ class InMemory(VllmServer):
         return Samples([ids for ids, _ in rows], [torch.tensor(logprobs) for _, logprobs in rows])
 
 
-class Memory(Nowhere):
+class Memory(Snapshots):
     """Snapshots in memory, by their step; `load` gives the newest of those that it was made with."""
 
     def __init__(self, saved: dict[int, State] | None = None) -> None:
@@ -137,16 +135,21 @@ def given(rollout: Rollout) -> Iterator[None]:
 class Toy:
     """A training that the tests look into between its updates."""
 
-    dist: Distributed
-    config: Ppo
-    state: TrainState
-    inputs: dict[str, Any]
-    """What the loop is given besides."""
+    setup: Setup
+    state: PpoState
+
+    @property
+    def dist(self) -> Distributed:
+        return self.setup.dist
+
+    @property
+    def config(self) -> Ppo:
+        return self.setup.config
 
     @property
     def updates(self) -> Iterator[Metrics]:
         """The updates that remain."""
-        return loop.train(self.dist, self.config, self.state, columns=NONE, **PROMPTS, **self.inputs)
+        return loop.train(self.setup, self.state)
 
     @property
     def actor_critic(self) -> ActorCritic:
@@ -158,24 +161,15 @@ class Toy:
 
     def sample(self) -> Rollout:
         """The scored responses to QUERIES, without advantages."""
-        sampler, num_samples = self.state.sampler, self.config.samples_per_prompt
-        queries = QUERIES[: len(QUERIES) // num_samples]
-        return score_rollout(
-            self.dist,
-            self.config,
-            self.actor_critic,
-            self.state.reference,
-            self.inputs["scorers"],
-            PROMPTS["prompts"][: len(queries)] * num_samples,
-            queries * num_samples,
-            sampler.sample(queries, 0),
-            NONE,
-            [range(len(QUERIES))],
-            tokenizer=self.inputs["tokenizer"],
-            ends=self.inputs["ends"],
-            budget=TokenBudget(self.config.micro_batch_tokens),
-            is_on_policy=sampler.is_policy,
+        prompts = PROMPTS.take(range(len(QUERIES) // self.config.samples_per_prompt))
+        samples = self.state.sampler.sample(prompts.queries, 0)
+        budget, self.state.budget = self.state.budget, TokenBudget(self.config.micro_batch_tokens)
+        minibatches = [range(len(QUERIES))]
+        rollout = score_rollout(
+            self.setup, self.state, prompts.repeat(self.config.samples_per_prompt), samples, minibatches
         )
+        self.state.budget = budget
+        return rollout
 
     def estimate(self, rollout: Rollout | None = None) -> tuple[Rollout, Metrics]:
         """A rollout (by default `sample`) with its advantages, and what an update measures of it.
@@ -197,17 +191,18 @@ class Toy:
 
     def learn(self, rollout: Rollout) -> Metrics:
         """One update on a rollout, by its own advantages and returns."""
-        own = {"estimator": lambda rewards, given, config: (given.advantages, given.returns)}
         one = self._for(rollout, {"whiten_advantages": False, "advantage_clip": None})
+        setup = replace(one.setup, estimator=lambda rewards, given, config: (given.advantages, given.returns))
         with given(rollout):
-            return next(replace(one, inputs=self.inputs | own).updates)
+            return next(replace(one, setup=setup).updates)
 
     def _for(self, rollout: Rollout, changes: dict[str, Any] | None = None) -> Toy:
         """This training, with updates of so many episodes and at least one more of them."""
         size = len(rollout.queries)
         episodes = max(self.config.total_episodes, size * (self.state.update + 1))
         sizes = {"rollout_batch_size": size, "total_episodes": episodes}
-        return replace(self, config=self.config.model_copy(update=sizes | (changes or {})))
+        config = self.config.model_copy(update=sizes | (changes or {}))
+        return replace(self, setup=replace(self.setup, config=config))
 
 
 def toy(
@@ -230,35 +225,31 @@ def toy(
     dist.freeze(frozen)
     tokenizer = copy.deepcopy(small.tokenizer())
     tokenizer.pad_token_id = pad
+    names = {field.name for field in fields(Setup)} & changes.keys() - {"ptx", "prompts"}
+    own = {name: changes.pop(name) for name in names}
+    config = small.ppo(**({"sampler": VLLM_SAMPLER} if server else {}) | changes)
     inputs: dict[str, Any] = {
+        "prompts": PROMPTS,
         "scorers": Planted(reward),
         "loss": ppo_clip,
-        "estimator": None,
+        "estimator": ESTIMATORS.get(config.advantages.kind),
         "evaluator": NoEvaluator(),
-        "ptx": text,
         "tokenizer": tokenizer,
+        "ends": ends_of(frozen, tokenizer, [config.stop_token]),
         "tracker": NullTracker("ppo"),
-        "snapshots": Nowhere(),
+        "snapshots": Snapshots(),
         "faults": Path("faults"),
-        "clock": time.perf_counter,
     }
-    inputs |= {name: changes.pop(name) for name in inputs.keys() & changes.keys() - {"ptx"}}
-    config = small.ppo(**({"sampler": VLLM_SAMPLER} if server else {}) | changes)
-    inputs["estimator"] = inputs["estimator"] or ESTIMATORS[config.advantages.kind]
-    inputs["ends"] = response_ends(config, frozen, tokenizer)
+    setup = Setup(dist=dist, config=config, ptx=text, **inputs | own)
     critic = small.scores(seed=3) if config.critic else NoCritic()
     state = initial_state(
-        dist,
-        config,
+        setup,
         actor_critic or ActorCritic(small.causal(), critic),
         reference or ReferenceCopy(frozen, moves="reference_sync" in changes),
-        tokenizer,
         server,
-        num_prompts=len(QUERIES),
-        num_demonstrations=len(text.queries) if text else 0,
         seed=seed,
     )
-    return Toy(dist, config, state, inputs)
+    return Toy(setup, state)
 
 
 def without_critic(advantages: str, num_samples: int = 4) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,20 +10,14 @@ import pytest
 from rlhf_tasks.project import atomic
 
 
-def test_a_folder_appears_complete_with_its_parents(tmp_path: Path) -> None:
+def test_a_folder_appears_complete_with_its_parents_and_replaces_the_old_one(tmp_path: Path) -> None:
     target = tmp_path / "models/sft"
-    with atomic.whole(target) as folder:
-        (folder / "weights").write_text("w", encoding="utf-8")
-        assert not target.exists()
-    assert (target / "weights").read_text(encoding="utf-8") == "w"
-    assert [path.name for path in target.parent.iterdir()] == ["sft"]
-
-
-def test_a_folder_replaces_the_old_one(tmp_path: Path) -> None:
     for name in ("old", "new"):
-        with atomic.whole(tmp_path / "out") as folder:
+        with atomic.whole(target) as folder:
             (folder / name).touch()
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+            assert not (target / name).exists()
+        assert [path.name for path in target.iterdir()] == [name]
+    assert [path.name for path in target.parent.iterdir()] == ["sft"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -38,10 +32,7 @@ def test_an_error_leaves_the_old_folder_and_no_other(tmp_path: Path, error: type
 
     with pytest.raises(error):
         breaks_off()
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
-        "out",
-        "out/old",
-    ]
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["out", "old"]
 
 
 def test_folders_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
@@ -55,15 +46,7 @@ def test_folders_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
 def test_two_writers_of_one_file_use_different_partial_files(tmp_path: Path) -> None:
     path = tmp_path / "answers.json"
     texts = [letter * 200_000 for letter in "abcd"]
-    writers = [threading.Thread(target=_write_often, args=(path, text)) for text in texts]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(atomic.write_text, [path] * 80, texts * 20))
     assert path.read_text(encoding="utf-8") in texts
     assert [p.name for p in tmp_path.iterdir()] == ["answers.json"]
-
-
-def _write_often(path: Path, text: str) -> None:
-    for _ in range(20):
-        atomic.write_text(path, text)

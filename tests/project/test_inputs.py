@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +17,9 @@ from rlhf_tasks import config
 from rlhf_tasks.config import Section
 from rlhf_tasks.config.types import sections
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, hashing, inputs, lineage, precision
+from rlhf_tasks.project import dvc_cli, hashing, inputs, lineage
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training import checkpoint
+from rlhf_tasks.training import auto, checkpoint
 from tests import small
 from tests.conftest import Command
 from tests.flows import toy
@@ -35,7 +35,7 @@ def set_values(root: Path, changes: Mapping[str, Any]) -> None:
     tree = yaml.load(file.read_text(encoding="utf-8"))
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        tree[section][name] = value
+        tree.setdefault(section, {})[name] = value
     yaml.dump(tree, file)
 
 
@@ -85,7 +85,7 @@ def test_dvc_runs_the_stages_that_read_a_changed_value_and_no_others(tmp_path: P
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command) -> Path:
     """A project with its inputs files; the machine has no GPU."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(precision, "gpu_capabilities", list)
+    monkeypatch.setattr(auto, "gpus", list)
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     toy.write_params(tmp_path)
     (tmp_path / "given").mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ def rerun(record: Path) -> Callable[..., set[str]]:
         before = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
         set_values(record, values or {})
         write(record, files)
-        inputs.write(Paths(record))
+        inputs.write(Paths(record), auto.resolve(config.load(Path("params.yaml")), record))
         after = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
         return {name for name, text in after.items() if text != before.get(name)} - {"report"}
 
@@ -308,11 +308,27 @@ def test_the_file_and_the_name_of_a_function_are_checked_before_anything_runs(tm
     assert "numpy" in inputs.collect(Paths(tmp_path), "ppo", ppo_values("numpy.linalg:norm")).packages
 
 
+def test_only_stage_prepare_depends_on_the_code_of_a_source_and_on_what_it_reads(tmp_path: Path) -> None:
+    text = "import scipy\ndef rows(): ...\n"
+    write(tmp_path, {"mine.py": text, "known.py": f"{text}def reads(): return {{'tickets.csv': 7}}"})
+    of = {
+        (stage, name): inputs.collect(Paths(tmp_path), stage, {"data.source": f"{name}:rows"})
+        for stage in ("prepare", "judge")
+        for name in ("mine", "known")
+    }
+    assert [*of["prepare", "mine"].files] == ["mine.py"]
+    assert of["prepare", "known"].packages == {**of["prepare", "mine"].packages, "tickets.csv": "7"}
+    assert "scipy" in of["prepare", "mine"].packages
+    assert not of["judge", "known"].files
+    write(tmp_path, {"wrong.py": "def rows(): ...\ndef reads(): return 7"})
+    with pytest.raises(UserError, match=r"^data\.source: wrong:reads raised TypeError: 'int'"):
+        inputs.collect(Paths(tmp_path), "prepare", {"data.source": "wrong:rows"})
+
+
 def test_the_data_of_docstrings_depends_on_all_installed_packages(tmp_path: Path) -> None:
-    found = inputs.collect(Paths(tmp_path), "prepare", {"data.source": "docstrings"}).packages
-    assert {"pytest", "pip", "numpy"} <= {*found}
-    assert "pytest" not in inputs.collect(Paths(tmp_path), "prepare", {"data.source": "files"}).packages
-    assert "pytest" not in inputs.collect(Paths(tmp_path), "sft", {"data.source": "docstrings"}).packages
+    shutil.copytree(small.ROOT / "examples", tmp_path / "examples")
+    values = {"data.source": "examples.docstrings:docstrings"}
+    assert {"pytest", "pip", "numpy"} <= {*inputs.collect(Paths(tmp_path), "prepare", values).packages}
 
 
 def test_every_parameter_that_names_a_file_or_a_function_is_known() -> None:
@@ -344,31 +360,29 @@ def test_a_stage_uses_the_recorded_precision_or_says_why_it_cannot(
 ) -> None:
     paths, settings = Paths(record), config.load()
     assert settings.launch.precision == "auto"
-    assert inputs.in_force(paths, "ppo", settings).launch.precision == "fp32"
+    assert auto.resolve_for(paths, "ppo", settings).launch.precision == "fp32"
     file = record / "inputs/ppo.json"
     file.write_text(file.read_text(encoding="utf-8").replace('"fp32"', '"bf16"'), encoding="utf-8")
-    monkeypatch.setattr(precision, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(auto, "cpu_has_amx", lambda: False)
     with pytest.raises(UserError, match=r"records launch\.precision: bf16.*neither a GPU nor the CPU"):
-        inputs.in_force(paths, "ppo", settings)
-    monkeypatch.setattr(precision, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(precision, "gpu_capabilities", lambda: [9, 8])
-    assert inputs.in_force(paths, "ppo", settings).launch.precision == "bf16"
-    assert inputs.in_force(paths, "sft", settings).launch.precision == "fp32", "as recorded"
+        auto.resolve_for(paths, "ppo", settings)
+    monkeypatch.setattr(auto, "gpus", lambda: [SimpleNamespace(major=n, total_memory=8e10) for n in (9, 8)])
+    assert auto.resolve_for(paths, "ppo", settings).launch.precision == "bf16"
+    assert auto.resolve_for(paths, "sft", settings).launch.precision == "fp32", "as recorded"
     (record / "inputs/sft.json").unlink()
-    assert inputs.in_force(paths, "sft", settings).launch.precision == "bf16", "without a record"
+    assert auto.resolve_for(paths, "sft", settings).launch.precision == "bf16", "without a record"
 
 
 def test_a_stage_refuses_a_record_that_is_older_than_what_it_reads(record: Path) -> None:
     toy.write_params(record, ppo={"kl_coef": 0.07})
     with pytest.raises(UserError, match=r"^ppo\.kl_coef \(.* → 0\.07\) changed since inputs/ppo\.json was"):
-        inputs.in_force(Paths(record), "ppo", config.load())
-    inputs.in_force(Paths(record), "sft", config.load())
+        auto.resolve_for(Paths(record), "ppo", config.load())
+    auto.resolve_for(Paths(record), "sft", config.load())
 
 
 def test_precision_and_named_files_are_part_of_a_stages_identity_and_of_its_lineage(record: Path) -> None:
     paths = Paths(record)
-    identity = lineage.identity(paths, "sft", {"sft.patience": 1})
-    assert identity is not None
+    identity = lineage.fingerprint(paths, "sft", {"sft.patience": 1}).flat()
     assert identity["launch.precision"] == "fp32"
     assert identity["package torch"]
     assert identity["sft.patience"] == 1, "what the caller gives"
@@ -376,47 +390,6 @@ def test_precision_and_named_files_are_part_of_a_stages_identity_and_of_its_line
     written = json.loads(lineage.write(paths, "sft", "sft-k").read_text(encoding="utf-8"))
     assert written["launch.precision"] == "fp32"
     assert "torch" in written["packages"]
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "expected"),
-    [([9], "bf16"), ([8, 9], "bf16"), ([7, 9], "fp32"), ([], "fp32"), (None, "fp32")],
-)
-def test_auto_is_bf16_where_every_gpu_has_it(
-    capabilities: list[int] | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By NVIDIA's driver; None: it is not installed."""
-
-    class Driver:
-        def cuInit(self, flags: int) -> int:
-            return 0 if capabilities else 100
-
-        def cuDeviceGetCount(self, count: Any) -> int:
-            count._obj.value = len(capabilities or [])
-            return 0
-
-        def cuDeviceGet(self, device: Any, number: int) -> int:
-            device._obj.value = number
-            return 0
-
-        def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
-            assert attribute == 75
-            value._obj.value = (capabilities or [])[device.value]
-            return 0
-
-    def load(name: str) -> Driver:
-        if capabilities is None:
-            raise OSError(name)
-        return Driver()
-
-    monkeypatch.setattr(precision, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    monkeypatch.setattr(precision, "cpu_has_amx", lambda: False)
-    auto, bf16 = (config.Config.model_validate({"launch": {"precision": name}}) for name in ("auto", "bf16"))
-    assert precision.resolve(auto, tmp_path) == expected
-    assert precision.resolve(bf16, tmp_path) == "bf16"
-    monkeypatch.setattr(precision, "_torch_has_cuda", lambda: False)
-    assert precision.resolve(auto, tmp_path) == "fp32", "a build of torch without CUDA computes on the CPU"
 
 
 @pytest.mark.parametrize(
@@ -431,9 +404,8 @@ def test_an_unfinished_run_is_refused_by_name_where_auto_stood_for_something_els
     record: Path, there: Mapping[str, Any]
 ) -> None:
     """Only where nothing else differs: another value of one's own starts from the beginning."""
-    paths, view = Paths(record), config.VIEWS["sft"].of(inputs.resolved(Path(), config.load()))
-    identity = lineage.identity(paths, "sft", view.declared)
-    assert identity is not None
+    paths, view = Paths(record), config.VIEWS["sft"].of(auto.resolve(config.load(), Path()))
+    identity = lineage.fingerprint(paths, "sft", view.declared).flat()
     snapshot = record / ".rlhf/state/sft/other/sft/step-000000001"
     snapshot.mkdir(parents=True)
     manifest: dict[str, Any] = {"identity": {**identity, **there}, "step": 1}
@@ -446,9 +418,9 @@ def test_an_unfinished_run_is_refused_by_name_where_auto_stood_for_something_els
         pass
     # What the message tells to write makes the stage look for that run's snapshots.
     set_values(record, there)
-    inputs.write(paths)
-    as_told = config.VIEWS["sft"].of(inputs.resolved(Path(), config.load()))
-    assert lineage.identity(paths, "sft", as_told.declared) == manifest["identity"]
+    inputs.write(paths, auto.resolve(config.load(), Path()))
+    as_told = config.VIEWS["sft"].of(auto.resolve(config.load(), Path()))
+    assert lineage.fingerprint(paths, "sft", as_told.declared).flat() == manifest["identity"]
     manifest["identity"]["sft.patience"] = 99
     (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     with checkpoint.claim(paths, view, main=True) as claim:

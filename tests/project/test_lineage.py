@@ -41,6 +41,7 @@ def test_the_lineage_file_holds_the_run_key_and_input_hashes(project: Path) -> N
     assert json.loads(path.read_text(encoding="utf-8")) == {
         "rlhf.run": "sft-k",
         "inputs": {"data/sft": hashing.dvc_md5(project / "data/sft")},
+        "packages": {},
         "git.rev": None,
         "git.dirty": False,
     }

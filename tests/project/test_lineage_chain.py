@@ -1,4 +1,4 @@
-"""`rlhf lineage` shows the same chain for a path, an experiment, a commit, a key and a flow run."""
+"""`rlhf lineage` shows the same chain for a path, an experiment and a commit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_cli, git, hashing, lineage_chain
-from rlhf_tasks.tracking.store import embedded_uri
 from tests.conftest import Command
 from tests.flows import toy
 from tests.report import workspace
@@ -21,7 +19,6 @@ from tests.report import workspace
 pytestmark = [pytest.mark.e2e]
 
 KEY = "second-20260102T030405-abcdef"
-FLOW = "0f0f0f0f-1111-2222-3333-444444444444"
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +45,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     toy.commit(made)
     dvc_cli.run(made, "repro", "-q")
     dvc_cli.run(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
-    outbox = made / ".rlhf/outbox"
-    outbox.mkdir(parents=True)
-    (outbox / f"flow-{FLOW}.jsonl").write_text(
-        json.dumps({"kind": "tags", "values": {"dvc.exp": "mine"}}) + "\n", encoding="utf-8"
-    )
     return made
 
 
@@ -65,60 +57,16 @@ def root(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return made
 
 
-@pytest.mark.parametrize("name", ["second.txt", "mine", KEY, FLOW, f"prefect-{FLOW}"])
+@pytest.mark.parametrize("name", ["second.txt", "mine", "refs/mine"])
 def test_every_name_leads_to_the_same_chain(root: Path, name: str) -> None:
+    revision = git.find_experiment(root, "mine")
+    toy.git(root, "update-ref", "refs/mine", str(revision))
     chain = lineage_chain.find(root, name)
-    assert chain.experiment == "mine"
+    assert (chain.revision, chain.experiment) == (revision, None if name == "refs/mine" else "mine")
     assert [link.stage for link in chain.links] == ["first", "second"]
     assert chain.links[0].inputs["given"] == hashing.dvc_md5(root / "given")
     assert chain.links[1].outs["second.txt"] == hashing.dvc_md5(root / "second.txt")
     assert chain.links[1].lineage["rlhf.run"] == KEY
-
-
-@pytest.mark.parametrize("name", [{}, {"dvc.exp": "never-saved"}])
-def test_a_flow_run_that_saved_nothing_leads_to_its_commit(root: Path, name: dict[str, str]) -> None:
-    head = toy.git(root, "rev-parse", "HEAD").strip()
-    record = {"kind": "tags", "values": {"git.rev": head, **name}}
-    file = root / f".rlhf/outbox/flow-{FLOW}.jsonl"
-    file.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    chain = lineage_chain.find(root, FLOW)
-    assert (chain.revision, chain.experiment) == (head, None)
-
-
-def test_a_flow_run_whose_record_was_cut_off_is_found(root: Path) -> None:
-    """Its process was killed in the middle of a line; a line that is damaged otherwise is named."""
-    file = root / f".rlhf/outbox/flow-{FLOW}.jsonl"
-    whole = file.read_text(encoding="utf-8")
-    file.write_text(whole + '{"kind": "ta', encoding="utf-8")
-    assert lineage_chain.find(root, FLOW).experiment == "mine"
-    file.write_text('{"kind": "ta\n' + whole, encoding="utf-8")
-    with pytest.raises(UserError, match="has a damaged line"):
-        lineage_chain.find(root, FLOW)
-
-
-@pytest.mark.parametrize("by_environment", [True, False])
-def test_an_mlflow_run_is_found_in_the_store_of_the_stages(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_environment: bool
-) -> None:
-    """The store is that of MLFLOW_TRACKING_URI, else the project's own."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    if by_environment:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", embedded_uri(elsewhere))
-    else:
-        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    client = MlflowClient(embedded_uri(elsewhere if by_environment else root / ".rlhf"))
-    made = client.create_run(client.create_experiment("rlhf"), tags={"dvc.exp": "mine"})
-    assert lineage_chain.find(root, made.info.run_id).experiment == "mine"
-    with pytest.raises(UserError, match="is not known: give an out"):
-        lineage_chain.find(root, "0" * 32)
-
-
-def test_an_mlflow_that_does_not_answer_is_a_user_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(UserError, match=r"cannot be read from MLflow at http://127.0.0.1:9"):
-        lineage_chain.find(root, "0" * 32)
 
 
 def test_the_text_goes_from_data_to_win_rates_and_its_commands_work(
@@ -136,22 +84,19 @@ def test_the_text_goes_from_data_to_win_rates_and_its_commands_work(
     assert target.read_bytes() == (root / "second.txt").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["second.txt", KEY])
-def test_a_run_that_is_not_committed_is_found_in_the_working_tree(
-    root: Path, name: str, rlhf: Command
-) -> None:
+def test_a_run_that_is_not_committed_is_found_in_the_working_tree(root: Path, rlhf: Command) -> None:
     """As after `make run` in a fresh clone."""
     dvc_cli.run(root, "exp", "remove", "mine")
-    text = rlhf("lineage", name).out
+    text = rlhf("lineage second.txt").out
     assert "the working tree; the commit checked out does not have it" in text
     assert f"run {KEY}" in text
     assert "gold: policy vs sft  75.0%" in text
     (root / "given/other.txt").write_text("of this run\n", encoding="utf-8")
     toy.git(root, "add", "given/other.txt")
-    keep = lineage_chain.commands(lineage_chain.find(root, name))[0]
+    keep = lineage_chain.commands(lineage_chain.find(root, "second.txt"))[0]
     assert keep == "git add dvc.lock metrics/ plots/ && git commit --all"
     subprocess.run(f"{keep} -qm run", shell=True, cwd=root, check=True)
-    assert lineage_chain.find(root, name).revision == git.commit(root)
+    assert lineage_chain.find(root, "second.txt").revision == git.commit(root)
     assert toy.git(root, "status", "--porcelain", "--untracked-files=no") == ""
 
 
@@ -196,7 +141,9 @@ def test_an_altered_out_is_a_user_error(root: Path) -> None:
 
 
 def test_an_unknown_name_is_a_user_error_that_says_what_is_known(root: Path, rlhf: Command) -> None:
-    assert "such as models/policy" in rlhf("lineage no-such", status=2).err
+    message = rlhf("lineage no-such", status=2).err
+    assert "such as models/policy" in message
+    assert "The page of a run in MLflow (tags `dvc.exp` and `git.rev`) or in Prefect names its" in message
 
 
 def test_in_a_part_of_a_repository_the_commands_have_paths_from_its_top() -> None:

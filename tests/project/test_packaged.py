@@ -136,7 +136,7 @@ def test_a_damaged_gguf_file_is_no_model(tmp_path: Path, left_out: str, cut: int
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the extra smollm2")
 def test_smollm2_is_read_from_its_package_and_saved_as_a_plain_model(tmp_path: Path) -> None:
-    words = tokenizer.ready(Model(base=SMOLLM2, scratch=None))
+    words = tokenizer.load_base(Model(base=SMOLLM2, scratch=None))
     model = load_causal(SMOLLM2)
     assert (words.eos_token, model.num_parameters()) == ("<|im_end|>", 134_515_008)
     model.save_pretrained(tmp_path)

@@ -225,7 +225,7 @@ def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Pa
     first = create(root, "one")
     assert first.like is None
     dvc_cli.run(first.folder, "repro")
-    ran = sorted(git.changed(first.folder))
+    ran = sorted(git.list_changes(first.folder))
     _, commit = first.save("before", instead="other")
     first.remove()
     again = create(root, "two")
@@ -233,7 +233,7 @@ def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Pa
     output = dvc_cli.run(again.folder, "repro")
     assert output.count("didn't change, skipping") == 2, "not restored one by one"
     assert again.is_like()
-    assert sorted(git.changed(again.folder)) == ran, "as if it had run there"
+    assert sorted(git.list_changes(again.folder)) == ran, "as if it had run there"
     (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
     later = create(root, "four")
     dvc_cli.run(later.folder, "repro")

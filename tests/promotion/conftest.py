@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rlhf_tasks.judging import head_to_head
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import measurement
-from rlhf_tasks.promotion.gate import Evidence
+from rlhf_tasks.promotion.verdict import Measurements
 from tests.flows import toy
 from tests.promotion import planted
 
@@ -65,25 +64,22 @@ class Measured:
 
     champion: EvaluationResults = field(default_factory=planted.over_champion)
     sft: EvaluationResults = field(default_factory=planted.results)
-    cost: Evidence = field(default_factory=planted.cost)
+    cost: Measurements = field(default_factory=planted.cost)
     compared: list[str] = field(default_factory=list)
     """The weights that the candidate was compared with, or their folder."""
     costs: int = 0
-    check: Callable[[JudgeView, Paths, Path], None] = lambda view, paths, functions: None
-    """Called with what each comparison was given."""
 
     def compare(
-        self, view: JudgeView, model: str, against: str, *, paths: Paths, functions_root: Path, **rest: Any
+        self, view: JudgeView, model: str, against: str, *, paths: Paths, **rest: Any
     ) -> EvaluationResults:
         weights = paths.root / against / "weights"
         self.compared.append(weights.read_text(encoding="utf-8") if weights.exists() else against)
-        self.check(view, paths, functions_root)
         results = self.sft if against == "models/sft" else self.champion
         names = {"a": model, "b": against}
         comparisons = tuple(one.model_copy(update=names) for one in results.comparisons)
         return EvaluationResults(comparisons=comparisons)
 
-    def measure(self, settings: Any, paths: Paths, policy: Path) -> Evidence:
+    def measure(self, settings: Any, paths: Paths, policy: Path) -> Measurements:
         self.costs += 1
         return self.cost
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from rlhf_tasks.judging.results import (
 )
 from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.project import hashing
-from rlhf_tasks.promotion.gate import Evidence, Kl
+from rlhf_tasks.promotion.verdict import Kl, Measurements
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -37,10 +38,9 @@ def comparison(
 ) -> ComparisonResult:
     """The policy against another model; the gate reads the low end of the win rate."""
     rate = interval(low + 0.02, low)
-    return ComparisonResult(
-        judge=judge, a="policy", b=b, win_rate=rate, decisive=rate, length_controlled=rate, p_value=0.01,
-        ties=0, examples=examples, failures=failures,
-    )  # fmt: skip
+    rates = {"win_rate": rate, "decisive": rate, "length_controlled": rate}
+    counts = {"p_value": 0.01, "ties": 0, "examples": examples, "failures": failures}
+    return ComparisonResult.model_validate({"judge": judge, "a": "policy", "b": b} | rates | counts)
 
 
 def retention(
@@ -59,9 +59,7 @@ RETENTION = retention({"sft_text": 2.0}, {"sft_text": 1.6})
 
 def responses(policy: tuple[float, float], sft: tuple[float, float]) -> dict[str, ResponseStatistics]:
     """Perplexity by SFT, and share of different 2-grams, of the responses of policy and SFT."""
-    plain: dict[str, float] = dict.fromkeys(
-        ("length", "ended", "distinct_1", "distinct_2", "repetition"), 1.0
-    )
+    plain = dict.fromkeys(("length", "ended", "distinct_1", "distinct_2", "repetition"), 1.0)
     return {
         name: ResponseStatistics(**plain, rouge_l=None, sft_perplexity=perplexity, corpus_distinct_2=share)
         for name, (perplexity, share) in {"policy": policy, "sft": sft}.items()
@@ -86,19 +84,15 @@ def results(
     responses: Mapping[str, ResponseStatistics] = RESPONSES,
 ) -> EvaluationResults:
     """Results of a policy that is better than SFT by both judges; None leaves a judge out."""
-    lows = zip(JUDGES, (gold, second), examples, failures, strict=True)
-    comparisons = tuple(
+    lows = [*zip(JUDGES, (gold, second), examples, failures, strict=True)]
+    comparisons = [
         comparison(judge, "sft", low, examples=count, failures=failed)
         for judge, low, count, failed in lows
         if low is not None
-    )
-    comparisons += tuple(
-        comparison(judge, "base", base)
-        for judge, low in zip(JUDGES, (gold, second), strict=True)
-        if low is not None
-    )
+    ]
+    comparisons += [comparison(judge, "base", base) for judge, low, *_ in lows if low is not None]
     return EvaluationResults(
-        comparisons=comparisons,
+        comparisons=tuple(comparisons),
         responses=dict(responses),
         retention=dict(retention),
         task_changes=dict(task_changes or {}),
@@ -115,29 +109,21 @@ def over_champion(gold: float = 0.55, second: float = 0.53) -> EvaluationResults
 
 def cost(
     kl: float | None = KL, error: float = KL_ERROR, retention: Mapping[str, RetentionResult] = RETENTION
-) -> Evidence:
+) -> Measurements:
     """What PPO cost a policy."""
     measured = None if kl is None else Kl(mean=kl, standard_error=error)
     found = EvaluationResults(responses=RESPONSES, retention=dict(retention))
-    return Evidence(results=found, kl=measured)
+    return Measurements(results=found, kl=measured)
 
 
-def shipped(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The shipped params.yaml, gate and all, with `{"promotion.max_kl": 5.0, …}` changed."""
-    return small.params(changes, gate=True)
-
-
-def params(folder: Path, changes: Mapping[str, Any] | None = None) -> None:
-    """Write that as a file."""
-    small.write_params(folder, changes, gate=True)
+shipped = functools.partial(small.params, gate=True)
+"""The shipped params.yaml, gate and all, with `{"promotion.max_kl": 5.0, …}` changed."""
+params = functools.partial(small.write_params, gate=True)
+"""Write that to a folder."""
 
 
 def pipeline(
-    folder: Path,
-    weights: str = "better",
-    *,
-    kl: float | None = KL,
-    results: EvaluationResults | None = None,
+    folder: Path, weights: str = "better", *, kl: float | None = KL, results: EvaluationResults | None = None
 ) -> str:
     """Write a policy of these bytes and its results to `folder`; returns the policy's md5."""
     policy = folder / "models/policy"
@@ -166,11 +152,8 @@ def lock(folder: Path) -> None:
     ppo = entries("models/policy", "metrics/ppo.json", "models/lineage/ppo.json")
     values = config.VIEWS["judge"].of(config.load(folder / "params.yaml")).declared
     record(folder, "judge", values)
-    judge = {
-        "cmd": "rlhf judge",
-        "deps": entries("models/policy", "inputs/judge.json"),
-        "outs": entries("evaluation/judge"),
-    }
+    deps, outs = entries("models/policy", "inputs/judge.json"), entries("evaluation/judge")
+    judge = {"cmd": "rlhf judge", "deps": deps, "outs": outs}
     stages = {"ppo": {"cmd": "rlhf ppo", "outs": ppo}, "judge": judge}
     with (folder / "dvc.lock").open("w", encoding="utf-8") as file:
         YAML().dump({"schema": "2.0", "stages": stages}, file)

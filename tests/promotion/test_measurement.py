@@ -9,16 +9,16 @@ import torch
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import Config
-from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.tokenizer import encode
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.responses import sample
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import evidence, measurement
-from rlhf_tasks.promotion.gate import Evidence, Kl
+from rlhf_tasks.promotion import measurement
+from rlhf_tasks.promotion.verdict import Kl, Measurements
 from tests import small, toy
 from tests.promotion import planted
 
@@ -30,7 +30,7 @@ def settings(**changes: object) -> Config:
     return config.validate(small.params(SMALL | changes), "test")
 
 
-def measure(given: Config, policy: Path) -> Evidence:
+def measure(given: Config, policy: Path) -> Measurements:
     return measurement.measure_cost(given, Paths(), policy)
 
 
@@ -105,10 +105,10 @@ def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) ->
     files = {name: hashing.dvc_md5(tmp_path / name) for name in names}
     recorded = planted.record(tmp_path, "judge", {}, files)
     planted.put(tmp_path / "dvc.lock", {"stages": {"judge": {"cmd": "x", "deps": [recorded]}}})
-    assert measurement.changed_files(tmp_path, tmp_path) == []
+    assert measurement.find_changed_files(tmp_path) == []
     (tmp_path / "rubric.txt").write_text("now", encoding="utf-8")
     (tmp_path / "my_judges/short.py").unlink()
-    assert measurement.changed_files(tmp_path, tmp_path) == names
+    assert measurement.find_changed_files(tmp_path) == names
 
 
 # ------------------------------------------------ what the pipeline measured, and of which policy
@@ -117,14 +117,14 @@ def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) ->
 def test_evidence_is_the_results_document_and_the_kl_of_the_kept_checkpoint(tmp_path: Path) -> None:
     planted.pipeline(tmp_path, kl=3.25)
     kl = Kl(mean=3.25, standard_error=planted.KL_ERROR)
-    assert evidence.read(Paths(tmp_path)) == Evidence(results=planted.BETTER, kl=kl)
+    assert Measurements.read(Paths(tmp_path)) == Measurements(results=planted.BETTER, kl=kl)
 
 
 def test_no_other_metric_of_ppo_is_read(tmp_path: Path) -> None:
     """Not a score, and not the KL of the last update."""
     planted.pipeline(tmp_path)
     planted.put(tmp_path / "metrics/ppo.json", {"objective/scores": 1e9, "objective/kl": 2.0})
-    assert evidence.read(Paths(tmp_path)) == Evidence(results=planted.BETTER, kl=None)
+    assert Measurements.read(Paths(tmp_path)) == Measurements(results=planted.BETTER, kl=None)
 
 
 @pytest.mark.parametrize("changed", ["evaluation/judge/results.json", "metrics/ppo.json"])
@@ -151,8 +151,8 @@ def test_only_changes_of_judge_that_change_comparisons_make_results_stale(tmp_pa
     md5, paths = planted.pipeline(tmp_path), Paths(tmp_path)
     planted.params(tmp_path, {"promotion.max_kl": 1.0, "ppo.kl_coef": 0.5})
     assert measurement.is_judged_here(paths, md5), "parameters of other sections"
-    planted.params(tmp_path, {"judge.labels": "data/labels.jsonl", "judge.num_samples_shown": 1})
-    assert measurement.is_judged_here(paths, md5), "parameters that change no comparison"
+    planted.params(tmp_path, {"judge.labels": "data/labels.jsonl"})
+    assert measurement.is_judged_here(paths, md5), "a parameter that changes no comparison"
     planted.params(tmp_path, {"judge.temperature": 0.5})
     assert not measurement.is_judged_here(paths, md5)
     assert measurement.is_trained_here(paths, md5), "its KL is still known"

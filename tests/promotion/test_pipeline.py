@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import schema
-from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import save_checkpoint
 from rlhf_tasks.project import atomic, hashing
@@ -25,13 +25,11 @@ from tests.conftest import Command
 from tests.promotion import planted
 
 LENIENT = {
-    "promotion.over_sft": 0.0, "promotion.over_bar": 0.0, "promotion.over_champion": 0.0,
-    "promotion.max_perplexity_growth": 100.0,
-    "promotion.max_response_perplexity_growth": 100.0,
-    "promotion.min_distinct_ratio": 0.0,
-    "promotion.max_choice_drop": 1.0, "promotion.min_examples": 12,
-    "judge.num_examples": 12,
-}  # fmt: skip
+    **{"promotion.over_sft": 0.0, "promotion.over_bar": 0.0, "promotion.over_champion": 0.0},
+    **{"promotion.max_perplexity_growth": 100.0, "promotion.max_response_perplexity_growth": 100.0},
+    **{"promotion.min_distinct_ratio": 0.0, "promotion.max_choice_drop": 1.0},
+    **{"promotion.min_examples": 12, "judge.num_examples": 12},
+}
 
 
 def judged(folder: Path, seed: int) -> str:

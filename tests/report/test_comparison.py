@@ -89,7 +89,7 @@ def test_seeds_are_one_line_with_a_band_and_a_single_run_has_its_interval() -> N
     }
     (figure,) = context["first_figures"]
     assert [(curve.name, bool(curve.low)) for curve in figure.curves] == [(a, True), (b, False)]
-    assert "A from 2 to 4" in figure.text
+    assert "A from 2 to 4" in document.describe(figure)
 
 
 def test_the_page_says_which_runs_it_compares_and_loads_nothing() -> None:
@@ -114,8 +114,8 @@ def test_more_settings_than_a_figure_can_show_are_a_user_error() -> None:
 def test_a_number_is_the_same_value_from_params_yaml_and_mlflow() -> None:
     """The file has 1; MLflow has the text of the validated value, "1.0"."""
     given = config.values({"ppo": {"kl_coef": 1}, "seed": 2}, "params.yaml")
-    assert comparison.decisive(given)["ppo.kl_coef"] == "1.0"
-    assert comparison.decisive({"ppo.kl_coef": "1.0", "seed": "2"}) == {"ppo.kl_coef": "1.0"}
+    assert comparison.select_decisive(given)["ppo.kl_coef"] == "1.0"
+    assert comparison.select_decisive({"ppo.kl_coef": "1.0", "seed": "2"}) == {"ppo.kl_coef": "1.0"}
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ LINEAGE = {
 
 
 def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out(tmp_path: Path) -> None:
-    view = small.view("report", {"seed": 7})
+    view = small.view("report", {"seed": 7, "preset": "smoke+grpo"})
     assert run_facts.facts(view, LINEAGE, "mine", tmp_path) == {
         "Date": "2 January 2026, 03:04 UTC",
         "Run": "mine",
-        "Preset": "none",
+        "Preset": "smoke+grpo",
         "Seed": "7",
         "Data": "the built-in task",
         "Base model": "gpt_neox from random weights, 4 layers of width 96",
@@ -32,6 +32,12 @@ def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out
     files = small.view("report", own)
     assert run_facts.facts(files, {}, "", tmp_path)["Data"] == "mine/rows", "named only where it is read"
     assert set(run_facts.facts(view, {"judge": {}}, "", tmp_path)) == {"Preset", "Seed", "Data", "Base model"}
+
+
+def test_the_task_of_a_function_is_in_the_words_of_its_preset() -> None:
+    known = run_facts.task(config.Data(source="examples.arithmetic:arithmetic"))
+    assert known.startswith("examples.arithmetic:arithmetic, of preset arithmetic: sums and products")
+    assert run_facts.task(config.Data(source="mine:rows")) == "mine:rows"
 
 
 def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> None:

@@ -32,10 +32,9 @@ def interval(value: float, low: float | None = None, high: float | None = None) 
 
 def comparison(judge: str, a: str, b: str, rate: Interval, **changes: Any) -> ComparisonResult:
     """One comparison on four prompts, of which one is a tie."""
-    return ComparisonResult(
-        judge=judge, a=a, b=b, win_rate=rate, decisive=rate, length_controlled=rate, p_value=0.03, ties=1,
-        examples=4, failures=0, **changes,
-    )  # fmt: skip
+    rates: Any = dict.fromkeys(("win_rate", "decisive", "length_controlled"), rate)
+    counts: Any = {"ties": 1, "examples": 4, "failures": 0, "p_value": 0.03}
+    return ComparisonResult(judge=judge, a=a, b=b, **rates, **counts, **changes)
 
 
 GPT = {"position_bias": 0.25, "first_share": 0.6, "cost": Cost(replies=40, tokens=1234)}

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.tokenizer import encode
-from rlhf_tasks.scoring.build import Part, WeightedSum, build
+from rlhf_tasks.scoring.build import WeightedScorer, WeightedSum, build
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, ScorerError
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
 from tests import small
@@ -114,7 +114,7 @@ def test_reward_models_pass_before_a_part_that_raises() -> None:
         raise NonFiniteScore("NaN")
 
     with pytest.raises(NonFiniteScore):
-        WeightedSum([Part("service", 1.0, fail), Part("model", 1.0, model)]).parts(ROWS)
+        WeightedSum([WeightedScorer("service", 1.0, fail), WeightedScorer("model", 1.0, model)]).parts(ROWS)
     assert calls == [1]
 
 

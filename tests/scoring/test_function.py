@@ -13,7 +13,7 @@ import torch
 
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.scoring.function import ONE, TWO, ColumnsFunction, FunctionScorer
+from rlhf_tasks.scoring.function import ONE, TWO, ColumnsFunction, ImportedScorer
 from rlhf_tasks.scoring.protocol import Responses, UnusableScores
 from tests.conftest import Command
 
@@ -38,7 +38,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 
 
 def score(name: str, root: Path | None = None) -> list[float]:
-    found = FunctionScorer(f"{name}:score", "ppo.scorers", root or Path())(ROWS)
+    found = ImportedScorer(f"{name}:score", "ppo.scorers", root or Path())(ROWS)
     assert found.dtype == torch.float32
     result: list[float] = found.tolist()
     return result
@@ -61,7 +61,7 @@ def test_a_function_of_the_current_directory_gets_all_texts_once(module: Callabl
     name = module("seen = []\ndef score(p, r):\n    seen.append((p, r))\n    return [len(x) for x in r]\n")
     assert score(name) == [5.0, 2.0, 0.0]
     assert sys.modules[name].seen == [(ROWS.prompts, ROWS.texts)]
-    assert FunctionScorer(f"{name}:score", "k", Path())(Responses.of_texts([], [])).shape == (0,)
+    assert ImportedScorer(f"{name}:score", "k", Path())(Responses.of_texts([], [])).shape == (0,)
 
 
 def test_a_module_may_define_dataclasses(module: Callable[[str], str]) -> None:
@@ -293,7 +293,7 @@ def test_a_kept_column_may_have_any_other_name(module: Callable[[str], str]) -> 
     name = module("def score(completions, name, **rest):\n    return [*name[:-1], len(rest['function'])]\n")
     columns: Columns = {"name": [1, 2, 3], "function": [4, 5, 6]}
     rows = Responses.of_texts(ROWS.prompts, ROWS.texts, columns)
-    assert FunctionScorer(f"{name}:score", "k", Path(), columns)(rows).tolist() == [1.0, 2.0, 3.0]
+    assert ImportedScorer(f"{name}:score", "k", Path(), columns)(rows).tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("made", ["map(fail, r)", "(fail(x) for x in r)", "Pool(2).map(fail, r)"])

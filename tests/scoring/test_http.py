@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.scoring.http import LONGEST_WAIT_SECONDS, NUM_TRIES, HttpScorer
+from rlhf_tasks.scoring.http import LONGEST_WAIT_SECONDS, NUM_TRIES, ScoringService
 from rlhf_tasks.scoring.protocol import Responses, ScorerError
 from tests.loopback import serving
 from tests.scoring.server import Handler, Server, hangs_up, hung, replies, slow, status
@@ -29,8 +29,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         yield made
 
 
-def http(url: str, timeout_seconds: float = 5.0, **settings: Any) -> HttpScorer:
-    return HttpScorer(config.HttpScorer(kind="http", url=url, timeout_seconds=timeout_seconds, **settings))
+def http(url: str, timeout_seconds: float = 5.0, **settings: Any) -> ScoringService:
+    return ScoringService(
+        config.HttpScorer(kind="http", url=url, timeout_seconds=timeout_seconds, **settings)
+    )
 
 
 def test_a_service_gets_texts_and_columns_in_batches_and_its_scores_come_in_order(server: Server) -> None:

@@ -17,7 +17,8 @@ from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.chat import DATE, Chat, Message
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows, ready_rendering
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import TokenScores, load_reward, save_checkpoint, score_head
+from rlhf_tasks.models.heads import TokenScores, score_head
+from rlhf_tasks.models.load import add_score_head, load_reward, save_checkpoint
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer, messages_of
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
@@ -225,7 +226,7 @@ def foreign(tmp_path: Path) -> Path:
     words, folder = bytes_tokenizer(), tmp_path / "foreign"
     causal = small.causal("qwen2", 3, words)
     save_checkpoint(causal, words, tmp_path / "base", identity={}, card="")
-    made = TokenScores.from_policy(tmp_path / "base", torch.Generator().manual_seed(5))
+    made = add_score_head(tmp_path / "base", torch.Generator().manual_seed(5))
     made.set_mean(0.125)
     save_checkpoint(made.model, words, folder, identity={}, card="")
     return folder

@@ -19,7 +19,7 @@ from rlhf_tasks import config
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.scoring.function import FunctionScorer
+from rlhf_tasks.scoring.function import ImportedScorer
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.stages import prepare
 from rlhf_tasks.tracking import NullTracker
@@ -50,13 +50,13 @@ def write_files(folder: Path) -> None:
 def test_the_functions_score_as_the_page_says(tmp_path: Path) -> None:
     write_files(tmp_path)
     columns: Columns = {"answer": [355, 355, 355], "other": ["a", "b", "c"]}
-    checks = FunctionScorer("my_checks:closeness", "ppo.scorers", tmp_path, columns)
+    checks = ImportedScorer("my_checks:closeness", "ppo.scorers", tmp_path, columns)
     rows = Responses.of_texts(["347+8="] * 3, ["355", "352", "-"], columns)
     assert checks(rows).tolist() == [1.0, 0.25, 0.0]
     texts = ["The rain is good for the farm.", "The rain is extraordinarily good for the whole farm."]
-    plain = FunctionScorer("my_rewards:plain", "ppo.scorers", tmp_path, {})
+    plain = ImportedScorer("my_rewards:plain", "ppo.scorers", tmp_path, {})
     assert plain(Responses.of_texts(["p"] * 2, texts)).tolist() == pytest.approx([0.0, 8 / 9])
-    easy = FunctionScorer("my_judges:easy", "judge.judges", tmp_path, {})
+    easy = ImportedScorer("my_judges:easy", "judge.judges", tmp_path, {})
     of_seven, of_nine = easy(Responses.of_texts(["p"] * 2, texts)).tolist()
     assert of_seven == pytest.approx(206.8 - 1.015 * 7 - 84.6 * 7 / 7)
     assert of_nine < of_seven
@@ -82,7 +82,7 @@ def test_rewards_of_other_trainers_score_as_the_page_says(tmp_path: Path) -> Non
     }
     rows = Responses.of_texts(["2+2=", "2+3="], ["4", "4"], columns)
     for function, scores in (("verl_reward:score", [1.5, 0.25]), ("of_trl:accuracy", [1.0, 0.0])):
-        assert FunctionScorer(function, "ppo.scorers", tmp_path, columns)(rows).tolist() == scores
+        assert ImportedScorer(function, "ppo.scorers", tmp_path, columns)(rows).tolist() == scores
 
 
 def test_the_verifiers_parameters_are_accepted_and_the_rows_keep_their_answers(tmp_path: Path) -> None:

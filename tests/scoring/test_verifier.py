@@ -58,11 +58,11 @@ def test_the_format_is_weighted_apart_and_gives_the_answer() -> None:
     tagged = [f"<answer>{answer}</answer>" for answer in ("4.0", "5", "")]
     responses = ["two and two\nis <answer> 4 </answer> ", *tagged, "4", "<answer>4</answer> or not"]
     columns: Columns = {"answer": [4] * 6, "form": [r"\d"] * 6}
-    assert verifier.answers(responses) == ["4", "4.0", "5", "", None, None]
+    assert verifier.read_answers(responses) == ["4", "4.0", "5", "", None, None]
     rows = Responses.of_texts(["p"] * 6, responses, columns)
     assert verifier(rows).tolist() == [2.75, 2.25, 0.75, 0.25, 0.0, 0.0]
     assert verifier.correct(responses, columns) == [True] + [False] * 5
-    assert verifier.formatted(responses) == [True] * 4 + [False] * 2
+    assert verifier.match_format(responses) == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize(

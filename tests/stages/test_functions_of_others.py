@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ruamel.yaml import YAML
 
@@ -19,6 +20,7 @@ from rlhf_tasks.project import imports
 from rlhf_tasks.stages import runner
 from tests import small
 from tests.conftest import Command
+from tests.flows.toy import until
 from tests.stages.test_ppo import SETTINGS
 
 REWARD = {"kind": "function", "weight": 0.1, "function": "stranger:score"}
@@ -35,10 +37,13 @@ def score(prompts, responses):
     child.start()
     child.terminate()
     child.join()
-    for end in (lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: sys.exit(3), lambda: 1 / 0):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    blocked = lambda: sys.exit(len(signal.pthread_sigmask(signal.SIG_BLOCK, ())) + 3)
+    for end in (lambda: os.kill(os.getpid(), signal.SIGTERM), blocked, lambda: 1 / 0):
         if (forked := os.fork()) == 0:  # as a library may
             end()
         print("ended by", os.waitpid(forked, 0)[1])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     return [len(response) for response in responses]
 """
 CHANGES = """
@@ -87,22 +92,26 @@ def project_with(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     return write
 
 
+def start(stage: str) -> subprocess.Popen[str]:
+    """`rlhf STAGE` as a program of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhf_tasks.cli", stage],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(small.ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
 @pytest.fixture
 def ppo(project_with: Callable[..., None]) -> Callable[[str], str]:
     """Runs `rlhf ppo` with the function `score` of this code; gives what it printed."""
 
     def run(code: str) -> str:
         project_with(code)
-        done = subprocess.run(
-            [sys.executable, "-m", "rlhf_tasks.cli", "ppo"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | {"PYTHONPATH": str(small.ROOT), "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, said
+        program = start("ppo")
+        said, _ = program.communicate()
+        assert program.returncode == 0, said
         assert Path("metrics/ppo.json").exists(), said
         return said
 
@@ -112,10 +121,11 @@ def ppo(project_with: Callable[..., None]) -> Callable[[str], str]:
 @pytest.mark.e2e
 def test_children_that_a_reward_forks_do_not_hear_the_signals_of_the_stage(ppo: Callable[[str], str]) -> None:
     said = ppo(FORKS)
-    assert "SIGTERM" not in said
+    assert "SIGTERM:" not in said
+    assert "ZeroDivisionError" in said
     assert [int(line.split()[-1]) for line in said.splitlines() if line.startswith("ended")][:3] == [
         signal.SIGTERM,
-        3 << 8,
+        4 << 8,
         1 << 8,
     ]
 
@@ -147,32 +157,26 @@ def test_a_stage_ends_though_its_function_left_something_running_and_names_it(
 
 
 @pytest.mark.parametrize(
-    ("change", "read", "what"),
+    ("what", "change", "read"),
     [
-        ("torch.set_num_threads(7)", "torch.get_num_threads()", "torch's threads"),
+        ("torch's threads", "t.set_num_threads(7)", "t.get_num_threads()"),
         (
-            "torch.set_float32_matmul_precision('medium')",
-            "torch.get_float32_matmul_precision()",
             "torch's precision of matmuls",
+            "t.set_float32_matmul_precision('medium')",
+            "t.get_float32_matmul_precision()",
         ),
-        (
-            "torch.set_autocast_enabled('cpu', True)",
-            "torch.is_autocast_enabled('cpu')",
-            "torch's autocast on cpu",
-        ),
-        (
-            "torch.autograd.set_detect_anomaly(True)",
-            "torch.is_anomaly_enabled()",
-            "torch's detection of anomalies",
-        ),
-        ("sys.stdout = None", "sys.stdout", "sys.stdout"),
+        ("torch's autocast on cpu", "t.set_autocast_enabled('cpu', True)", "t.is_autocast_enabled('cpu')"),
+        ("torch's detection of anomalies", "t.autograd.set_detect_anomaly(True)", "t.is_anomaly_enabled()"),
+        ("sys.stdout", "sys.stdout = None", "sys.stdout"),
     ],
 )
 def test_each_mode_is_put_back_also_after_an_error(
-    change: str, read: str, what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    what: str, change: str, read: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     name = f"modes_{abs(hash(change))}"
-    code = f"import sys, torch\ndef read():\n    return {read}\ndef score(p, r):\n    {change}\n    1 / 0\n"
+    code = (
+        f"import sys\nimport torch as t\ndef read(): return {read}\ndef score(p, r):\n    {change}\n    1 / 0"
+    )
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
     read_now, function = (imports.load_function(f"{name}:{f}", "k", tmp_path) for f in ("read", "score"))
     before = read_now()
@@ -186,36 +190,41 @@ def test_each_mode_is_put_back_also_after_an_error(
 # ------------------------------------------------------------------------------ before it trains
 
 
+AT_IMPORT = "import faulthandler, os, sys\n{}\nscore = print"
+IN_A_CALL = "import os\ndef score(p, r):\n    {}"
+
+
 @pytest.mark.parametrize(
-    ("code", "why"),
+    ("when", "code", "why"),
     [
-        ("import os\nos._exit(0)\nscore = print", r"importing stranger:score ended its process \(status 0\)"),
-        ("import sys\nsys.exit(3)\nscore = print", "stranger:score cannot be imported: SystemExit: 3"),
-        ("raise KeyboardInterrupt\nscore = print", "importing stranger:score ended its process"),
-        (
-            "import faulthandler\nfaulthandler._sigsegv()\nscore = print",
-            r"importing stranger:score ended its process \(SIGSEGV",
-        ),
-        (
-            "def score(p, r):\n    return [1.0]",
-            r"one number per response, but gave 1 for 4 \(tried on 4 rows",
-        ),
-        ("def score(p, r):\n    return r", "text is not a number"),
-        (
-            "def score(p, r):\n    return open('models/later.json')",
-            "FileNotFoundError.*launch.try_functions: false",
-        ),
-        (
-            "import os\ndef score(p, r):\n    os.abort()",
-            r"a call of stranger:score ended its process \(SIGABRT",
-        ),
+        (AT_IMPORT, "os._exit(0)", r"importing stranger:score ended its process \(status 0\)"),
+        (AT_IMPORT, "sys.exit(3)", "stranger:score cannot be imported: SystemExit: 3"),
+        (AT_IMPORT, "raise KeyboardInterrupt", "importing stranger:score ended its process"),
+        (AT_IMPORT, "faulthandler._sigsegv()", r"importing stranger:score ended its process \(SIGSEGV"),
+        (IN_A_CALL, "return [1.0]", r"one number per response, but gave 1 for 4 \(tried on 4 rows"),
+        (IN_A_CALL, "return r", "text is not a number"),
+        (IN_A_CALL, "return open('later.json')", "FileNotFoundError.*launch.try_functions: false"),
+        (IN_A_CALL, "os.abort()", r"a call of stranger:score ended its process \(SIGABRT"),
     ],
 )
 def test_a_function_that_fails_is_found_before_anything_trains(
-    code: str, why: str, project_with: Callable[..., None], rlhf: Command
+    when: str, code: str, why: str, project_with: Callable[..., None], rlhf: Command
 ) -> None:
-    project_with(code)
+    project_with(when.format(code))
     assert re.search(why, rlhf("sft", status=2).err)
+
+
+@pytest.mark.e2e
+def test_a_function_that_hangs_ends_with_a_stage_that_is_killed(project_with: Callable[..., None]) -> None:
+    project_with(
+        "import os, pathlib, time\n"
+        "def score(p, r):\n    pathlib.Path('pid').write_text(f'{os.getpid()} ')\n    time.sleep(600)\n"
+    )
+    stage = start("sft")
+    until(lambda: Path("pid").exists() and Path("pid").read_text().endswith(" "), "the call")
+    stage.kill()
+    until(lambda: not psutil.pid_exists(int(Path("pid").read_text())), "the end of the call")
+    stage.communicate()
 
 
 def test_judges_and_labels_are_tried_too(project_with: Callable[..., None], rlhf: Command) -> None:

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks import console
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal, save_checkpoint
@@ -178,10 +179,6 @@ def test_a_judge_that_ppo_optimised_is_marked_in_metrics_events_and_output(
     result = run(tracker, judges=[small.GOLD, optimized])
     assert result["optimized/is_optimised_reward"] == 1.0
     assert "gold/is_optimised_reward" not in result
-    by_reward = result["optimized/policy_vs_sft/win_rate"]
-    assert result["reward_gap/win_rate_by_reward"] == by_reward
-    assert result["reward_gap/optimized"] == 0
-    assert result["reward_gap/gold"] == pytest.approx(by_reward - result["gold/policy_vs_sft/win_rate"])
     assert "WARNING: judge optimized (models/reward) is the reward model" in capsys.readouterr().out
     assert tracker.events == ["judge_is_the_optimised_reward"]
 

@@ -13,13 +13,14 @@ import torch
 
 from rlhf_tasks import config
 from rlhf_tasks.config.judge import Selection
+from rlhf_tasks.config.ppo import Ptx
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.tokenizer import encode
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import TokenScores, load_causal
-from rlhf_tasks.ppo.evaluate import SelectionJudge
+from rlhf_tasks.models.load import load_causal
+from rlhf_tasks.ppo import evaluate
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
@@ -135,7 +136,7 @@ def test_an_error_about_the_selection_judge_names_its_own_key(models_here: Path)
     settings = Selection.model_validate({"judge": judge, "max_failure_share": 0.5})
     problem = "the prompt 'none.txt' cannot be read"
     with pytest.raises(UserError, match=rf"^ppo\.select_by\.judge: {problem}"):
-        SelectionJudge(small.distributed(), settings, Paths())
+        evaluate.selection_judge(small.distributed(), settings, Paths())
     with pytest.raises(UserError, match=rf"^judge\.judges: {problem}"):
         build_judge(settings.judge, torch.device("cpu"), 0.5, Paths())
 
@@ -188,7 +189,7 @@ def test_metrics_have_the_fields_names_and_samples_their_columns(models_here: Pa
 
 def test_the_stage_trains_without_a_critic(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a critic nor its metrics are made; the first rollouts come from the SFT model."""
-    monkeypatch.setattr(TokenScores, "from_policy", None)
+    monkeypatch.setattr(ppo, "add_score_head", None)
     before = contracts.fingerprint(POLICY)
     metrics, history = run(**{f"ppo.{key}": value for key, value in without_critic("group").items()})
     assert contracts.fingerprint(POLICY) != before
@@ -204,7 +205,7 @@ def test_ptx_text_is_the_documents_of_a_file(tmp_path: Path) -> None:
     tokenizer, policy, file = small.tokenizer(), small.causal(), tmp_path / "text.txt"
     documents = [" ".join(small.WORDS * 10), "w7 w8\nw9", "w6 w5"]
     file.write_text(f"\n{documents[0]}\n\n \n{documents[1]}\n\n{documents[2]}\n", encoding="utf-8")
-    rows = ppo.ptx_text(small.ppo(ptx={"coef": 0.1, "text": "text.txt"}), Paths(tmp_path), tokenizer, policy)
+    rows = ppo.ptx_text(Ptx(text="text.txt"), Paths(tmp_path), tokenizer, policy)
     assert rows is not None
     assert {len(query) for query in rows.queries} == {1}
     pieces = [query + response for query, response in zip(rows.queries, rows.responses, strict=True)]
@@ -220,12 +221,7 @@ def test_ptx_without_a_text_is_an_error(tmp_path: Path, content: str | None) -> 
     if content is not None:
         file.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=r"ppo\.ptx\.text: .*(cannot be read|holds no text)"):
-        ppo.ptx_text(
-            small.ppo(ptx={"coef": 0.1, "text": str(file)}),
-            Paths(tmp_path),
-            small.tokenizer(),
-            small.causal(),
-        )
+        ppo.ptx_text(Ptx(text=str(file)), Paths(tmp_path), small.tokenizer(), small.causal())
 
 
 def test_a_stop_token_outside_the_vocabulary_is_an_error(models_here: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from rlhf_tasks.config import Judging
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.comparisons import optimized_judges
+from rlhf_tasks.judging.judges.comparisons import find_optimized_judges
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import TokenScores, from_scratch, save_checkpoint
+from rlhf_tasks.models.load import add_score_head, from_scratch, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker, catalogue
@@ -43,7 +43,7 @@ def run(scorers: list[Any], **changes: Any) -> tuple[dict[str, float], list[dict
 @pytest.fixture
 def ensemble(models_here: Path) -> Path:
     """rewards/second has the policy's tokenizer, rewards/foreign another one."""
-    made = TokenScores.from_policy(models_here / "models/sft", torch.Generator().manual_seed(9))
+    made = add_score_head(models_here / "models/sft", torch.Generator().manual_seed(9))
     second = models_here / "rewards/second"
     shutil.copytree(models_here / "models/reward", second)
     made.model.save_pretrained(second)
@@ -51,7 +51,7 @@ def ensemble(models_here: Path) -> Path:
     shape = small.shape("qwen2")
     causal = from_scratch(shape, words, max_positions=1000)
     save_checkpoint(causal, words, models_here / "base", identity={}, card="")
-    foreign = TokenScores.from_policy(models_here / "base", torch.Generator().manual_seed(5))
+    foreign = add_score_head(models_here / "base", torch.Generator().manual_seed(5))
     save_checkpoint(foreign.model, words, models_here / "rewards/foreign", identity={}, card="")
     return models_here
 
@@ -81,7 +81,7 @@ def test_no_model_that_ppo_optimised_counts_as_a_judge(ensemble: Path) -> None:
         for name, path in (("a", "copy"), ("b", "models/reward"), ("c", "models/reward_heldout"))
     ]
     settings = Judging.model_validate(small.params()["judge"] | {"judges": listed})
-    found = optimized_judges(settings, Paths().policy, ensemble)
+    found = find_optimized_judges(settings, Paths().policy, ensemble)
     assert found == {"a": "copy", "b": "models/reward"}
     card = (Paths().policy / "README.md").read_text(encoding="utf-8")
     assert f"| rewards/second | `{parents['reward/second']}` |" in card

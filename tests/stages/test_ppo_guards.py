@@ -1,4 +1,4 @@
-"""Guards of stage ppo: what stops, warns or rolls back; and killed runs, which resume to the same bytes."""
+"""Guards of stage ppo: what stops or warns; and killed runs, which resume to the same bytes."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Killed(BaseException):
 @contextmanager
 def killed_after(step: int) -> Iterator[None]:
     """Within the block the stage is killed as soon as it has saved this snapshot."""
-    save = checkpoint.Checkpoint.save
+    save = checkpoint.SavedSnapshots.save
 
-    def saved(self: checkpoint.Checkpoint, number: int, state: State) -> None:
+    def saved(self: checkpoint.SavedSnapshots, number: int, state: State) -> None:
         save(self, number, state)
         if number == step:
             raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.Checkpoint, "save", saved)
+        patch.setattr(checkpoint.SavedSnapshots, "save", saved)
         with pytest.raises(Killed):
             yield
 
@@ -117,7 +117,7 @@ FAR = {"ppo.learning_rate": 3e-3, "ppo.kl_coef": 1e-4, "ppo.total_episodes": 96}
 
 def guards(**changes: Any) -> dict[str, Any]:
     shipped: dict[str, Any] = small.params()["ppo"]["guards"]
-    return shipped | {"patience": 1, "kl_max": 1.0, "checkpoint_every": 1} | changes
+    return shipped | {"patience": 1, "kl_max": 1.0} | changes
 
 
 class Events(NullTracker):

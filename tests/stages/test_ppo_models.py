@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import TokenScores, load_causal, load_reward, save_checkpoint
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import load_causal, load_reward, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker

@@ -28,7 +28,7 @@ from tests import small
 
 PROMPT = "TITLE: a\nPOST: my boss stole my lamp . it was at the park . i feel sad . i want a refund .\nTL;DR:"
 FILES: dict[str, Any] = {"data.source": "files", "judge.judges": [small.HELDOUT]}
-SETTINGS = {"preferences.num_prompts": 12, "preferences.pairs_per_prompt": 2, "preferences.label_noise": 0.0}
+SETTINGS = {"preferences.num_prompts": 12, "preferences.label_noise": 0.0}
 
 
 def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
@@ -72,7 +72,7 @@ def test_all_samples_of_a_pair_are_of_its_prompt(
     Path("own.py").write_text("def longer(prompts, responses):\n    return map(len, responses)\n")
     monkeypatch.setattr(preferences, "sample_responses", sample)
     of_function = {"preferences.function": "own:longer", "preferences.samples_per_pair": count}
-    metrics, found = run(**FILES, **of_function, **{"preferences.pairs_per_prompt": 1})
+    metrics, found = run(**FILES, **of_function)
     assert {len(drawn) for drawn in lengths.values()} == {count}
     sampled = [row for row in found["train"] if row["origin"] == "sft_samples"]
     assert metrics["pairs/train/sft_samples"] == len(sampled) == 12
@@ -123,7 +123,7 @@ def test_without_labels_a_sample_is_rejected_against_the_reference(models_here: 
     metrics, found = run(**FILES)
     references = {row["prompt"]: row["reference"] for row in read_table(Paths(), "prompts", "train")}
     sampled = [row for row in found["train"] if row["origin"] == "sft_samples"]
-    assert len(sampled) == 24  # 12 prompts, two samples each
+    assert len(sampled) == 12
     assert all(row["chosen"] == references[row["prompt"]] != row["rejected"] for row in sampled)
     assert "flipped" not in metrics
 
@@ -155,7 +155,7 @@ def test_scores_that_do_not_decide_make_no_pair_and_are_counted(
     )
     metrics, _ = run(**FILES, **{"preferences.function": "own:nothing"})
     assert metrics["pairs/train/sft_samples"] == 0
-    assert "train: 24 of 24 pairs are left out: equal texts, equal scores or NaN" in capsys.readouterr().out
+    assert "train: 12 of 12 pairs are left out: equal texts, equal scores or NaN" in capsys.readouterr().out
 
 
 def test_the_same_seed_writes_the_same_pairs(models_here: Path) -> None:

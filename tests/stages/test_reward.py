@@ -13,21 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.tokenizer import Ids, encode_rows
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import Ids, encode_rows, load_tokenizer
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import (
-    TokenScores,
-    load_causal,
-    load_reward,
-    save_checkpoint,
-    score_head,
-    supports_shared_prefix,
-)
+from rlhf_tasks.models.heads import score_head, supports_shared_prefix
+from rlhf_tasks.models.load import add_score_head, load_causal, load_reward, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import reward
-from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums
 from rlhf_tasks.tracking import NullTracker, context
+from rlhf_tasks.training.tasks import PreferencePairs, RewardLearner, pair_sums
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
 
@@ -37,8 +31,8 @@ OUTS = {"reward": Paths().reward, "reward_heldout": Paths().reward_heldout}
 SMALL = {"reward.num_epochs": 1.0, "reward.batch_size": 8}
 
 
-def pairs(pad: int = PAD, **changes: Any) -> Pairs:
-    return Pairs(QUERIES, CHOSEN, REJECTED, pad, **changes)
+def pairs(pad: int = PAD, **changes: Any) -> PreferencePairs:
+    return PreferencePairs(QUERIES, CHOSEN, REJECTED, pad, **changes)
 
 
 def test_pair_loss_by_hand_with_margin_and_centring() -> None:
@@ -60,7 +54,7 @@ def test_a_step_down_the_pair_loss_raises_the_chosen_score() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pad", [PAD, EOS])
 def test_pairs_are_scored_at_their_last_real_token(family: Family, pad: int) -> None:
-    learner = Learner(small.scores(family), None)
+    learner = RewardLearner(small.scores(family), None)
     chosen = small.last_scores_alone(learner.scores, QUERIES, CHOSEN)
     rejected = small.last_scores_alone(learner.scores, QUERIES, REJECTED)
     found = pairs(pad).sums(learner, range(6), torch.device("cpu"))
@@ -83,7 +77,7 @@ def test_the_lm_term_is_the_mean_nll_of_each_chosen_answer(pad: int) -> None:
     policy = small.causal()
     scores = small.scores()
     scores.model.base_model.load_state_dict(policy.base_model.state_dict())
-    learner = Learner(scores, policy)
+    learner = RewardLearner(scores, policy)
     plain = pairs(pad).sums(learner, range(6), torch.device("cpu"))["loss"].item()
     found = pairs(pad, lm_coef=0.3).sums(learner, range(6), torch.device("cpu"))["loss"].item()
     assert found - plain == pytest.approx(0.3 * sum_of_nlls(policy), rel=1e-4)
@@ -93,8 +87,8 @@ def test_the_lm_term_is_the_mean_nll_of_each_chosen_answer(pad: int) -> None:
 def test_the_lm_term_is_that_of_the_policys_own_logits_in_float64(family: str, tmp_path: Path) -> None:
     """Also where the policy changes the states before its head or the logits after it."""
     save_checkpoint(small.other(family), small.tokenizer(), tmp_path, identity={}, card="")
-    scores = TokenScores.from_policy(tmp_path, torch.Generator().manual_seed(1))
-    learner, exact = Learner(scores, load_causal(tmp_path)), small.in_float64(family)
+    scores = add_score_head(tmp_path, torch.Generator().manual_seed(1))
+    learner, exact = RewardLearner(scores, load_causal(tmp_path)), small.in_float64(family)
     plain = pairs().sums(learner, range(6), torch.device("cpu"))["loss"]
     found = pairs(lm_coef=0.3).sums(learner, range(6), torch.device("cpu"))["loss"]
     assert (found - plain).item() == pytest.approx(0.3 * sum_of_nlls(exact), rel=1e-5)
@@ -112,8 +106,8 @@ def test_the_lm_term_is_that_of_the_policys_own_logits_in_float64(family: str, t
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_that_is_read_once_gives_the_same_sums_and_gradients(family: Family) -> None:
     def found(shares_prefix: bool, queries: list[Ids]) -> tuple[dict[str, float], Tensor]:
-        learner = Learner(small.scores(family), None)
-        task = Pairs(queries, CHOSEN, REJECTED, PAD, 0.1, 0.01, shares_prefix=shares_prefix)
+        learner = RewardLearner(small.scores(family), None)
+        task = PreferencePairs(queries, CHOSEN, REJECTED, PAD, 0.1, 0.01, shares_prefix=shares_prefix)
         sums = task.sums(learner, range(6), torch.device("cpu"))
         sums["loss"].backward()
         gradients = [p.grad.flatten() for p in learner.parameters() if p.grad is not None]
@@ -129,9 +123,9 @@ def test_a_prompt_that_is_read_once_gives_the_same_sums_and_gradients(family: Fa
 
 
 def test_a_pair_without_a_prompt_is_scored_at_its_own_ends() -> None:
-    model = Learner(small.scores(), None)
-    alone = Pairs([[]], [[8, 9, 10]], [[11, 12]], PAD).sums(model, [0], torch.device("cpu"))
-    shares_prefix = Pairs([[]], [[8, 9, 10]], [[11, 12]], PAD, shares_prefix=True).sums(
+    model = RewardLearner(small.scores(), None)
+    alone = PreferencePairs([[]], [[8, 9, 10]], [[11, 12]], PAD).sums(model, [0], torch.device("cpu"))
+    shares_prefix = PreferencePairs([[]], [[8, 9, 10]], [[11, 12]], PAD, shares_prefix=True).sums(
         model, [0], torch.device("cpu")
     )
     torch.testing.assert_close(alone, shares_prefix)
@@ -144,7 +138,7 @@ def test_a_model_with_a_sliding_window_reads_each_prompt_twice() -> None:
 
 
 def test_micro_batches_change_no_sum_of_pairs() -> None:
-    learner = Learner(small.scores(), small.causal())
+    learner = RewardLearner(small.scores(), small.causal())
     task, cpu = pairs(lm_coef=0.3, margin=0.1, centering_coef=0.01), torch.device("cpu")
     whole = task.sums(learner, range(6), cpu)
     parts = [task.sums(learner, [i], cpu) for i in range(6)]
@@ -242,7 +236,7 @@ def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here:
         assert {*changed} == {f"layers.{i}.{part}.weight" for i in (0, 1) for part in small.NEOX_LINEAR}, name
         assert all(torch.linalg.matrix_rank(change, atol=1e-5) <= 2 for change in changed.values())
         seed = 1 + 1000 * (name == "reward_heldout")
-        fresh = TokenScores.from_policy(Paths().sft, torch.Generator().manual_seed(seed))
+        fresh = add_score_head(Paths().sft, torch.Generator().manual_seed(seed))
         assert not torch.equal(score_head(found.model).weight, score_head(fresh.model).weight)
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
     assert OUTS["reward"].joinpath("README.md").read_text(encoding="utf-8").count("reward.lora.r") == 1

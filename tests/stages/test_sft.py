@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths

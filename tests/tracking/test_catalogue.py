@@ -59,8 +59,6 @@ def test_every_column_of_plots_is_marked_as_a_curve(stage: Stage) -> None:
         ("judge", "gpt/policy_vs_sft/cost/tokens", "JUDGE/A_vs_B/cost/tokens"),
         ("judge", "gpt/policy_vs_sft/decisive/low", "JUDGE/A_vs_B/decisive"),
         ("judge", "human/gold/kappa/high", "human/JUDGE/kappa"),
-        ("judge", "reward_gap/win_rate_by_reward", "reward_gap/win_rate_by_reward"),
-        ("judge", "reward_gap/gold", "reward_gap/JUDGE"),
         ("judge", "perplexity/general/base", "perplexity/TEXT/MODEL"),
         ("judge", "length/policy_over_sft", "length/policy_over_sft"),
         ("judge", "kappa/gold_and_reward_model", "kappa/JUDGE_and_OTHER"),
@@ -118,13 +116,12 @@ def test_every_figure_shows_metrics_of_one_unit() -> None:
     [
         ("judge", "gold/policy_vs_sft/win_rate", "Policy against SFT by the gold judge: win rate"),
         ("judge", "my_gpt/sft_vs_reference/ties", "SFT against reference by my gpt: ties"),
-        ("judge", "reward_gap/win_rate_by_reward", "Policy against SFT by the optimized reward: win rate"),
         ("judge", "choice/base/low", "Multiple-choice accuracy: base, low end of the interval"),
         ("reward", "heldout/margin", "Margin on test pairs (held-out reward model)"),
         ("ppo", "selected_kl", "KL of the kept checkpoint"),
         ("ppo", "objective/luck", "objective/luck"),
     ],
-)  # fmt: skip
+)
 def test_a_name_is_shown_in_words(stage: Stage, name: str, words: str) -> None:
     assert catalogue.in_words(stage, name) == words
 

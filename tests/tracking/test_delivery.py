@@ -31,15 +31,12 @@ from tests.tracking.toy import (
     status,
     table,
     view,
-)  # fmt: skip
+)
 
 
 def last_error(home: Path, key: str) -> str | None:
     error: str | None = record(home, key).state()["last_error"]
     return error
-
-
-# ----------------------------------------------------------------------------------- the record
 
 
 def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
@@ -49,8 +46,7 @@ def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
 
 
 def test_a_run_that_was_resumed_before_its_delivery_is_not_over(home: Path) -> None:
-    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-        tracker.metrics({"train/loss": 1.0}, step=1)
+    log("k", [(1, 1.0)])
     killed(home, "k")
     delivery = Delivery(record(home, "k"))
     with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
@@ -93,9 +89,7 @@ def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part:
 
 def test_a_resumed_run_sends_points_that_mlflow_lacks_below_its_newest_one(home: Path) -> None:
     for steps in ((2, 4), (3, 4, 6)):
-        with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-            for step in steps:
-                tracker.metrics({"train/loss": float(step)}, step=step)
+        log("k", [(step, float(step)) for step in steps])
         killed(home, "k")
         assert sync(home) == (1, {})
     assert sorted(points(home)) == [(2, 2.0), (3, 3.0), (4, 4.0), (6, 6.0)]
@@ -183,9 +177,6 @@ def test_damaged_records_are_reported_by_sync_and_hold_nothing_up(
     assert capsys.readouterr().err == ""
 
 
-# ----------------------------------------------------------------------------------- the flow
-
-
 def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tracking_pipeline.open_run(Paths(), "1", config.load().tracking, {}) as pipeline:
         log("alone")
@@ -195,9 +186,6 @@ def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch
         assert pipeline.last_error() == "ppo-1 is not delivered"
         sync(home)
         assert str(pipeline.last_error()).startswith("MlflowException")
-
-
-# ----------------------------------------------------------------------------------- the store
 
 
 CREATE = (

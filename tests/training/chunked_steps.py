@@ -14,9 +14,10 @@ from rlhf_tasks import config
 from rlhf_tasks.models import logprobs
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import LanguageModeling, train
+from rlhf_tasks.training.supervised import train
+from rlhf_tasks.training.tasks import LanguageModeling
 from tests import small
 
 WHOLE, CHUNKED = 2**22, 4 * small.VOCAB
@@ -35,7 +36,7 @@ def steps(dist: Distributed, chunk: int) -> dict[str, Any]:
             seed=1,
             name="test",
             tracker=tracker,
-            snapshots=Nowhere(),
+            snapshots=Snapshots(),
         )
     norms = [row["train/grad_norm"] for row in tracker.history()]
     return {"weights": sharding.weights_of(model), "norms": norms}

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from rlhf_tasks.config import Launch
-from rlhf_tasks.data.batches import collate, load_tokenizer
-from rlhf_tasks.data.tokenizer import encode, read_plain
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer, read_plain
+from rlhf_tasks.models.heads import ActorCritic, NoCritic
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.models.logprobs import response_logprobs
-from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, ReferenceCopy
+from rlhf_tasks.ppo.rollout import ReferenceCopy
 from rlhf_tasks.training.distributed import Distributed
 from tests.ppo import toy
 

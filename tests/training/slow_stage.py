@@ -44,7 +44,7 @@ def run(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     from tests import small
 
     dist = small.distributed()
-    with checkpoint.open(dist, paths, view, "sft") as snapshots:
+    with checkpoint.open_snapshots(dist, paths, view, "sft") as snapshots:
         state = snapshots.load()
         begin = 0 if state is None else state["step"]
         for step in range(begin + 1, begin + 600):

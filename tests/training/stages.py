@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 
 from rlhf_tasks import config
 from rlhf_tasks.config import SftView, Stage
-from rlhf_tasks.project import inputs
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.checkpoint import Checkpoint
+from rlhf_tasks.training import auto, checkpoint
+from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 from tests import small
 
@@ -45,10 +44,10 @@ def curve(stage: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def loop(view: SftView | None = None, dist: Distributed | None = None) -> AbstractContextManager[Checkpoint]:
+def loop(view: SftView | None = None, dist: Distributed | None = None) -> AbstractContextManager[Snapshots]:
     """The snapshots of a loop of stage sft."""
-    view = view or SftView.of(inputs.resolved(Path(), config.load()))
-    return checkpoint.open(dist or small.distributed(), Paths(), view, "loop")
+    view = view or SftView.of(auto.resolve(config.load(), Path()))
+    return checkpoint.open_snapshots(dist or small.distributed(), Paths(), view, "loop")
 
 
 PROGRAM = """

@@ -27,6 +27,7 @@ from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking.record import Record
 from rlhf_tasks.training import checkpoint, failures
 from tests import small
+from tests.data.conftest import store
 from tests.training.stages import loop
 from tests.training.test_resume import workspace, written
 
@@ -109,7 +110,7 @@ def test_a_stage_says_from_where_it_resumes(
         disk.DiskFullError, match=r"snapshot is intact, and the stage resumes from it: step 2 of loop$"
     ):
         runner.run("sft", Paths())
-    report = failures.reported(failure)
+    report = failures.read_failure(failure)
     assert report is not None
     assert report["kind"] == "user"
 
@@ -134,7 +135,7 @@ def test_a_full_disk_of_temporary_files_is_named_with_tmpdir(
     monkeypatch.setenv(failures.FAILURE, str(little / "failure.json"))
     one = {"prompt": "word " * 100, "completion": "", "source": "a:1"}
     write: dict[str, Callable[[], object]] = {
-        "rows to write": lambda: rows.stored({"sft": {"train": [one] * 9000}}),
+        "rows to write": lambda: store({"sft": {"train": [one] * 9000}}),
         "rows to read": lambda: rows.read(Path("rows.parquet"), "sft", "train"),
         "tokens": lambda: Ragged([range(100_000)] * 9),
     }
@@ -144,7 +145,7 @@ def test_a_full_disk_of_temporary_files_is_named_with_tmpdir(
     assert f"the disk of {little} is full: " in str(error.value)
     assert "set TMPDIR to a folder on a larger disk" in str(error.value)
     assert "dvc" not in str(error.value)
-    assert failures.reported() is not None
+    assert failures.read_failure() is not None
 
 
 @pytest.mark.e2e

@@ -9,8 +9,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from rlhf_tasks.data.batches import TokenBudget, collate
+from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.training.distributed import Distributed
 from tests import small
 
@@ -70,7 +71,7 @@ def test_in_bf16_weights_gradients_and_log_probs_are_float32_and_layers_are_roun
 
 def test_the_head_of_a_reward_model_keeps_float32_in_bf16(bf16: Distributed) -> None:
     scores, hidden = small.scores("gpt_neox"), torch.randn(4, 3, small.HIDDEN)
-    exact = scores.scored(hidden)
+    exact = scores._score(hidden)
     bf16.freeze(scores)
     with bf16.autocast():
-        assert torch.equal(scores.scored(hidden), exact)
+        assert torch.equal(scores._score(hidden), exact)

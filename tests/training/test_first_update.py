@@ -45,7 +45,7 @@ def test_the_kl_before_training_is_zero_and_all_ratios_are_one(layout: str, prec
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("smollm2")
     load_causal(SMOLLM2).save_pretrained(folder)
-    tokenizer.ready(Model(base=SMOLLM2, scratch=None)).save_pretrained(folder)
+    tokenizer.load_base(Model(base=SMOLLM2, scratch=None)).save_pretrained(folder)
     return folder
 
 

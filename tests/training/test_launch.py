@@ -19,11 +19,11 @@ import torch
 
 from rlhf_tasks.config import STAGES, Config, Launch
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import precision, processes
+from rlhf_tasks.project import processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import failures, launch, signals
+from rlhf_tasks.training import auto, failures, launch, signals
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_only_training_stages_are_launched_and_only_for_several_processes(
 def test_reward_models_are_trained_side_by_side_on_several_threads(
     threads: str, values: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "gpu_memories", list)
+    monkeypatch.setattr(auto, "gpus", list)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     settings = Config.model_validate(small.params({"reward.side_by_side": True, **values}))
     assert launch.trains_side_by_side("reward", settings) == expected
@@ -132,11 +132,13 @@ def test_an_impossible_launch_is_an_error_with_advice(values: dict[str, Any], me
 def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
     monkeypatch.setenv("RANK", "1")
-    assert failures.reported() is None
+    failures.running("sft")
+    assert failures.read_failure() is None
     failures.report(MemoryError("full"))
     failures.report(UserError("later"))
+    failures.running("")
     failure = {"kind": "fault", "message": "rank 1: MemoryError: full", "process": str(os.getpid())}
-    assert failures.reported() == failure
+    assert failures.read_failure() == failure
     assert not failures.has_failed_elsewhere()
     become_worker(monkeypatch)
     assert not failures.has_failed_elsewhere()
@@ -163,7 +165,7 @@ def test_faults_of_the_machine_are_mistakes_that_a_user_can_fix(
 ) -> None:
     monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
     failures.report(error)
-    report = failures.reported()
+    report = failures.read_failure()
     assert report is not None
     assert report["kind"] == "user"
     assert report["message"].startswith(message)
@@ -187,11 +189,12 @@ def test_machines_that_the_launch_does_not_know_are_refused(
         monkeypatch.setenv(name, value)
     settings = section(num_machines=2, num_processes=2)
     with nullcontext() if message is None else pytest.raises(UserError, match=message):
-        launch.check_machines(settings)
+        launch.check_machines("ppo", settings)
+    launch.check_machines("judge", settings)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "num_processes", "num_machines", "is_refused"),
+    ("gpus", "processes", "machines", "is_refused"),
     [
         (8, 8, 1, False),
         (8, 9, 1, True),
@@ -202,14 +205,14 @@ def test_machines_that_the_launch_does_not_know_are_refused(
     ],
 )
 def test_a_machine_with_gpus_starts_at_most_one_process_for_each(
-    gpus: int, num_processes: int, num_machines: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    gpus: int, processes: int, machines: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two on one GPU would fail in NCCL. Without GPUs they meet by gloo, as many as there are."""
-    monkeypatch.setattr(precision, "gpu_memories", lambda: [80 * 2**30] * gpus)
-    settings = section(num_processes=num_processes, num_machines=num_machines)
-    message = rf"launch.num_processes={num_processes} .* {gpus} GPU\(s\).*at most {gpus * num_machines}"
+    monkeypatch.setattr(auto, "gpus", lambda: [object()] * gpus)
+    settings = section(num_processes=processes, num_machines=machines)
+    message = rf"launch.num_processes={processes} .* {gpus} GPU\(s\).*at most {gpus * machines}"
     with pytest.raises(UserError, match=message) if is_refused else nullcontext():
-        launch.check_machines(settings)
+        launch.check_machines("ppo", settings)
 
 
 @pytest.mark.parametrize("kind", ["user", "fault", "none"])

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from benchmarks import workloads
 from benchmarks.shapes import Shape
 from rlhf_tasks.models import logprobs
-from rlhf_tasks.models.load import TokenScores, load_causal, recompute_activations
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import load_causal, recompute_activations
 from rlhf_tasks.ppo.rollout import ReferenceCopy
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.training import memory_plan
@@ -228,38 +229,34 @@ def test_the_first_settings_that_fit_are_taken() -> None:
     least = float("inf")
     for settings, peak in peaks.items():
         if peak < least:
-            found, problem = memory_plan.fitting(made, peak / memory_plan.USABLE, 1e15)
+            found, problem = memory_plan.fit(made, peak / memory_plan.USABLE, 1e15)
             assert found is not None, problem
             assert (found.parallelism, found.ppo.gradient_checkpointing, found.offload) == settings
             least = peak
-    assert memory_plan.fitting(made, 0.9 * least / memory_plan.USABLE, 1e15)[0] is None
+    assert memory_plan.fit(made, 0.9 * least / memory_plan.USABLE, 1e15)[0] is None
 
 
 def test_70b_fits_with_an_engine_where_the_machines_hold_what_is_offloaded() -> None:
     """Whole in bf16 it has 141 GB, so that no GPU of 80 GB can gather it to sample."""
     given: dict[str, Any] = {"rollout_batch_size": 64, "num_mini_batches": 1}
     policy = published("70B")
-    alone, problem = memory_plan.fitting(run(policy, num_gpus=32, **given), 80 * GB, 2000 * GB)
+    alone, problem = memory_plan.fit(run(policy, num_gpus=32, **given), 80 * GB, 2000 * GB)
     assert alone is None
     assert problem.endswith(" GB of 72 on each GPU")
-    found, _ = memory_plan.fitting(
-        run(policy, num_gpus=32, sampler=VLLM_SAMPLER, **given), 80 * GB, 2000 * GB
-    )
+    found, _ = memory_plan.fit(run(policy, num_gpus=32, sampler=VLLM_SAMPLER, **given), 80 * GB, 2000 * GB)
     assert found is not None
     assert (found.parallelism, found.offload) == ("fsdp2", True)
-    _, problem = memory_plan.fitting(
-        run(policy, num_gpus=8, sampler=VLLM_SAMPLER, **given), 80 * GB, 2000 * GB
-    )
+    _, problem = memory_plan.fit(run(policy, num_gpus=8, sampler=VLLM_SAMPLER, **given), 80 * GB, 2000 * GB)
     assert problem.startswith("fsdp2 needs 3,")
     assert problem.endswith(" GB of 2,000 on its machine")
 
 
 def test_what_does_not_divide_the_batch_says_so() -> None:
     """A step has 8 rows, and with 8 responses to each prompt a rollout has 2 prompts."""
-    problem = memory_plan.fitting(run(num_gpus=3), GB, GB)[1]
+    problem = memory_plan.fit(run(num_gpus=3), GB, GB)[1]
     assert problem == "8 rows of an optimizer step are not divisible by 3 GPUs"
     groups = replace(run(**without_critic("rloo", 8)), num_gpus=4)
-    assert memory_plan.fitting(groups, GB, GB)[1] == "2 prompts of a rollout are not divisible by 4 GPUs"
+    assert memory_plan.fit(groups, GB, GB)[1] == "2 prompts of a rollout are not divisible by 4 GPUs"
 
 
 # ------------------------------------------------------------------------------------------ command

@@ -28,11 +28,11 @@ from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import tensors
-from rlhf_tasks.project import durations, hashing, inputs, lineage, precision
+from rlhf_tasks.project import durations, hashing, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training import checkpoint
+from rlhf_tasks.training import auto, checkpoint
 from rlhf_tasks.training.checkpoint import State
 from tests import small, toy
 from tests.ppo.toy import without_critic
@@ -156,7 +156,7 @@ def test_a_stage_that_had_stopped_early_is_not_trained_further(here: Path, train
 @pytest.fixture
 def view(project: Path) -> SftView:
     """The view of stage sft, with a snapshot after every step."""
-    settings = inputs.resolved(Path(), config.load())
+    settings = auto.resolve(config.load(), Path())
     quick = settings.resume.model_copy(update={"every_seconds": 1e-6, "keep": 2})
     return SftView.of(settings.model_copy(update={"resume": quick}))
 
@@ -204,7 +204,7 @@ def test_the_point_of_resuming_is_that_of_the_newest_snapshot_of_the_same_parame
     assert checkpoint.point(Paths(), "sft") == "step 3 of loop", "the one that was saved last"
     yaml = YAML()
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
-    params["sft"]["learning_rate"] *= 2
+    params["sft"]["learning_rate"] = 6e-3
     with Path("params.yaml").open("w", encoding="utf-8") as file:
         yaml.dump(params, file)
     assert checkpoint.point(Paths(), "sft") is None
@@ -303,7 +303,7 @@ def test_where_training_waits_for_the_disk_it_does_so_for_a_fiftieth_of_the_time
         save(part, file)
 
     monkeypatch.setattr(torch, "save", slow)
-    monkeypatch.setattr(precision, "free_memory", lambda: 0)
+    monkeypatch.setattr(auto, "free_memory", lambda: 0)
     with loop(view) as snapshots:
         clock[0] = 60.0
         assert snapshots.due()
@@ -336,7 +336,7 @@ def test_a_snapshot_holds_its_step_though_training_goes_on_while_it_is_written(
 def test_without_room_in_memory_training_waits_for_the_disk(
     project: Path, view: SftView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "free_memory", lambda: 0)
+    monkeypatch.setattr(auto, "free_memory", lambda: 0)
     with loop(view) as snapshots:
         snapshots.save(1, {"step": 1})
         assert [path.name for path in snapshots_of(project)] == ["step-000000001"]
@@ -363,12 +363,11 @@ def test_snapshots_of_other_parameters_and_inputs_are_an_error(project: Path, vi
     [snapshot] = snapshots_of(project)
     was = view.sft.learning_rate
     (project / "data/sft/train.txt").write_text("other rows\n", encoding="utf-8")
-    settings = inputs.resolved(Path(), config.load())
+    settings = auto.resolve(config.load(), Path())
     other = settings.model_copy(update={"sft": view.sft.model_copy(update={"learning_rate": 0.5})})
     changed = SftView.of(other)
     assert loaded(changed) is None
-    identity = lineage.identity(Paths(), "sft", changed.declared)
-    assert identity is not None
+    identity = lineage.fingerprint(Paths(), "sft", changed.declared).flat()
     snapshot.parents[1].rename(checkpoint.state_folder(Paths(), "sft", identity))
     with pytest.raises(UserError, match=rf"sft\.learning_rate \({was} → 0\.5\), data/sft;"):
         loaded(changed)
@@ -416,7 +415,7 @@ def test_a_resumed_run_has_taken_the_time_of_its_parts_each_up_to_its_last_snaps
             assert claim.folder is not None
             os.utime(claim.folder / "earlier_seconds", (begins, begins))
             for name, time_saved in loops.items():
-                with checkpoint.open(small.distributed(), Paths(), view, name) as snapshots:
+                with checkpoint.open_snapshots(small.distributed(), Paths(), view, name) as snapshots:
                     snapshots.save(1, {"step": 1})
                 [snapshot] = (claim.folder / name).glob("step-*")
                 os.utime(snapshot, (time_saved, time_saved))

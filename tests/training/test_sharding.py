@@ -18,14 +18,14 @@ from rlhf_tasks.config import Launch, Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models import logprobs
 from rlhf_tasks.models.classifiers import build_classifier, find_trunk
-from rlhf_tasks.models.load import TokenScores, add_lora
+from rlhf_tasks.models.heads import ActorCritic, TokenScores, ValueHead
 from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.sampling import sample
-from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
-from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw
+from rlhf_tasks.training.tasks import RewardLearner
 from tests import small
 from tests.small import EOS, PAD
 
@@ -132,7 +132,7 @@ def test_in_bf16_a_sharded_score_head_computes_in_float32(kind: str, mesh: Devic
     assert torch.equal(head(hidden.float()), expected)
     if kind == "reward model":
         assert model(BATCH).dtype == torch.float32
-        assert torch.equal(model.scored(hidden), expected.squeeze(-1))
+        assert torch.equal(model._score(hidden), expected.squeeze(-1))
 
 
 def test_written_weights_are_read_again_and_the_frozen_ones_stay(mesh: DeviceMesh) -> None:
@@ -168,11 +168,11 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
         if kind == "shared":
             return ActorCritic(small.causal(), ValueHead(small.HIDDEN))
         if kind == "learner":
-            return Learner(small.scores(), small.causal())
-        return Learner(_scores_of("gemma2"), small.other("gemma2"))
+            return RewardLearner(small.scores(), small.causal())
+        return RewardLearner(_scores_of("gemma2"), small.other("gemma2"))
 
     def loss(model: nn.Module) -> Tensor:
-        if isinstance(model, Learner):
+        if isinstance(model, RewardLearner):
             scores, means = model(BATCH, 3)
             total: Tensor = scores.square().sum() + means.sum()
         else:
@@ -193,7 +193,7 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
     assert dist.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
     assert norm > 0.5
     for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(sharding.gathered(mine), theirs.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(sharding.gather(mine), theirs.detach(), rtol=1e-4, atol=1e-6)
 
 
 def _scores_of(family: str) -> TokenScores:

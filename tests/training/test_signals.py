@@ -152,22 +152,22 @@ def begin(project: Path) -> Iterator[Callable[..., Stage]]:
         stage.process.wait()
 
 
-def test_outside_a_loop_a_signal_ends_the_stage_at_once(begin: Callable[..., Stage]) -> None:
-    stage = begin("load")
-    stage.process.terminate()
-    said = stage.wait_for("ending", HEARD_SECONDS)
-    assert (
-        said
-        == "rlhf: SIGTERM: ending stage sft now; without a snapshot the next run starts it from the beginning"
-    )
-    assert stage.end(AT_ONCE_SECONDS) == 143
-
-
-def test_a_signal_is_heard_in_a_long_call_of_c_and_ends_it(begin: Callable[..., Stage]) -> None:
-    stage = begin("load-in-c")
-    stage.process.send_signal(signal.SIGINT)
-    stage.wait_for("Ctrl-C: ending stage sft now", HEARD_SECONDS)
-    assert stage.end(signals.CLOSING_SECONDS + AT_ONCE_SECONDS) == 130
+@pytest.mark.parametrize(
+    ("phase", "number", "said", "seconds"),
+    [
+        ("load", signal.SIGTERM, "rlhf: SIGTERM", AT_ONCE_SECONDS),
+        ("load-in-c", signal.SIGINT, "rlhf: Ctrl-C", signals.CLOSING_SECONDS + AT_ONCE_SECONDS),
+    ],
+)
+def test_outside_a_loop_a_signal_ends_the_stage_at_once_also_in_a_long_call_of_c(
+    begin: Callable[..., Stage], phase: str, number: signal.Signals, said: str, seconds: float
+) -> None:
+    stage = begin(phase)
+    stage.process.send_signal(number)
+    line = stage.wait_for("ending", HEARD_SECONDS)
+    why = "without a snapshot the next run starts it from the beginning"
+    assert line == f"{said}: ending stage sft now; {why}"
+    assert stage.end(seconds) == 128 + number
 
 
 def test_in_a_loop_a_signal_waits_for_the_step_and_a_snapshot(begin: Callable[..., Stage]) -> None:

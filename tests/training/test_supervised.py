@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.data.batches import Batch, TokenBudget
+from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import supervised
-from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw, learning_rate
-from rlhf_tasks.training.supervised import LanguageModeling, Sums, Task, TrainState, evaluate, train
+from rlhf_tasks.training.supervised import TrainState, evaluate, train
+from rlhf_tasks.training.tasks import LanguageModeling, Sums, Task
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
 
@@ -32,7 +34,7 @@ class Stopped(Exception):
     """What ends a run after its snapshot, as a signal does."""
 
 
-class Memory(Nowhere):
+class Memory(Snapshots):
     """Snapshots in memory: one after so many steps, which ends the run."""
 
     def __init__(self, last: int = 0) -> None:
@@ -311,17 +313,16 @@ class Told(Counted):
         return {"loss": torch.tensor(self.losses[len(self.found) - 1])}
 
 
-def test_the_weights_with_the_lowest_loss_are_kept() -> None:
-    told, layer = Told([1], losses=[3.0, 1.0, 2.0]), nn.Linear(1, 1)
-    state, _ = fit(layer, Counted([1] * 3), batch_size=1, validation=told, num_evaluations=3, patience=2)
-    assert torch.equal(weights(layer), told.found[1])
-    assert not torch.equal(told.found[1], told.found[2])
-    assert (state.best_loss, state.best_step) == (1.0, 2)
-
-
-def test_patience_counts_consecutive_evaluations_without_a_new_minimum() -> None:
-    told = Told([1], losses=[3.0, 4.0, 2.0, 2.0, 5.0, 1.0])
-    state, _ = fit(
-        nn.Linear(1, 1), Counted([1] * 9), batch_size=1, validation=told, num_evaluations=9, patience=2
-    )
-    assert (state.step, state.best_step, len(told.found)) == (5, 3, 5)
+@pytest.mark.parametrize(
+    ("losses", "num_steps", "best"),
+    [([3.0, 1.0, 2.0, 4.0], 4, 2), ([3.0, 4.0, 2.0, 2.0, 5.0, 1.0], 5, 3)],
+)
+def test_the_weights_of_the_lowest_loss_are_kept_and_patience_counts_evaluations_in_a_row_without_a_lower_one(
+    losses: list[float], num_steps: int, best: int
+) -> None:
+    told, layer = Told([1], losses=losses), nn.Linear(1, 1)
+    state, _ = fit(layer, Counted([1] * 9), batch_size=1, validation=told, num_evaluations=9, patience=2)
+    assert (state.step, state.best_step, state.best_loss) == (num_steps, best, losses[best - 1])
+    assert len(told.found) == num_steps
+    assert torch.equal(weights(layer), told.found[best - 1])
+    assert not torch.equal(told.found[best - 1], told.found[best])

@@ -17,20 +17,20 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.comparisons import (
     RULES,
-    CombinedJudge,
     Comparer,
     Comparisons,
     Judge,
+    JudgePanel,
     PairwiseJudge,
     Question,
     Reply,
-    required_judges,
+    list_required_judges,
 )
 from rlhf_tasks.judging.judges.local import LocalComparer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
 from rlhf_tasks.scoring.build import score_gold
-from rlhf_tasks.scoring.function import TWO, ColumnsFunction, FunctionScorer
+from rlhf_tasks.scoring.function import TWO, ColumnsFunction, ImportedScorer
 from rlhf_tasks.scoring.protocol import Responses, Scorer, read_scores
 from rlhf_tasks.scoring.verifier import Verifier
 
@@ -109,13 +109,12 @@ def build_judges(
     paths: Paths,
     *,
     names: Sequence[str] = (),
-    functions_root: Path | None = None,
     columns: Collection[str] = (),
 ) -> list[Judge]:
     """The judges of `judge.judges`, or those called `names`, in the order of the list.
 
-    Relative paths of models and prompts are below `paths.root`. Functions are imported from files below
-    `functions_root`, by default `paths.root`. `columns` are the names of the kept columns.
+    Relative paths of models, prompts and functions are below `paths.root`. `columns` are the names of the
+    kept columns.
 
     Raises:
         UserError: for an unknown name, for a judge whose key, model, prompt or function is missing, and for a
@@ -125,21 +124,13 @@ def build_judges(
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise UserError(f"judge.judges has no judge {', '.join(unknown)}; it has {', '.join(known)}")
-    selected, required = set(names or known), required_judges(settings, names)
+    selected, required = set(names or known), list_required_judges(settings, names)
     judges: dict[str, Judge] = {}
-    for one in settings.judges:
-        if not isinstance(one, config.CombinedJudge) and one.name in required:
-            judges[one.name] = build_judge(
-                one,
-                device,
-                settings.max_failure_share,
-                paths,
-                functions_root=functions_root,
-                columns=columns,
-            )
-    for one in settings.judges:
-        if isinstance(one, config.CombinedJudge) and one.name in selected:
-            judges[one.name] = CombinedJudge(one.name, RULES[one.kind], [judges[name] for name in one.judges])
+    for one in sorted(settings.judges, key=lambda one: isinstance(one, config.CombinedJudge)):
+        if isinstance(one, config.CombinedJudge) and one.name in selected:  # after its parts
+            judges[one.name] = JudgePanel(one.name, RULES[one.kind], [judges[name] for name in one.judges])
+        elif not isinstance(one, config.CombinedJudge) and one.name in required:
+            judges[one.name] = build_judge(one, device, settings.max_failure_share, paths, columns=columns)
     return [judges[name] for name in known if name in selected]
 
 
@@ -149,7 +140,6 @@ def build_judge(
     max_failure_share: float,
     paths: Paths,
     *,
-    functions_root: Path | None = None,
     columns: Collection[str] = (),
     key: str = config.LISTED,
 ) -> Judge:
@@ -158,7 +148,7 @@ def build_judge(
     Raises:
         UserError: as `build_judges`.
     """
-    root, own_root = paths.root, functions_root or paths.root
+    root = paths.root
     comparer: Comparer
     match one:
         case config.GoldJudge():
@@ -168,9 +158,9 @@ def build_judge(
         case config.VerifierJudge():
             return ScoringJudge(one.name, Verifier(one.checks, one.format))
         case config.FunctionJudge(pairwise=False):
-            return ScoringJudge(one.name, FunctionScorer(one.function, key, own_root, columns))
+            return ScoringJudge(one.name, ImportedScorer(one.function, key, root, columns))
         case config.FunctionJudge():
-            comparer = FunctionComparer(one.function, key, own_root, columns)
+            comparer = FunctionComparer(one.function, key, root, columns)
         case config.LlmJudge():
             # The import takes a second: only configurations with such a judge pay for it.
             from rlhf_tasks.judging.judges.llm import LlmComparer

@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_tasks.config import Judging
 from rlhf_tasks.config import judge as config
+from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.data.columns import NONE, Columns, take
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
@@ -182,7 +183,7 @@ def majority(outcomes: NDArray[np.float64]) -> Floats:
 RULES: Mapping[str, Rule] = {"all_of": all_of, "majority": majority}
 
 
-class CombinedJudge:
+class JudgePanel:
     """A judge made of others by one of the rules. It adds nothing to their cost."""
 
     def __init__(self, name: str, rule: Rule, judges: Sequence[Judge]) -> None:
@@ -205,7 +206,7 @@ LETTERS = ("A", "B")
 _FIELD = re.compile("{(" + "|".join(Question._fields) + ")}")
 
 
-def shipped_prompts() -> list[str]:
+def list_prompts() -> list[str]:
     return sorted(file.stem for file in PROMPTS.glob("*.txt"))
 
 
@@ -215,13 +216,13 @@ def load_prompt(name: str, key: str, root: Path) -> str:
     Raises:
         UserError: if the file cannot be read, or lacks a field.
     """
-    file = PROMPTS / f"{name}.txt" if name in shipped_prompts() else root / name
+    file = PROMPTS / f"{name}.txt" if name in list_prompts() else root / name
     try:
         text = file.read_text(encoding="utf-8").rstrip("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{key}: the prompt {name!r} cannot be read ({error}); give "
-            f"{', '.join(shipped_prompts())}, or a file"
+            f"{', '.join(list_prompts())}, or a file"
         ) from None
     missing = [f"{{{field}}}" for field in Question._fields if f"{{{field}}}" not in text]
     if missing:
@@ -234,14 +235,13 @@ def fill_prompt(text: str, question: Question) -> str:
     return _FIELD.sub(lambda match: str(getattr(question, match[1])), text)
 
 
-def required_judges(settings: Judging, names: Sequence[str]) -> set[str]:
+def list_required_judges(settings: Judging, names: Sequence[str]) -> set[str]:
     """The judges `names`, by default all, and the judges that the combined ones among them are made of."""
-    selected = set(names) or {judge.name for judge in settings.judges}
-    combined = (j for j in settings.judges if isinstance(j, config.CombinedJudge) and j.name in selected)
-    return selected | {part for judge in combined for part in judge.judges}
+    selected = names or [judge.name for judge in settings.judges]
+    return {part for name in selected for part in with_parts(settings.judges, name)}
 
 
-def judges_with_weights(
+def find_judges_by_weights(
     settings: Judging, rewards: Set[str], root: Path, names: Sequence[str] = ()
 ) -> dict[str, str]:
     """Judges that are one of the reward models `rewards`, given by their fingerprints: name → folder.
@@ -249,40 +249,29 @@ def judges_with_weights(
     Weights identify a reward model, whatever its folder is called; folders are below `root`. Only judges that
     `names` need are considered, by default all.
     """
-    required = required_judges(settings, names)
-    return {
-        judge.name: judge.path
-        for judge in settings.judges
-        if rewards
-        and isinstance(judge, config.RewardModelJudge)
-        and judge.name in required
-        and contracts.has_model(root / judge.path)
-        and contracts.fingerprint(root / judge.path) in rewards
-    }
+    required = list_required_judges(settings, names) if rewards else set()
+    models = (judge for judge in settings.judges if isinstance(judge, config.RewardModelJudge))
+    folders = {judge.name: judge.path for judge in models if judge.name in required}
+    ready = {name: path for name, path in folders.items() if contracts.has_model(root / path)}
+    return {name: path for name, path in ready.items() if contracts.fingerprint(root / path) in rewards}
 
 
-def optimized_judges(
+def find_optimized_judges(
     settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Judges that are a reward model which PPO optimized for `policy`, as `judges_with_weights`."""
-    return judges_with_weights(settings, contracts.optimized_rewards(policy), root, names)
+    """Judges that are a reward model which PPO optimized for `policy`, as `find_judges_by_weights`."""
+    return find_judges_by_weights(settings, contracts.optimized_rewards(policy), root, names)
 
 
-def selecting_judges(settings: Judging, policy: Path, root: Path) -> dict[str, str]:
-    """Judges that are the reward model, or the judge of `ppo.select_by`, by which PPO chose `policy`.
-
-    Each with the folder of its weights, or its kind.
-    """
-    chosen_by = contracts.read_identity(policy).get("chosen_by")
+def describe_training(settings: Judging, policy: Path, root: Path) -> dict[str, Any]:
+    """What a policy says of its own training, as fields of `EvaluationResults`."""
+    identity = contracts.read_identity(policy)
+    chosen_by = identity.get("chosen_by")  # the fingerprint of a reward model, or the judge of ppo.select_by
     same = {judge.name: judge.kind for judge in settings.judges if judge.definition == chosen_by}
-    return same | judges_with_weights(settings, {chosen_by} if chosen_by else set(), root)
-
-
-def is_trial(policy: Path) -> bool:
-    """True for a policy that says of itself that it was trained as a trial (promotion.trial)."""
-    return bool(contracts.read_identity(policy).get("trial", False))
-
-
-def has_reward(policy: Path) -> bool:
-    """False for a policy that says of itself that only dummy scorers have trained it."""
-    return bool(contracts.read_identity(policy).get("reward") != "none")
+    weights = find_judges_by_weights(settings, {chosen_by} if chosen_by else set(), root)
+    return {
+        "has_reward": identity.get("reward") != "none",
+        "is_trial": bool(identity.get("trial", False)),
+        "optimised_judges": find_optimized_judges(settings, policy, root),
+        "selecting_judges": same | weights,
+    }

@@ -36,8 +36,8 @@ from rlhf_tasks.scoring.http import read_key
 FILE = "judgements.jsonl"
 NUM_ALTERNATIVES = 5  # log-probs per token: as many as every server gives
 LONGEST_WAIT_SECONDS = 120.0  # the client library never waits longer for `Retry-After`
+# Errors that every other question would meet too.
 REFUSED = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
-"""Errors that every other question would meet too."""
 
 Request = Mapping[str, Any]
 Record = Mapping[str, Any]
@@ -64,32 +64,27 @@ class LlmComparer:
     def __call__(
         self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
     ) -> list[Reply]:
-        requests = [self._request(fill_prompt(self._prompt, question)) for question in questions]
-        keys = [
-            hashing.json_sha256({"endpoint": self._settings.base_url, "request": request})
-            for request in requests
-        ]
+        settings = self._settings
+        fixed: Request = {
+            "model": settings.model,
+            "temperature": 0.0,
+            "max_tokens": settings.max_reply_tokens,
+            **({"logprobs": True, "top_logprobs": NUM_ALTERNATIVES} if settings.logprobs else {}),
+        }
+        texts = (fill_prompt(self._prompt, question) for question in questions)
+        requests = [{**fixed, "messages": [{"role": "user", "content": text}]} for text in texts]
+        keys = [hashing.json_sha256({"endpoint": settings.base_url, "request": one}) for one in requests]
         todo = {key: r for key, r in zip(keys, requests, strict=True) if key not in self._cache}
         failed = asyncio.run(self._fetch(todo, max_failures)) if todo else {}
         console.say(
-            f"judge {self._settings.name}: {len(todo)} of {len(set(keys))} replies were requested, the "
+            f"judge {settings.name}: {len(todo)} of {len(set(keys))} replies were requested, the "
             f"others were kept; spent so far: {self._requests} requests, {self._tokens} tokens"
         )
         records = [self._cache.get(key) for key in keys]
         return [
-            Reply.failed(failed[key]) if record is None else reply_of(record)
+            Reply.failed(failed[key]) if record is None else read_reply(record)
             for key, record in zip(keys, records, strict=True)
         ]
-
-    def _request(self, text: str) -> dict[str, Any]:
-        request: dict[str, Any] = {
-            "model": self._settings.model,
-            "messages": [{"role": "user", "content": text}],
-            "temperature": 0.0,
-            "max_tokens": self._settings.max_reply_tokens,
-        }
-        probabilities = {"logprobs": True, "top_logprobs": NUM_ALTERNATIVES}
-        return request | (probabilities if self._settings.logprobs else {})
 
     async def _fetch(self, todo: Mapping[str, Request], max_failures: float) -> dict[str, str]:
         """Put replies into the cache; the reason of each failure, by key.
@@ -164,7 +159,7 @@ class LlmComparer:
             # The client times each silence only; a reply that arrives byte by byte would never end.
             async with asyncio.timeout(longest):
                 response = await client.chat.completions.with_raw_response.create(**request)
-            record = record_of(response.text)
+            record = read_record(response.text)
         except REFUSED as error:
             given = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
             raise UserError(
@@ -182,7 +177,7 @@ class LlmComparer:
                 f"judge {settings.name}: the server does not report the tokens of a reply, so budget.tokens "
                 "cannot be kept; set it to null, and limit the requests"
             )
-        return reply_of(record).failure
+        return read_reply(record).failure
 
 
 _PREFERENCE = re.compile(r"\W*(?:(?i:verdict|answer|better|preferred)\W+)?([AB])\W*")
@@ -192,7 +187,7 @@ class Malformed(ValueError):
     """A body that is not a chat completion; the message shows it."""
 
 
-def record_of(body: str) -> dict[str, Any]:
+def read_record(body: str) -> dict[str, Any]:
     """What is kept of a chat completion: text, refusal, log-probs of the letter's rivals, tokens, model.
 
     Raises:
@@ -204,13 +199,7 @@ def record_of(body: str) -> dict[str, Any]:
         message, usage = choice["message"], tree.get("usage") or {}
         listed = (choice.get("logprobs") or {}).get("content") or []
         place = _letter_token([token["token"] for token in listed])
-        rivals = (
-            {}
-            if place is None
-            else {
-                t["token"]: t["logprob"] for t in [*(listed[place].get("top_logprobs") or []), listed[place]]
-            }
-        )
+        rivals = [] if place is None else [*(listed[place].get("top_logprobs") or []), listed[place]]
         text, refusal = message.get("content"), message.get("refusal")
         if not isinstance(text, str | None) or not isinstance(refusal, str | None):
             raise TypeError("content is not a text")
@@ -218,7 +207,7 @@ def record_of(body: str) -> dict[str, Any]:
         return {
             "text": text or "",
             "refusal": refusal or "",
-            "letters": rivals,
+            "letters": {token["token"]: token["logprob"] for token in rivals},
             "tokens": tokens if isinstance(tokens, int) else None,
             "model": str(tree.get("model", "")),
         }
@@ -239,7 +228,7 @@ def _letter_token(tokens: Sequence[str]) -> int | None:
     return None
 
 
-def reply_of(record: Mapping[str, Any]) -> Reply:
+def read_reply(record: Mapping[str, Any]) -> Reply:
     """The preference that a kept record states.
 
     Its last line must be one letter; a word such as `Verdict:` may come before it. Where the server gave

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LocalJudge
-from rlhf_tasks.data.batches import collate, load_tokenizer, micro_batches
+from rlhf_tasks.data.batches import collate, micro_batches
 from rlhf_tasks.data.chat import template
 from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import LETTERS, Question, Reply, fill_prompt, load_prompt
 from rlhf_tasks.models import contracts
@@ -55,7 +55,13 @@ class LocalComparer:
     def __call__(
         self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
     ) -> list[Reply]:
-        ids = [self._ids(fill_prompt(self._prompt, question)) for question in questions]
+        is_chat, ids = self._tokenizer.chat_template is not None, list[Ids]()
+        for question in questions:
+            # a special token of the policy's template, or of a response, would end the judge's turn
+            text = remove_names(fill_prompt(self._prompt, question), self._special)
+            if is_chat:
+                text = template(self._tokenizer)([{"role": "user", "content": text}], True)
+            ids.append(self._tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
         declared = getattr(self._model.config, "max_position_embeddings", None) or math.inf
         longest = min(declared, self._tokenizer.model_max_length)  # without a limit it is a huge number
         fits = [i for i, row in enumerate(ids) if len(row) <= longest]
@@ -67,15 +73,6 @@ class LocalComparer:
                     replies[i] = Reply(p, "the judge's logits are NaN" if math.isnan(p) else "", len(ids[i]))
                 meter.advance(len(rows))
         return replies
-
-    def _ids(self, text: str) -> Ids:
-        """The tokens of a filled prompt."""
-        is_chat = self._tokenizer.chat_template is not None
-        text = remove_names(text, self._special)  # the policy's template, or a response, would end the turn
-        if is_chat:
-            text = template(self._tokenizer)([{"role": "user", "content": text}], True)
-        ids: Ids = self._tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
-        return ids
 
     def _probabilities(self, ids: Sequence[Ids]) -> Tensor:
         """(B,) probability that the response shown first is better."""

@@ -1,0 +1,141 @@
+"""`rlhf data PATH`: what a file, folder or hub set is read as, from a sample, before anything is written."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Data, Split, is_hub_id
+from rlhf_tasks.data import rows
+from rlhf_tasks.data.chat import Rendering
+from rlhf_tasks.data.readers import files, hub, tables
+from rlhf_tasks.data.readers.shapes import Table
+from rlhf_tasks.data.rows import SPLITS, TEXTS, Corpus, Problems, Role, Row, Rows
+from rlhf_tasks.errors import UserError
+
+SHOWN = 3  # rows
+SAMPLE = 1000  # rows of a file
+MOST_CHARACTERS = 600  # of a text
+BARS = "▁▂▃▄▅▆▇█"
+Tokens = Callable[[str, str], tuple[Sequence[str], Sequence[str]]]
+"""Prompt and response → the tokens of each, as texts."""
+
+
+def show(
+    path: Path,
+    data: Data,
+    rendering: Rendering,
+    split: Tokens,
+    own: Callable[[dict[str, Any]], Any] | None = None,
+    *,
+    whole: bool = False,
+) -> Corpus:
+    """Say what is there and how it is read; return the rows.
+
+    Args:
+        split: How the model's tokenizer splits a prompt and a response after it.
+        whole: Read all rows, and not a sample of each file.
+
+    Raises:
+        UserError: as stage prepare would, if the data cannot be read as it is, or if no row can be used.
+    """
+    problems, given, unused = Problems(), list[tuple[Role | None, Split, Table]](), list[str]()
+    if is_hub_id(str(path)):
+        console.say(f"reading {path} from the hub")
+        given += hub.sample(str(path), SAMPLE)
+        whole = False
+    else:
+        found, unused = files.discover(path)
+        for number, (role, part, name, file) in enumerate(found, start=1):
+            console.say(f"reading {name} ({number} of {len(found)}, {file.stat().st_size / 1e6:,.1f} MB)")
+            given.append((role, part, files.read_file(file, name, problems, None if whole else SAMPLE)))
+    sample = "" if whole else f", at most {SAMPLE} rows of each; --all reads all"
+    console.table(
+        f"{path}: {len(given)} file(s) or split(s){sample}",
+        ["file", "role by name", "split", "rows"],
+        [[table.name, role or "none", part, len(table.lines)] for role, part, table in given],
+    )
+    if unused:
+        console.say(f"Not read, because it is no data file: {', '.join(unused)}")
+    corpus = tables.assemble([tables.Part(given, data, own)], rendering, problems)
+    rows.check_texts(corpus, rendering.eos, problems)
+    rows.check_duplicates(corpus, problems)
+    for role, parts in corpus.items():
+        _show(role, parts, data, split)
+    if problems:
+        console.say(problems.report())
+    if not any(len(part) for parts in rows.without(corpus, problems).values() for part in parts.values()):
+        raise UserError(f"no row of {path} can be used; the lines above say why")
+    return corpus
+
+
+def _show(role: Role, parts: Mapping[Split, Rows], data: Data, split: Tokens) -> None:
+    """Counts, three rows as the model sees them, and the lengths in its tokens."""
+    counts = ", ".join(f"{len(parts[name])} {name}" for name in SPLITS if parts.get(name))
+    console.say(f"\n{role}: {counts or 'no rows'}")
+    answers = [name for name in TEXTS[role] if name != "prompt"]
+    for row in itertools.islice(_every(parts), SHOWN):
+        console.say(f"  {row['source']}")
+        for name in answers:
+            prompt, response = split(row["prompt"], row[name] or "")
+            if name == answers[0]:
+                console.say(f"    prompt ({len(prompt)} tokens): {_tokens(prompt)}")
+            if row[name] is not None:  # else these are prompts alone
+                console.say(f"    {name} ({len(response)} tokens): {_tokens(response)}")
+    lengths = [
+        [len(part) for name in answers for part in split(row["prompt"], row[name] or "")]
+        for row in _every(parts)
+    ]
+    most = {"prompt": data.max_prompt_tokens, "response": data.max_completion_tokens}
+    for name, start in (("prompt", 0), ("response", 1)):
+        sizes = [size for pair in lengths for size in pair[start::2]]
+        if sizes:
+            over = sum(size > most[name] for size in sizes)
+            limit = f"data.max_{'prompt' if name == 'prompt' else 'completion'}_tokens={most[name]}"
+            console.say(f"  {name} tokens {_histogram(sizes)}; {over or 'none'} over {limit}")
+
+
+def _every(parts: Mapping[Split, Rows]) -> Iterator[Row]:
+    return (row for name in SPLITS if name in parts for row in parts[name])
+
+
+def _tokens(parts: Sequence[str]) -> str:
+    """Tokens with their boundaries, in one line."""
+    text = "|".join(part.replace("\n", "⏎") for part in parts)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+
+
+def _histogram(sizes: Sequence[int]) -> str:
+    """Sixteen bars from the shortest to the longest."""
+    low, high = min(sizes), max(sizes)
+    width = max(1, -(-(high - low + 1) // 16))
+    counts = Counter((size - low) // width for size in sizes)
+    top = max(counts.values())
+    bars = [counts[number] for number in range((high - low) // width + 1)]
+    drawn = "".join(" " if not n else BARS[(len(BARS) - 1) * n // top] for n in bars)
+    return f"{low} {drawn} {high}, mean {sum(sizes) / len(sizes):.1f}"
+
+
+def words(prompt: str, response: str) -> tuple[Sequence[str], Sequence[str]]:
+    """Words in place of tokens."""
+    return prompt.split(), response.split()
+
+
+def write(corpus: Corpus, out: Path) -> None:
+    """Write the rows as Parquet, OUT/ROLE/SPLIT.parquet, which `data.path: OUT` reads again.
+
+    Raises:
+        UserError: if OUT holds something.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--write {out}: the folder is not empty; name a new one")
+    for role, parts in corpus.items():
+        for name, some in parts.items():
+            if len(some):
+                (out / role).mkdir(parents=True, exist_ok=True)
+                rows.write(some, out / role / f"{name}.parquet")
+    console.say(f"wrote {out}")

@@ -1,0 +1,376 @@
+"""The gate's verdict: what was measured of a policy against the criteria of `promotion`. No torch here.
+
+Stage verdict imports no more than this: `measurement` would make it depend on the code of all judges.
+
+A win rate passes by the lower end of its 95% interval, so that luck promotes nothing. Two judges agree here
+if that end is above the bound for both. Cohen's kappa would not do: it falls as a policy gets so much better
+that there is little left to disagree about (both judges see 95% wins, and kappa is near 0). It is also
+computed over SFT's responses, which do not describe this policy.
+
+A value that is missing or not finite fails its criterion, which gives the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, Self
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Promotion
+from rlhf_tasks.config.judge import Judge
+from rlhf_tasks.config.schema import with_parts
+from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.project.paths import Paths
+
+Relation = Literal[">", ">=", "<="]
+Value = float | str
+"""A measured value, or the reason why it is not known."""
+Opponent = Literal["sft", "champion", "base", "reference"]
+OPPOSITES: Mapping[str, str] = {">": "≤", ">=": "<", "<=": ">"}
+REASONS = ("trial", "no_reward", "withheld")
+"""Criteria that are no value of the policy: they refuse it, and their title says why."""
+TEXTS = {"sft_text": "SFT text", "general": "general text"}
+OPPONENTS: Mapping[str, str] = {
+    "sft": "SFT",
+    "champion": "the champion",
+    "base": "the base model",
+    "reference": "the references",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kl:
+    """KL of the policy from SFT, in nats per response: the mean over sampled responses."""
+
+    mean: float
+    standard_error: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """What was measured of one policy."""
+
+    results: EvaluationResults
+    """Comparisons of `policy` with `sft` and `champion`, retention of `policy` and `sft`."""
+    kl: Kl | None
+    """None if it was not measured."""
+
+    @classmethod
+    def read(cls, paths: Paths) -> Self:
+        """What the pipeline measured.
+
+        Raises:
+            UserError: for a results document that is missing or cannot be read.
+        """
+        return cls(results=EvaluationResults.read(paths.evaluation_results), kl=read_kl(paths))
+
+
+def read_kl(paths: Paths) -> Kl | None:
+    """The KL of the checkpoint that PPO kept, not of the last update; no score and no reward is read."""
+    file = paths.metrics("ppo")
+    metrics = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if metrics.get("selected_kl") is None:
+        return None
+    return Kl(mean=metrics["selected_kl"], standard_error=metrics.get("selected_kl_standard_error"))
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One bound on one value; `key` is its name in metrics and tags, `title` the one that people read."""
+
+    key: str
+    title: str
+    value: float | None
+    relation: Relation
+    bound: float
+    lacking: str = ""
+    """Why the value is not known."""
+    standard_error: float | None = None
+    """Of the value. The bound applies to the value itself."""
+
+    @property
+    def margin(self) -> float | None:
+        """Distance from the bound; positive on the right side, negative on the wrong one."""
+        if self.value is None:
+            return None
+        return self.bound - self.value if self.relation == "<=" else self.value - self.bound
+
+    @property
+    def passed(self) -> bool:
+        margin = self.margin
+        return margin is not None and (margin > 0 if self.relation == ">" else margin >= 0)
+
+    @property
+    def text(self) -> str:
+        """The value as people read it, such as `1.5 ± 0.02`."""
+        if self.value is None:
+            return "not known"
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.2g}"
+        return f"{self.value:.4g}{error}"
+
+    @property
+    def complaint(self) -> str:
+        """Why the criterion failed, such as `KL 11.2 > 10`."""
+        if self.value is None:
+            return f"{self.title} is not known: {self.lacking}"
+        if self.key in REASONS:
+            return self.title
+        return f"{self.title} {self.text} {OPPOSITES[self.relation]} {self.bound:g}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The gate's decision about one policy. It passes if every criterion does."""
+
+    criteria: Sequence[Criterion]
+    note: str = ""
+    """What a reader must know first."""
+
+    @property
+    def passed(self) -> bool:
+        return all(criterion.passed for criterion in self.criteria)
+
+    @property
+    def summary(self) -> str:
+        failed = [criterion.complaint for criterion in self.criteria if not criterion.passed]
+        return "; ".join(failed) if failed else f"all {len(self.criteria)} criteria are met"
+
+    def withhold(self, reason: str) -> Verdict:
+        """The same verdict, refused for a reason that is not one of the policy's values."""
+        return replace(self, criteria=(*self.criteria, Criterion("withheld", reason, 1.0, "<=", 0.0)))
+
+    def tree(self) -> dict[str, Any]:
+        """The verdict as JSON values."""
+        criteria = [asdict(c) | {"margin": c.margin, "passed": c.passed} for c in self.criteria]
+        note = {"note": self.note} if self.note else {}
+        return {"passed": self.passed, **note, "summary": self.summary, "criteria": criteria}
+
+    @classmethod
+    def of_tree(cls, tree: Mapping[str, Any]) -> Verdict:
+        """The inverse of `tree`; a value that an earlier version did not write has its default."""
+        names = {field.name for field in fields(Criterion)}
+        known = [{name: one[name] for name in names & one.keys()} for one in tree["criteria"]]
+        return cls(tuple(Criterion(**values) for values in known), tree.get("note", ""))
+
+    def metrics(self) -> dict[str, float]:
+        """`gate/passed`, and of each criterion `KEY/value`, `KEY/bound`, `KEY/margin` and `KEY/passed`."""
+        metrics = {"gate/passed": float(self.passed)}
+        for criterion in self.criteria:
+            numbers = {"value": criterion.value, "bound": criterion.bound, "margin": criterion.margin}
+            numbers["passed"] = float(criterion.passed)
+            metrics |= {f"{criterion.key}/{name}": x for name, x in numbers.items() if x is not None}
+        return metrics
+
+    def rows(self) -> list[dict[str, str]]:
+        """The rows of a table that people read."""
+        return [
+            {
+                "criterion": c.title,
+                "value": c.text,
+                "required": f"{c.relation} {c.bound:g}",
+                "margin": "" if c.margin is None else f"{c.margin:+.4g}",
+                "result": "passed" if c.passed else "FAILED",
+            }
+            for c in self.criteria
+        ]
+
+
+def make_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown; empty without rows."""
+    names = list(rows[0]) if rows else []
+    cells = [[str(row[name]).replace("|", "\\|").replace("\n", "<br>") for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *cells] if rows)
+
+
+def decide(
+    promotion: Promotion,
+    measured: Measurements,
+    *,
+    judges: Sequence[Judge],
+    champion: bool,
+    bar: Literal["base", "reference"] = "base",
+) -> Verdict:
+    """Apply every criterion that is not null.
+
+    Args:
+        promotion: The criteria.
+        measured: What was measured of the policy.
+        judges: All judges. Those of the gate, and those that they combine, may not be what PPO optimized.
+        champion: Whether there is a champion that the policy must beat.
+        bar: What it must beat without one.
+    """
+    used = {**measured.results.optimised_judges, **measured.results.selecting_judges}
+    notes = []
+    if all(judge in used for judge in promotion.named):
+        notes.append(
+            "No judge of the gate is independent: PPO has optimized, or chosen its checkpoint by, "
+            f"{', '.join(used[judge] for judge in promotion.named)}."
+        )
+    if lacking := _list_unmeasurable(promotion, measured.results):
+        notes.append(
+            f"The data has no demonstrations, so {' and '.join(lacking)} cannot be measured and counts for "
+            "nothing here; judge.retention.general and judge.retention.questions measure other texts."
+        )
+    return Verdict(tuple(_apply(promotion, measured, judges, champion, bar)), " ".join(notes))
+
+
+def _list_unmeasurable(promotion: Promotion, results: EvaluationResults) -> list[str]:
+    """The criteria that are left out because the data has prompts alone."""
+    if results.has_demonstrations:
+        return []
+    has_questions = any(one.multiple_choice is not None for one in results.retention.values())
+    growth = promotion.max_perplexity_growth is not None
+    choice = promotion.max_choice_drop is not None and not has_questions
+    named = {"promotion.max_perplexity_growth on their texts": growth, "promotion.max_choice_drop": choice}
+    return [name for name, is_out in named.items() if is_out]
+
+
+def _apply(
+    promotion: Promotion,
+    measured: Measurements,
+    judges: Sequence[Judge],
+    champion: bool,
+    bar: Literal["base", "reference"],
+) -> Iterator[Criterion]:
+    results, kl = measured.results, measured.kl
+    if promotion.trial or results.is_trial:
+        what = "these settings" if promotion.trial else "the settings of its training"
+        yield Criterion("trial", f"{what} only try the pipeline out (promotion.trial)", 1.0, "<=", 0.0)
+    if not results.has_reward:
+        yield Criterion("no_reward", "it was trained by a dummy reward", 1.0, "<=", 0.0)
+    bounds: dict[Opponent, float] = {"sft": promotion.over_sft}
+    if champion and promotion.over_champion is not None:
+        bounds["champion"] = promotion.over_champion
+    else:
+        bounds[bar] = promotion.over_bar
+    pairs = [(judge, b) for b in bounds for judge in promotion.named]
+    for judge, b in pairs:
+        title = f"win rate over {OPPONENTS[b]} by {judge.replace('_', ' ')} (95% low)"
+        low = _of_comparison(results, judge, b, lambda one: one.win_rate.low)
+        yield from _bound(f"over_{b}/{judge}", title, low, ">", bounds[b])
+    mean = "it was not measured of this policy" if kl is None else _finite(kl.mean)
+    error = None if kl is None else kl.standard_error
+    yield from _bound("kl", "KL", mean, "<=", promotion.max_kl, standard_error=error)
+    yield from _retention(promotion, results)
+    shares = (
+        _of_comparison(results, judge, b, lambda one: one.failures / (one.failures + one.examples))
+        for judge, b in pairs
+    )
+    share = _combine(lambda *values: max(values), *shares)
+    yield from _bound(
+        "failure_share", "share of failed comparisons", share, "<=", promotion.max_failure_share
+    )
+    counts = (_of_comparison(results, judge, b, lambda one: one.examples) for judge, b in pairs)
+    fewest = _combine(lambda *values: min(values), *counts)
+    least = promotion.min_examples
+    if not promotion.trial:
+        least = max(least, promotion.least_examples)
+    yield from _bound("examples", "judged examples", fewest, ">=", least)
+    used = {part for name in promotion.named for part in with_parts(judges, name)}
+    optimized = sorted(used & results.optimised_judges.keys())
+    title = "judges that are the optimized reward" + (f" ({', '.join(optimized)})" if optimized else "")
+    yield Criterion("optimised_judges", title, float(len(optimized)), "<=", 0.0)
+
+
+def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
+    """What the policy forgot since SFT, and whether it writes texts that SFT would, and different ones."""
+    for text, name in TEXTS.items():
+        if text == "general" and not any(text in one.perplexity for one in results.retention.values()):
+            continue  # judge.retention.general is null
+        if text == "sft_text" and not results.has_demonstrations:
+            continue
+        growth = _of_policy_and_sft(
+            lambda p, s: p / s,
+            {who: one.perplexity.get(text) for who, one in results.retention.items()},
+            f"the perplexity of {{}} on {name}",
+        )
+        title = f"perplexity on {name} over SFT's"
+        yield from _bound(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
+    growth, ratio = (
+        _of_policy_and_sft(
+            lambda p, s: p / s,
+            {who: getattr(one, name) for who, one in results.responses.items()},
+            f"{name} of the responses of {{}}",
+        )
+        for name in ("sft_perplexity", "corpus_distinct_2")
+    )
+    title = "perplexity of its responses by SFT, over SFT's own"
+    yield from _bound("response_perplexity", title, growth, "<=", promotion.max_response_perplexity_growth)
+    title = "different 2-grams in its responses, over SFT's"
+    yield from _bound("distinct_ratio", title, ratio, ">=", promotion.min_distinct_ratio)
+    change = _of_policy_and_sft(
+        lambda p, s: p - s,
+        {
+            who: None if one.multiple_choice is None else one.multiple_choice.value
+            for who, one in results.retention.items()
+        },
+        "the multiple-choice accuracy of {}",
+    )
+    bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
+    if "promotion.max_choice_drop" not in _list_unmeasurable(promotion, results):
+        yield from _bound("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
+    bound = promotion.max_task_drop
+    if not results.task_changes:
+        lacking = "no task of judge.retention.tasks was measured of policy and sft"
+        yield from _bound("task_drop", "drop on tasks from SFT", lacking, "<=", bound)
+    for task, one in results.task_changes.items():
+        title, drop, error = f"drop on {task} ({one.metric}) from SFT", _finite(one.drop), one.standard_error
+        yield from _bound(f"task_drop/{task}", title, drop, "<=", bound, standard_error=error)
+
+
+def _bound(
+    key: str,
+    title: str,
+    value: Value,
+    relation: Relation,
+    bound: float | None,
+    *,
+    standard_error: float | None = None,
+) -> Iterator[Criterion]:
+    """One criterion; none where the bound is null."""
+    if bound is None:
+        return
+    if isinstance(value, str):
+        yield Criterion(key, title, None, relation, float(bound), value)
+    else:
+        yield Criterion(key, title, float(value), relation, float(bound), standard_error=standard_error)
+
+
+def _of_comparison(
+    results: EvaluationResults, judge: str, opponent: str, value: Callable[[ComparisonResult], float]
+) -> Value:
+    comparison = results.comparison(judge, "policy", opponent)
+    if comparison is None:
+        return f"{judge} has not compared this policy with {opponent}"
+    return _finite(value(comparison))
+
+
+def _of_policy_and_sft(
+    function: Callable[[float, float], float], measured: Mapping[str, float | None], what: str
+) -> Value:
+    """The function of what was `measured` of policy and SFT; `what` names it, with {} for the model."""
+    found = [(who, measured.get(who)) for who in ("policy", "sft")]
+    return _combine(
+        function, *(f"{what.format(who)} was not measured" if x is None else _finite(x) for who, x in found)
+    )
+
+
+def _finite(value: float) -> Value:
+    return value if math.isfinite(value) else f"the measured value is {value}"
+
+
+def _combine(function: Callable[..., float], *values: Value) -> Value:
+    """The function of all values, or the reason why one of them is not known."""
+    lacking = next((value for value in values if isinstance(value, str)), None)
+    return lacking if lacking is not None else function(*values)
+
+
+def show(verdict: Verdict) -> None:
+    """Print the table of criteria, below what a reader must know first."""
+    if verdict.note:
+        console.say(verdict.note)
+    rows = verdict.rows()
+    console.table("the gate", list(rows[0]), [list(row.values()) for row in rows])

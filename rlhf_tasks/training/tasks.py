@@ -1,0 +1,155 @@
+"""What supervised stages train: language modeling, and the pairs of a reward model, whose loss is
+
+    loss = −log σ(r_chosen − r_rejected − margin)                      Bradley-Terry
+         + centering_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
+         + lm_coef · LM loss on the chosen response                    arXiv 2307.04964, eq. 4
+
+B batch · R response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks.config import Split
+from rlhf_tasks.data.batches import Batch, collate, collate_groups, read_table, sets_of, sizes, token_ids
+from rlhf_tasks.data.ragged import Ragged
+from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.models.classifiers import replace_trunk
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.project.paths import Paths
+
+Sums = dict[str, Tensor]
+
+
+class Task(Protocol):
+    """What is trained: the tokens of each row, and the sums of one forward pass over some rows."""
+
+    sizes: list[int]
+    sets: list[str]
+    """The name of each row's set in a mixture; empty otherwise."""
+
+    def num_targets(self, rows: Sequence[int]) -> float:
+        """The number of tokens or pairs that the loss of these rows is averaged over."""
+
+    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+        """`loss` and other metrics, **summed** over the tokens or pairs that `num_targets` counts."""
+
+
+@dataclass
+class LanguageModeling:
+    """Predicts the response tokens of (query, response) rows, EOS included."""
+
+    queries: Sequence[Ids]
+    responses: Sequence[Ids]
+    pad: int
+    sets: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sizes = sizes(self.queries, self.responses)
+
+    def num_targets(self, rows: Sequence[int]) -> float:
+        return sum(len(self.responses[i]) for i in rows)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """The rows, padded."""
+        return collate([self.queries[i] for i in rows], [self.responses[i] for i in rows], self.pad)
+
+    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+        stats = token_stats(model, self.batch(rows).to(device))  # (b, R) each, zero on padding
+        return {"loss": -stats.logprobs.sum(), "token_accuracy": stats.is_top.sum()}
+
+
+def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModeling:
+    """The demonstrations of data/sft."""
+    rows = read_table(paths, "sft", split)
+    queries, responses = token_ids(tokenizer, rows, "completion")
+    return LanguageModeling(queries, responses, tokenizer.pad_token_id, sets_of(rows))
+
+
+def plain_text(texts: Sequence[Ids], pad: int, sets: Sequence[str] = ()) -> LanguageModeling:
+    """Text without a query: the first token is given, all others are predicted."""
+    firsts, others = Ragged(ids[:1] for ids in texts), Ragged(ids[1:] for ids in texts)
+    return LanguageModeling(firsts, others, pad, list(sets))
+
+
+@dataclass
+class PreferencePairs:
+    """Chosen and rejected responses of each query, as token ids: a `Task`."""
+
+    queries: Sequence[Ids]
+    chosen: Sequence[Ids]
+    rejected: Sequence[Ids]
+    pad: int
+    margin: float = 0.0
+    centering_coef: float = 0.0
+    lm_coef: float = 0.0
+    shares_prefix: bool = False
+    """Whether the two responses share a row, and the model reads the query once."""
+    sets: list[str] = field(default_factory=list)
+    """The name of each pair's set in a mixture; empty otherwise."""
+
+    def __post_init__(self) -> None:
+        with_chosen, with_rejected = sizes(self.queries, self.chosen), sizes(self.queries, self.rejected)
+        if self.shares_prefix:
+            self.sizes = [a + len(r) for a, r in zip(with_chosen, self.rejected, strict=True)]
+        else:
+            self.sizes = [2 * max(pair) for pair in zip(with_chosen, with_rejected, strict=True)]
+
+    def num_targets(self, rows: Sequence[int]) -> float:
+        return len(rows)
+
+    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+        queries, chosen, rejected = (
+            [texts[i] for i in rows] for texts in (self.queries, self.chosen, self.rejected)
+        )
+        if self.shares_prefix:
+            pairs = [[i, i + len(rows)] for i in range(len(rows))]
+            batch = collate_groups(queries * 2, chosen + rejected, pairs, self.pad)
+            scores, _ = model(batch.to(device))
+            return pair_sums(scores[::2], scores[1::2], self.margin, self.centering_coef)
+        batch = collate(queries * 2, chosen + rejected, self.pad)
+        scores, of_lm = model(batch.to(device), len(rows) if self.lm_coef else 0)
+        of_chosen, of_rejected = scores.chunk(2)
+        sums = pair_sums(of_chosen, of_rejected, self.margin, self.centering_coef)
+        if of_lm is not None:
+            sums["loss"] = sums["loss"] + self.lm_coef * of_lm
+        return sums
+
+
+def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centering_coef: float) -> Sums:
+    """Σ over pairs of loss, correct orders (equal scores count half) and score differences; scores (B,)."""
+    lead = chosen - rejected
+    loss = -F.logsigmoid(lead - margin) + centering_coef * (chosen + rejected) ** 2
+    right = (lead > 0).float() + 0.5 * (lead == 0).float()
+    return {"loss": loss.sum(), "accuracy": right.sum(), "margin": lead.sum()}
+
+
+class RewardLearner(nn.Module):
+    """The reward model in training; with `lm_coef`, a causal LM on the same trunk beside it."""
+
+    def __init__(self, scores: TokenScores, policy: PreTrainedModel | None = None) -> None:
+        super().__init__()
+        self.scores, self.lm = scores, policy
+        if policy is not None:
+            replace_trunk(policy, scores.model.base_model)
+
+    def forward(self, batch: Batch, lm_rows: int = 0) -> tuple[Tensor, Tensor | None]:
+        """((B,) scores of the responses, the LM loss of the first rows or None).
+
+        That loss is Σ over rows of the mean −log p.
+        """
+        scores = self.scores(batch, ends_only=True)
+        if self.lm is None or not lm_rows:
+            return scores, None
+        responses = Batch(**{name: x[:lm_rows] for name, x in vars(batch).items()})
+        logprobs = token_stats(self.lm, responses).logprobs  # (B, R), zero on padding
+        return scores, -(logprobs.sum(1) / responses.mask.sum(1)).sum()
