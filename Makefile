@@ -9,6 +9,7 @@ DOCS_PORT ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
+export RLHF_SHELL_PATH := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export DVC_NO_ANALYTICS := 1
 export DO_NOT_TRACK := 1

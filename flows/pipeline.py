@@ -36,6 +36,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, dvc_files, git, workspaces
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.report import run_facts
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.training import checkpoint
 
@@ -111,10 +112,10 @@ def pipeline(
             with get_client(sync_client=True) as client:
                 client.update_flow_run(UUID(run), name=chosen)
         facts = {
-            "preset": request.preset or "none",
-            "seed": str(values.seed),
-            "changes": ", ".join(f"`{change}`" for change in changes),
-            "commit": commit or git.commit(root) or "none",
+            "Preset": request.preset or "none",
+            "Seed": str(values.seed),
+            "Commit": commit or git.commit(root) or "none",
+            "Changes": "; ".join(changes),
             "Prefect run": f"[{title}]({page})" if page else None,
         }
         tags = {"preset": request.preset or "none", **({"changes": ", ".join(changes)} if changes else {})}
@@ -134,10 +135,11 @@ def pipeline(
             outcome = Outcome(
                 name=saved,
                 how=how,
-                revision=str(facts["commit"]),
+                revision=str(facts["Commit"]),
                 experiment=experiment,
                 changes=changes,
                 unpushed=send(folder) if push else None,
+                results=run_facts.outcome(Paths(folder), values.judge.judges),
             )
             tracked.results(Paths(folder))
             tracked.tags(outcome.tags())
@@ -147,8 +149,9 @@ def pipeline(
             # 4. What the user sees of it.
             verdict = {"verdict": outcome.promotion} if outcome.verdict else {}
             ran = ", ".join(stage for stage, result in how.items() if result == "ran")
-            facts |= {"stages that ran": ran, "DVC experiment": saved if experiment else None, **verdict}
-            tracked.tags(verdict | {tracking.NOTE: tracking.note(facts)})
+            facts |= {"Stages that ran": ran, "DVC experiment": saved if experiment else None}
+            gate = {"Promotion": outcome.promotion if outcome.verdict else None}
+            tracked.tags(verdict | {tracking.NOTE: tracking.note({**gate, **outcome.results, **facts})})
             undelivered = tracked.last_error()
             if commit is not None and experiment is None:
                 notes.append("nothing differs from the commit, so the run has no experiment")

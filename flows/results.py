@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from prefect.states import Completed
 
 from rlhf_tasks import config
 from rlhf_tasks.project import dvc_files
-from rlhf_tasks.promotion.verdict import OPPONENTS, make_table
+from rlhf_tasks.promotion.verdict import make_table
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.record import PIPELINE, REPORT
 
@@ -38,6 +37,8 @@ class Outcome:
     """The state of the promotion (one of VERDICTS), if there was something to promote."""
     reason: str = ""  # of the verdict
     criteria: Sequence[Mapping[str, Any]] = ()
+    results: Mapping[str, str] = field(default_factory=dict)
+    """What came out, by title, in the words of every page: see `run_facts.outcome`."""
     unpushed: str | None = None  # why the DVC remote lacks outs of the run, although they were to be pushed
 
     @property
@@ -86,18 +87,14 @@ def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
         caption = f"metrics of {outcome.name} and of the run before it"
         create_table_artifact(metric_rows(values, last), key=METRICS_KEY, description=caption)
     text = page(outcome, folder, values, last, pages)
-    create_markdown_artifact(text, key=RESULTS_KEY, description=summary(outcome, values, pages))
+    create_markdown_artifact(text, key=RESULTS_KEY, description=summary(outcome, pages))
 
 
-def summary(outcome: Outcome, values: Mapping[str, float], pages: Mapping[str, str]) -> str:
-    """The verdict, the policy's win rates and the links: what the list of artifacts shows of a run."""
-    rates = [
-        f"{values[name]:.1%} over {OPPONENTS.get(parts[2], parts[2])}, by {parts[1]}"
-        for name in catalogue.headlines(values)
-        if (parts := re.fullmatch(r"judge/([^/]+)/policy_vs_([^/]+)/win_rate", name))
-    ]
+def summary(outcome: Outcome, pages: Mapping[str, str]) -> str:
+    """The verdict, what came out and the links: what the list of artifacts shows of a run."""
     verdict = [f"**{outcome.verdict}**: {outcome.reason}"] if outcome.verdict else []
-    return "  \n".join([*verdict, *rates, links(pages)])  # hard breaks: the list cuts long lines
+    results = [f"{title}: {text}" for title, text in outcome.results.items()]
+    return "  \n".join([*verdict, *results, links(pages)])  # hard breaks: the list cuts long lines
 
 
 def links(pages: Mapping[str, str]) -> str:
@@ -146,6 +143,7 @@ def page(
         if stage != dvc_files.INPUTS
     ]
     sections = {
+        "Results": ["\n".join(f"- {title}: {text}" for title, text in outcome.results.items())],
         "Promotion": [outcome.promotion, make_table(outcome.criteria)] if outcome.verdict else [],
         "Metrics": [make_table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
         "Changes": ["\n".join(f"- `` {change} ``" for change in outcome.changes)],

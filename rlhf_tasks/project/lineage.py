@@ -58,14 +58,15 @@ def new_key(stage: str) -> str:
     return f"{stage}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
-def write(paths: Paths, stage: Stage, key: str) -> Path:
-    """models/lineage/STAGE.json: the run's key (tag `rlhf.run` in MLflow), input hashes, git commit.
+def write(paths: Paths, stage: Stage, key: str, seconds: float) -> Path:
+    """models/lineage/STAGE.json: the run's key (MLflow's tag `rlhf.run`), its time, input hashes, git commit.
 
     With the packages and the precision in force, where inputs/STAGE.json records them.
     """
     path, read = paths.lineage(stage), fingerprint(paths, stage)
     tree = {
         "rlhf.run": key,
+        "seconds": round(seconds, 1),
         "inputs": read.data(),
         "packages": read.packages,
         **{name: read.values[name] for name in [PRECISION] if name in read.values},

@@ -24,6 +24,7 @@ from rlhf_tasks.config.judge import Judge
 from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import catalogue
 
 Relation = Literal[">", ">=", "<="]
 Value = float | str
@@ -247,8 +248,10 @@ def _apply(
     else:
         bounds[bar] = promotion.over_bar
     pairs = [(judge, b) for b in bounds for judge in promotion.named]
+    words = catalogue.words_of(judges)
     for judge, b in pairs:
-        title = f"win rate over {OPPONENTS[b]} by {judge.replace('_', ' ')} (95% low)"
+        by = catalogue.placeholder_in_words(judge, words)
+        title = f"win rate over {OPPONENTS[b]} by {by} (95% low)"
         low = _of_comparison(results, judge, b, lambda one: one.win_rate.low)
         yield from _bound(f"over_{b}/{judge}", title, low, ">", bounds[b])
     mean = "it was not measured of this policy" if kl is None else _finite(kl.mean)

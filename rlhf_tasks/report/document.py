@@ -112,10 +112,10 @@ def tone(one: ComparisonResult) -> str:
     return "ahead" if one.win_rate.low > 0.5 else "behind" if one.win_rate.high < 0.5 else "level"
 
 
-def in_words(name: str) -> str:
-    """The words for a metric `STAGE/NAME`."""
+def in_words(name: str, words: Mapping[str, str] = catalogue.WORDS) -> str:
+    """The words for a metric `STAGE/NAME`; `words` are those of the judges."""
     stage, _, own = name.partition("/")
-    return catalogue.in_words(cast(Stage, stage), own)
+    return catalogue.in_words(cast(Stage, stage), own, words)
 
 
 def key(name: str) -> Markup:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf_tasks import console
 from rlhf_tasks.config import STAGES, ReportView, Stage, flatten
 from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.judging.results import EvaluationResults
@@ -42,15 +43,14 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     makers = {out: stage for stage, node in graph.items() for out in node.outs}
     guards = files.json(ppo_folder / "guards.json")
-    times = list(run_facts.starts(lineage).values())
-    is_one_run = len(times) > 1 and times == sorted(times)  # no stage is older than its inputs
+    words = catalogue.words_of(view.judge.judges)
     parts = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
     seconds = sum(row.get(part, 0.0) for row in curves["ppo"] for part in parts)
     sampled = files.rows(ppo_folder / "samples.parquet")
     episodes = sorted({row["episode"] for row in sampled})
     some = sorted({episodes[i] for i in (0, len(episodes) // 2, -1)}) if episodes else []
     first, more = document.split(
-        figure for stage, points in curves.items() for figure in figures(stage, points)
+        figure for stage, points in curves.items() for figure in figures(stage, points, words)
     )
     return {
         # 1. The story.
@@ -62,8 +62,9 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "metrics": metrics,
         "results": results,
         "judge": judge,
-        "duration": _span((times[-1] - times[0]).total_seconds()) if is_one_run else None,
-        "ppo_duration": _span(seconds) if seconds else None,
+        "words": words,
+        "duration": run_facts.duration(lineage),
+        "ppo_duration": console.duration(seconds) if seconds else None,
         # 2. Samples, and 3. curves.
         "samples": _samples(
             files.rows(paths.judged_responses), files.rows(judge_folder / "comparisons.parquet"), judge
@@ -72,16 +73,23 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "more_figures": more,
         "trips": None if guards is None else guards["trips"],
         # 4. The evidence.
-        "judge_facts": _facts("judge", judged, *JUDGE_FACTS),
-        "measured": _tabulate_measures(judged),
-        "reward_facts": _facts("reward", metrics.get("reward", {}), "")
-        | _facts("judge", judged, "agreement/", "calibration/"),
+        "judge_facts": {
+            document.in_words(f"judge/{name}", words): document.metric(judged, name)
+            for name in document.without_ends(judged)
+            if any(part in name for part in JUDGE_FACTS)
+        },
+        "measured": _tabulate_measures(judged, words),
+        "trust": _tabulate_trust(metrics.get("reward", {}), judged),
         "audit": files.json(audit) if (audit := ppo_folder / "audit.json").exists() else {},
         "reward_figures": [
             *_diagnostics(
-                files.rows(judge_folder / "calibration.parquet"), ("model", "origin", "confidence", "right")
+                files.rows(judge_folder / "calibration.parquet"),
+                ("model", "origin", "confidence", "right"),
+                words,
             ),
-            *_diagnostics(files.rows(judge_folder / "lengths.parquet"), ("judge", "who", "length", "score")),
+            *_diagnostics(
+                files.rows(judge_folder / "lengths.parquet"), ("judge", "who", "length", "score"), words
+            ),
         ],
         "training_samples": [
             row for at in some for row in [r for r in sampled if r["episode"] == at][:NUM_TRAINING_SAMPLES]
@@ -90,13 +98,6 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "lineage": {stage: _links(tree, makers) for stage, tree in lineage.items()},
         "missing": files.missing,
     }
-
-
-def _span(seconds: float) -> str:
-    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if (count := seconds / length) >= 2:
-            return f"{count:.0f} {unit}" if count >= 10 else f"{count:.2g} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 def _samples(responses: Rows, comparisons: Rows, judge: str) -> dict[str, Rows]:
@@ -140,26 +141,37 @@ def _lead(row: Mapping[str, Any]) -> tuple[float, str]:
     return lead, f"ahead{text}" if lead > 0 else f"behind{text}" if lead < 0 else "level"
 
 
-def _facts(stage: str, metrics: Mapping[str, float], *parts: str) -> dict[str, str]:
-    """By their words the metrics whose names have one of these parts, with their intervals."""
-    names = (n for n in document.without_ends(metrics) if any(part in n for part in parts))
-    return {document.in_words(f"{stage}/{name}"): document.metric(metrics, name) for name in names}
+def _tabulate_trust(trained: Mapping[str, float], judged: Mapping[str, float]) -> dict[str, dict[str, str]]:
+    """How far the two reward models can be trusted: quantity → model → value."""
+    table: dict[str, dict[str, str]] = {}
+    for name in document.without_ends(trained):
+        model = "reward_heldout" if name.startswith("heldout/") else "reward"
+        words = document.in_words(f"reward/{name.removeprefix('heldout/')}")
+        table.setdefault(words, {})[model] = document.metric(trained, name)
+    for name in document.without_ends(judged):
+        kind, model, *_ = name.split("/")
+        if kind in ("agreement", "calibration"):
+            words = document.in_words(f"judge/{name}").replace(f" of {catalogue.WORDS[model]}", "")
+            table.setdefault(words, {})[model] = document.metric(judged, name)
+    return dict(sorted(table.items()))
 
 
-def _tabulate_measures(judged: Mapping[str, float]) -> dict[str, dict[str, str]]:
+def _tabulate_measures(judged: Mapping[str, float], names: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """What was measured of each model and of its responses: measure → model → value."""
     table: dict[str, dict[str, str]] = {}
     for name in document.without_ends(judged):
         metric = catalogue.find("judge", name)
-        words, _, who = document.in_words(f"judge/{name}").rpartition(": ")
+        words, _, who = document.in_words(f"judge/{name}", names).rpartition(": ")
         if metric and "MODEL" in metric.placeholders:
             table.setdefault(words, {})[who.lower()] = document.metric(judged, name)
         elif name.startswith("task_drop/"):
-            table[document.in_words(f"judge/{name}")] = {"policy": document.metric(judged, name)}
+            table[document.in_words(f"judge/{name}", names)] = {"policy": document.metric(judged, name)}
     return dict(sorted(table.items()))
 
 
-def _diagnostics(rows: Rows, columns: tuple[str, str, str, str]) -> Iterator[Figure]:
+def _diagnostics(
+    rows: Rows, columns: tuple[str, str, str, str], words: Mapping[str, str]
+) -> Iterator[Figure]:
     """A figure per value of the first column and a line per value of the second; the others are x and y."""
     by, line, x, y = columns
     for one in dict.fromkeys(row[by] for row in rows):
@@ -169,7 +181,11 @@ def _diagnostics(rows: Rows, columns: tuple[str, str, str, str]) -> Iterator[Fig
             own = [row for row in rows if (row[by], row[line]) == (one, name)]
             points = ([row[key] for row in own] for key in (x, y, "low", "high"))
             curves.append(Curve(catalogue.placeholder_in_words(name), *points))
-        scorer = "the reward that PPO optimized" if one == OPTIMIZED else catalogue.placeholder_in_words(one)
+        scorer = (
+            "the reward that PPO optimized"
+            if one == OPTIMIZED
+            else catalogue.placeholder_in_words(one, words)
+        )
         title = "Calibration" if y == "right" else "Score by length"
         yield Figure(f"{title}: {scorer}", "", x, curves, guide="y = x" if y == "right" else None)
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rlhf_tasks import console
-from rlhf_tasks.config import STAGES, Config
-from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.results import EvaluationResults
-from rlhf_tasks.project import durations
+from rlhf_tasks.config import STAGES, Config, ReportView
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, run_facts
-from rlhf_tasks.tracking import catalogue, context
+from rlhf_tasks.report import run_facts
+from rlhf_tasks.tracking import context
 
-OPPONENTS = {"reference": "the data's references", "sft": "the SFT model"}
+SHELL_PATH = "RLHF_SHELL_PATH"  # PATH of the shell that `make` was started in, which adds .venv to its own
+MOST = 2  # criteria that are not met, or changes
 
 
 def show(paths: Paths, settings: Config) -> None:
@@ -28,43 +27,45 @@ def show(paths: Paths, settings: Config) -> None:
 
 
 def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
-    ppo = _json(paths.metrics("ppo"))
-    episodes = f", {ppo['episode']:,.0f} episodes of PPO" if "episode" in ppo else ""
+    episodes = run_facts.read_json(paths.metrics("ppo")).get("episode")
+    trained = f", {episodes:,.0f} episodes of PPO" if episodes else ""
     data = settings.data.in_words
-    if _json(paths.metrics("prepare")).get("rows/as_turns"):
+    if run_facts.read_json(paths.metrics("prepare")).get("rows/as_turns"):
         data += ", as turns of the chat template"
-    yield "Trained", f"{run_facts.base_model(settings.model)}{episodes}; data: {data}"
-    results = EvaluationResults()
-    with suppress(UserError):
-        results = EvaluationResults.read(paths.evaluation_results)
-    judge = results.first_judge
-    rates = [
-        f"{document.share(one.win_rate)} over {text}"
-        for other, text in OPPONENTS.items()
-        if (one := results.comparison(judge, "policy", other)) is not None
-    ]
-    if rates:
-        yield "Win rate", f"{'; '.join(rates)}; by {catalogue.placeholder_in_words(judge)}"
-    if judge in results.accuracies:
-        policy, sft = (document.share(results.accuracies[judge].right[name]) for name in ("policy", "sft"))
-        yield "Right", f"{policy} of the responses; SFT {sft}"
-    gate = _json(paths.verdict)
-    if gate:
-        first, *more = gate["summary"].split("; ")
-        others = f"; and {len(more)} more, in the report" if more else ""
-        yield "Verdict", f"{'passed' if gate['passed'] else 'refused'}: {first}{others}"
-    known = durations.read(paths.home)
-    if all(stage in known for stage in STAGES):
-        yield "Time", f"{console.duration(sum(known[stage] for stage in STAGES))}, of all stages"
+    yield "Trained", f"{run_facts.base_model(settings.model)}{trained}; data: {data}"
+    lineage = {stage: run_facts.read_json(paths.lineage(stage)) for stage in STAGES}
+    facts = run_facts.facts(ReportView.of(settings), lineage, "", paths.root)
+    outcome = run_facts.outcome(paths, settings.judge.judges)
+    origin = [f"commit {facts['Commit']}"] if "Commit" in facts else []
+    origin += [_cut(facts["Changes"])] if "Changes" in facts else []
+    if origin:
+        outcome["Time"] = "; ".join([outcome.get("Time", "not known"), *origin])
+    for title, text in outcome.items():
+        yield title, _cut(text) if title == "Verdict" else text
     report = paths.reports / "index.html"
     if report.exists():
         yield "Report", report.resolve().as_uri()
-    curves = f"; {context.uri(settings.tracking) or 'rlhf mlflow'}   (curves)" * settings.tracking.enabled
-    yield "Next", f"rlhf generate models/policy   (try it){curves}"
-    if gate:
-        what = "make it the champion" if gate["passed"] else "shows each criterion; it cannot become champion"
-        yield "", f"rlhf promote   ({what})"
+    rlhf = command()
+    curves = f"; {context.uri(settings.tracking) or f'{rlhf} mlflow'}   (curves)" * settings.tracking.enabled
+    yield "Next", f"{rlhf} generate models/policy   (try it){curves}"
+    if verdict := outcome.get("Verdict"):
+        is_passed = verdict.startswith("passed")
+        what = "make it the champion" if is_passed else "shows each criterion; it cannot become champion"
+        yield "", f"{rlhf} promote   ({what})"
 
 
-def _json(file: Path) -> dict[str, Any]:
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+def _cut(text: str) -> str:
+    """The first of several parts."""
+    parts = text.split("; ")
+    others = f"; and {len(parts) - MOST} more, in the report" if len(parts) > MOST else ""
+    return "; ".join(parts[:MOST]) + others
+
+
+def command() -> str:
+    """`rlhf`, or its path where the user's shell finds no such command, or another one."""
+    program = Path(sys.executable).with_name("rlhf")
+    in_shell = shutil.which("rlhf", path=os.environ.get(SHELL_PATH))
+    if not program.exists() or (in_shell and program.samefile(in_shell)):
+        return "rlhf"
+    folder = Path.cwd()
+    return shlex.quote(str(program.relative_to(folder) if program.is_relative_to(folder) else program))

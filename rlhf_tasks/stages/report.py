@@ -6,7 +6,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import ReportView
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, page, rollouts
+from rlhf_tasks.report import document, page, rollouts, run_facts
 from rlhf_tasks.tracking import Tracker, context
 
 
@@ -27,6 +27,7 @@ def run(config: ReportView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     with atomic.whole(paths.reports) as folder:
         for name, html in pages.items():
             (folder / name).write_text(html, encoding="utf-8")
+    tracker.facts = run_facts.outcome(paths, config.judge.judges) | shown["run"]
     for name in pages:
         tracker.artifact(paths.reports / name)
     return {}

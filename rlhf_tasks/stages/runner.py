@@ -74,10 +74,10 @@ def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
             metrics: dict[str, float] = module.run(view, paths, tracker)
             if not is_main:
                 return 0
-            _write_results(paths, stage, claim.key, metrics, tracker.history())
+            seconds = time.monotonic() - start
+            _write_results(paths, stage, claim.key, metrics, tracker.history(), seconds)
             tracker.final(metrics)
         claim.finish()
-        seconds = time.monotonic() - start
         durations.record(paths.home, stage, seconds)
         _print_summary(paths, stage, metrics, seconds)
     after.run(stage, paths, settings)
@@ -103,7 +103,12 @@ def _check_inputs(paths: Paths, stage: Stage) -> None:
 
 
 def _write_results(
-    paths: Paths, stage: Stage, key: str, metrics: Mapping[str, float], history: Sequence[Mapping[str, float]]
+    paths: Paths,
+    stage: Stage,
+    key: str,
+    metrics: Mapping[str, float],
+    history: Sequence[Mapping[str, float]],
+    seconds: float,
 ) -> None:
     """Metrics (if declared), curves (of stages that have them) and lineage."""
     wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
@@ -113,7 +118,7 @@ def _write_results(
         atomic.write_json(paths.metrics(stage), dict(sorted(metrics.items())))
     if stage in curves.CURVES:
         atomic.write_text(paths.curves(stage), curves.csv_text(history, curves.axis(stage)))
-    lineage.write(paths, stage, key)
+    lineage.write(paths, stage, key, seconds)
 
 
 def _print_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float) -> None:

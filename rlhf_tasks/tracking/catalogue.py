@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from rlhf_tasks.config import STAGES, Stage
-from rlhf_tasks.config.judge import RESERVED
+from rlhf_tasks.config.judge import RESERVED, Judge
 
 FOLDER = Path(__file__).parent / "metrics"
 _JUDGE = rf"(?!(?:{RESERVED})/)[a-z][a-z0-9_]*"
@@ -105,12 +105,16 @@ class Metric:
         """Whether a logged name is this metric, an end of its interval, or its held-out counterpart."""
         return self._pattern.fullmatch(name) is not None
 
-    def in_words(self, name: str) -> str:
+    def in_words(self, name: str, words: Mapping[str, str] = WORDS) -> str:
         """The label of a logged name that matches: `policy_vs_sft` is `Policy against SFT`."""
         match = self._pattern.fullmatch(name)
         assert match, f"{name} is not {self.name}"
         values = match.groupdict()
-        text = _PLACEHOLDER.sub(lambda word: placeholder_in_words(values.get(word[0]) or word[0]), self.label)
+        if self.stage == "ppo":
+            words = WORDS  # a scorer may have the name of a judge
+        text = _PLACEHOLDER.sub(
+            lambda word: placeholder_in_words(values.get(word[0]) or word[0], words), self.label
+        )
         heldout = " (held-out reward model)" if values.get("heldout") else ""
         return f"{text[0].upper()}{text[1:]}{heldout}{ENDS.get(values.get('end') or '', '')}"
 
@@ -183,15 +187,21 @@ def order(stage: Stage, names: Iterable[str]) -> list[str]:
     return [*chosen, *others]
 
 
-def placeholder_in_words(value: str) -> str:
+def words_of(judges: Iterable[Judge]) -> dict[str, str]:
+    """WORDS, where the name of a judge that is a reward model of the pipeline is read as that model's."""
+    models = (one for one in judges if one.kind == "reward_model" and one.is_of_pipeline)
+    return {**WORDS, **{one.name: WORDS[Path(one.path).name] for one in models}}
+
+
+def placeholder_in_words(value: str, words: Mapping[str, str] = WORDS) -> str:
     """A placeholder's value as people read it: `sft_samples` is `SFT samples`."""
-    return WORDS.get(value, value.replace("_", " "))
+    return words.get(value, value.replace("_", " "))
 
 
-def in_words(stage: Stage, name: str) -> str:
+def in_words(stage: Stage, name: str, words: Mapping[str, str] = WORDS) -> str:
     """What people read instead of a logged name; the name itself if the catalogue does not have it."""
     metric = find(stage, name)
-    return name if metric is None else metric.in_words(name)
+    return name if metric is None else metric.in_words(name, words)
 
 
 def find(stage: Stage, name: str) -> Metric | None:

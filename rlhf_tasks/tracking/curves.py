@@ -24,6 +24,7 @@ Points = Sequence[Mapping[str, float]]  # rows of a plots/STAGE.csv: the x axis 
 
 CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "ppo", "judge")  # the stages with a plots/STAGE.csv
 HEADLINES = (
+    "objective/kl",
     *(metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve),
     "val/ratio",
 )  # PPO curves copied to the parent run
@@ -134,8 +135,8 @@ class Figure:
     guide: float | Literal["y = x"] | None = None
 
 
-def figures(stage: Stage, points: Points) -> Iterator[Figure]:
-    """A figure for each panel of the catalogue that has a finite point."""
+def figures(stage: Stage, points: Points, words: Mapping[str, str] = catalogue.WORDS) -> Iterator[Figure]:
+    """A figure for each panel of the catalogue that has a finite point; `words` are those of the judges."""
     known = list(dict.fromkeys(name for row in points for name in row))  # the x axis first
     for panel in catalogue.panels(stage):
         curves, num_lost = list[Curve](), 0
@@ -143,7 +144,7 @@ def figures(stage: Stage, points: Points) -> Iterator[Figure]:
             values = [(row[known[0]], row[name]) for row in points if name in row]
             finite = [(x, y) for x, y in values if math.isfinite(y)]
             num_lost += len(values) - len(finite)
-            curves.append(Curve(catalogue.in_words(stage, name), *zip(*finite, strict=True)))
+            curves.append(Curve(catalogue.in_words(stage, name, words), *zip(*finite, strict=True)))
         if any(curve.x for curve in curves):
             lost = f" {num_lost} value(s) are not finite and not drawn." if num_lost else ""
             yield Figure(panel.title, panel.note + lost, known[0], curves, panel.band, panel.guide)

@@ -111,9 +111,8 @@ def close_killed(home: Path, flow_run: str) -> None:
 
 
 def note(facts: Mapping[str, str | None]) -> str:
-    """The description of a run in MLflow, of which pages show three lines at first: so the verdict is one."""
-    names = sorted(facts, key=lambda name: name != "verdict")
-    return "\n".join(f"- **{name}:** {facts[name]}" for name in names if facts[name])
+    """The description of a run in MLflow, of which pages show three lines at first."""
+    return "\n".join(f"- **{name}:** {text}" for name, text in facts.items() if text)
 
 
 def gate(paths: Paths) -> dict[str, str]:
@@ -123,21 +122,14 @@ def gate(paths: Paths) -> dict[str, str]:
     return {} if passed is None else {"verdict": "passed" if passed else "refused"}
 
 
-def log_repro(paths: Paths, header: Mapping[str, Any]) -> Record:
-    """The record of the pipeline of a `dvc repro`, by the header of its last stage."""
+def log_repro(paths: Paths, header: Mapping[str, Any], facts: Mapping[str, str]) -> Record:
+    """The record of the pipeline of a `dvc repro`, by the header of its last stage and what that knows."""
     record, settings = Record(paths.home, f"{header['key']}-{PIPELINE}"), config.load(paths.params)
     own = {"key": record.key, "stage": PIPELINE, "parameters": {}, "inputs": {}}
     record.begin({**header, **own})
     pipeline = Pipeline(record, settings.tracking, header["parent"]["key"], None)
     pipeline.results(paths)
-    commit, is_changed = header["tags"]["git.rev"], header["tags"]["git.dirty"] == "true"
-    facts = {
-        "seed": str(settings.seed),
-        "commit": f"{commit}, with uncommitted changes" if is_changed else commit,
-        "DVC experiment": header["parent"].get("dvc.exp"),
-        **gate(paths),
-    }
-    pipeline.tags({NOTE: note(facts)})
+    pipeline.tags({NOTE: note({**facts, "DVC experiment": header["parent"].get("dvc.exp")})})
     record.append("end", status="FINISHED", reason="")
     return record
 

@@ -37,6 +37,7 @@ class Tracker:
         self._stage, self._record, self._axis = stage, record, curves.axis(stage)
         self._rows: dict[int, dict[str, float]] = {}
         self._tables: dict[str, list[dict[str, Any]]] = {}
+        self.facts: Mapping[str, str] = {}  # of the whole pipeline, which stage report knows
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
         """Add one point to each curve; `step` counts optimizer steps, in PPO episodes.
@@ -129,4 +130,4 @@ def open_run(paths: Paths, stage: Stage, view: StageView, *, key: str | None = N
         if (file := paths.lineage(stage)).exists():
             record.keep("lineage.json", file)
         if stage == STAGES[-1] and header["parent"]["owner"] != "flow":
-            sender.also.append(pipeline.log_repro(paths, header))
+            sender.also.append(pipeline.log_repro(paths, header, tracker.facts))

@@ -54,7 +54,10 @@ def run_page(server: str, experiment: str, run: str, tab: str = "") -> str:
 
 def text(logged: Iterable[str]) -> str:
     """The view, as MLflow reads it; `logged` are the metrics that the runs of pipelines have."""
-    names = sorted(logged, key=lambda name: (name not in HEADLINES, not name.endswith("win_rate"), name))
+    # The KL of a run is that of the checkpoint that is kept; `objective/kl` ends with that of the last rollout.
+    shown = [name for name in logged if name != "objective/kl"]
+    ranks = {"ppo/selected_kl": 0, **dict.fromkeys(HEADLINES, 1)}
+    names = sorted(shown, key=lambda name: (ranks.get(name, 2), not name.endswith("win_rate"), name))
     metrics = [f"metrics.`{name}`" for name in names[:MAX_METRICS]]
     state: dict[str, Any] = {
         "searchFilter": PIPELINES,

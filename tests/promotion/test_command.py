@@ -142,12 +142,12 @@ def test_a_better_policy_replaces_the_champion_until_a_rollback_and_returns_only
 def test_a_worse_policy_is_refused_with_the_reason(promote: Command, measured: Measured) -> None:
     promote("one")
     measured.champion = planted.over_champion(gold=0.44)
-    reason = "version 2 (models/policy): win rate over the champion by gold (95% low) 0.44 ≤ 0.5"
+    reason = "version 2 (models/policy): win rate over the champion by the gold judge (95% low) 0.44 ≤ 0.5"
     assert f"Not promoted: {NAME} {reason}" in promote("worse", status=3).out
     assert aliases() == {"champion": "one", "challenger": "worse"}
     version = client().get_model_version(NAME, "2")
     assert (version.tags["verdict"], version.tags["verdict.against"]) == ("refused", "version 1")
-    criterion = "| win rate over the champion by gold (95% low) | 0.44 | > 0.5 | -0.06 | FAILED |"
+    criterion = "| win rate over the champion by the gold judge (95% low) | 0.44 | > 0.5 | -0.06 | FAILED |"
     assert criterion in str(version.description).splitlines()
 
 

@@ -99,7 +99,7 @@ def test_the_champion_is_exported_from_the_cache_with_its_verdict(ready: Path, r
     assert contracts.fingerprint(Path("out")) == digest
     card = Path("out/README.md").read_text(encoding="utf-8")
     assert "Passed by the gate: " in card
-    assert "| win rate over SFT by gold (95% low) | 0.82 | > 0.5 | +0.32 | passed |" in card
+    assert "| win rate over SFT by the gold judge (95% low) | 0.82 | > 0.5 | +0.32 | passed |" in card
     assert "run ppo-of-better" in card
     assert not (Path("out") / "config.json").is_symlink()
 

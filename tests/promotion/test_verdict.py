@@ -81,7 +81,7 @@ UNKNOWN = retention({}, {"sft_text": 1.6, "general": 3.0})
 @pytest.mark.parametrize(
     ("measured", "key", "complaint"),
     [
-        (results(gold=0.47), "over_sft/gold", "by gold (95% low) 0.47 ≤ 0.5"),
+        (results(gold=0.47), "over_sft/gold", "by the gold judge (95% low) 0.47 ≤ 0.5"),
         (results(retention=PERPLEX), "perplexity/sft_text", "over SFT's 2.5 > 2"),
         (results(retention=GENERAL), "perplexity/general", "2.1 > 2"),
         (results(retention=FORGETFUL), "choice_change", "change from SFT -0.08 < -0.05"),
