@@ -63,11 +63,13 @@ class Daemon:
         return self.folder / f"{self.name}.log"
 
     def record(self) -> dict[str, Any]:
-        """What was written at its last start; empty if there is no record."""
+        """What was written at its last start; empty without a record, or for a copy of another folder's."""
         try:
-            return dict(json.loads(self.file.read_text(encoding="utf-8")))
+            record = dict(json.loads(self.file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return {}
+        folder = Path(record.get("folder", self.folder))  # where it was started; it may have moved since then
+        return {} if folder != self.folder and folder.exists() else record
 
     def is_running(self) -> bool:
         name = self.record().get("process")
@@ -106,7 +108,8 @@ class Daemon:
                 start_new_session=True,
             )
         name = name_of(psutil.Process(process.pid))
-        atomic.write_json(self.file, {"pid": process.pid, "process": name, "token": token, **facts})
+        known = {"pid": process.pid, "process": name, "token": token, "folder": str(self.folder)}
+        atomic.write_json(self.file, {**known, **facts})
         process.returncode = 0  # it outlives this command: the interpreter must not warn of a lost child
 
     def wait_until_ready(self, is_ready: Callable[[], bool], seconds: float) -> None:

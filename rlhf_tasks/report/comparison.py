@@ -11,11 +11,12 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import config, console
+from rlhf_tasks import config, console, presets
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, git
@@ -27,6 +28,7 @@ from rlhf_tasks.tracking.curves import Curve, Figure, Points, read_csv
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict, but no weight and no win rate
 MAX_SETTINGS = 6  # lines that a figure can tell apart
+MAX_CHANGES = 6  # in the title of a setting
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,24 @@ def with_settings(results: Sequence[Result]) -> list[Result]:
 
 def _find_differences(parameters: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """The parameters with several values, in the order of their keys; "?" where a run lacks one."""
-    keys = sorted({key for known in parameters for key in known})
+    keys = sorted({key for known in parameters for key in known} - {"preset"})
     rows = {key: [known.get(key, "?") for known in parameters] for key in keys}
     return {key: row for key, row in rows.items() if len({*row} - {"?"}) > 1}
+
+
+def name_setting(parameters: Mapping[str, str], committed: str) -> str:
+    """What the user chose: presets, and what differs from their values over those of a params.yaml's text."""
+    chosen = parameters.get("preset", "null").replace("null", "")
+    try:
+        settings = presets.combine(committed, list(filter(None, chosen.split(presets.BETWEEN))))[1]
+    except UserError:  # an earlier version had the preset, or the file is not valid now
+        settings = config.Config()
+    expected = select_decisive(config.in_force(settings)) | {"preset": chosen or "null"}
+    # What `auto` stood for on some machine is no choice.
+    changes = [f"{k}={v}" for k, v in parameters.items() if expected.get(k) not in (v, "auto")]
+    more = [f"and {len(changes) - MAX_CHANGES} more"] if len(changes) > MAX_CHANGES else []
+    first = [f"preset {chosen}"] if chosen else []
+    return ", ".join([*first, *changes[:MAX_CHANGES], *more]) or "default"
 
 
 def _by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -170,16 +187,22 @@ def run(paths: Paths, names: Sequence[str], out: Path) -> None:
     results = with_settings([find(paths, name) for name in names])
     if len(results) < len(names):
         console.say(f"{len(names) - len(results)} of these runs count once with another: the same training")
-    variables = context(results)
+    committed = "{}"
+    with suppress(UserError):  # there is no commit
+        committed = git.show(paths.root, "HEAD", "params.yaml")
+    variables = context(results, committed)
     atomic.write_text(paths.root / out, document.render("comparison.html", variables))
-    columns = [f"{letter}: {own[0].setting}" for letter, own in variables["groups"].items()]
+    columns = [f"{letter}: {title}" for letter, title in variables["titles"].items()]
     rows = [[name, *cells.values()] for name, cells in variables["headlines"].items()]
     console.table(f"{len(results)} run(s), {len(columns)} setting(s)", ["metric", *columns], rows)
     console.say(f"wrote {out}")
 
 
-def context(results: Sequence[Result]) -> dict[str, Any]:
-    """The template's variables. Raises UserError for more settings than a figure can show."""
+def context(results: Sequence[Result], committed: str = "{}") -> dict[str, Any]:
+    """The template's variables; `committed`: the text of a params.yaml with which settings are compared.
+
+    Raises UserError for more settings than a figure can show.
+    """
     settings = _by_setting(results)
     if len(settings) > MAX_SETTINGS:
         raise UserError(
@@ -194,6 +217,7 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
     first, more = document.split(_figures(groups))
     return {
         "groups": groups,
+        "titles": {letter: name_setting(own[0].parameters, committed) for letter, own in groups.items()},
         "columns": {letter: letter for letter in groups},
         "parameters": {key: dict(zip(groups, row, strict=True)) for key, row in differences.items()},
         "headlines": {name: cells[name] for name in headlines},

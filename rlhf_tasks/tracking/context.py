@@ -53,7 +53,6 @@ def header(paths: Paths, stage: Stage, view: StageView, key: str) -> dict[str, A
     return {
         "key": key,
         "stage": stage,
-        "home": str(paths.home),
         "uri": uri(view.tracking),
         "experiment": view.tracking.experiment,
         "process": processes.name_of(process),

@@ -149,7 +149,6 @@ def open_run(paths: Paths, flow_run: str, settings: Tracking, tags: Mapping[str,
     header = {
         "key": record.key,
         "stage": PIPELINE,
-        "home": str(paths.home),
         "uri": context.uri(settings),
         "experiment": settings.experiment,
         "process": processes.name_of(psutil.Process()),

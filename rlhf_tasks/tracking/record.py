@@ -5,8 +5,8 @@ The folder `.rlhf/outbox` has three entries per run: `KEY.jsonl`, its record, wh
 The lines of a record, by `kind`; `time` is in milliseconds since 1970, so that MLflow receives the same
 points however often they are sent:
 
-    run        key (MLflow's tag `rlhf.run`), stage, home (the .rlhf folder), uri and experiment of MLflow,
-               process (HOST:PID:START), parent (the pipeline's run), parameters, inputs ({path: md5}), tags;
+    run        key (MLflow's tag `rlhf.run`), stage, uri and experiment of MLflow, process (HOST:PID:START),
+               parent (the pipeline's run), parameters, inputs ({path: md5}), tags;
                a process that resumes the run adds another one
     metrics    step, values: one point per curve
     results    values that the run of the pipeline shows too

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+import sqlalchemy
 from filelock import FileLock
 from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -20,6 +21,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
 from sqlalchemy.exc import SQLAlchemyError
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, processes
@@ -63,7 +65,26 @@ def open_store(uri: str | None, home: Path) -> MlflowClient:
                         connection.execute("VACUUM INTO ?", (str(copy),))
                     atomic.fsync(copy)
                     copy.rename(database)
+    if uri is None:
+        _follow_move(home)
     return MlflowClient(uri or embedded_uri(home))
+
+
+def _follow_move(home: Path) -> None:
+    """Lead a store that was moved or copied with its project to its artifacts here.
+
+    MLflow keeps absolute addresses of artifacts, and has no call that changes them (mlflow/mlflow#3144).
+    """
+    here = (home / "mlartifacts").as_uri()
+    engine = sqlalchemy.create_engine(embedded_uri(home), poolclass=sqlalchemy.NullPool)
+    with engine.begin() as database:
+        for (there,) in database.exec_driver_sql("SELECT DISTINCT artifact_location FROM experiments").all():
+            if there == here or not str(there).endswith("/.rlhf/mlartifacts"):
+                continue
+            for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+                move = f"UPDATE {table} SET {column} = replace({column}, ?, ?) WHERE instr({column}, ?) = 1"
+                database.exec_driver_sql(move, (there, here, there))
+            console.say(f"MLflow's store has moved here from {there}: its artifacts are those at {here}")
 
 
 def open_experiment(client: MlflowClient, name: str, location: str | None) -> str:
@@ -150,7 +171,7 @@ class Delivery:
 
     def _connect(self, *, is_live: bool) -> Connection:
         """Find or create the run, with its parameters and inputs; RUNNING, as its pipeline if it is live."""
-        header, home = self._header, Path(self._header["home"])
+        header, home = self._header, self.record.home
         client = open_store(header["uri"], home)
         location = None if header["uri"] else (home / "mlartifacts").as_uri()
         experiment = open_experiment(client, header["experiment"], location)

@@ -54,7 +54,7 @@ def run_page(server: str, experiment: str, run: str, tab: str = "") -> str:
 
 def text(logged: Iterable[str]) -> str:
     """The view, as MLflow reads it; `logged` are the metrics that the runs of pipelines have."""
-    # The KL of a run is that of the checkpoint that is kept; `objective/kl` ends with that of the last rollout.
+    # The KL of a run is that of the kept checkpoint; `objective/kl` ends with that of the last rollout.
     shown = [name for name in logged if name != "objective/kl"]
     ranks = {"ppo/selected_kl": 0, **dict.fromkeys(HEADLINES, 1)}
     names = sorted(shown, key=lambda name: (ranks.get(name, 2), not name.endswith("win_rate"), name))
