@@ -22,6 +22,11 @@ from rlhf_tasks.tracking.curves import Curve, Figure, Points, figures
 RESPONDERS = ("reference", "sft", "policy")  # the origins of judged responses, in the order of the columns
 NUM_SAMPLES = 5  # won most, and lost most
 NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
+DIAGNOSTICS = {
+    "calibration.parquet": ("model", "origin", "confidence", "right"),
+    "lengths.parquet": ("judge", "who", "length", "score"),
+}
+"""A figure per value of the first column and a line per value of the second; the others are x and y."""
 JUDGE_FACTS = ("kappa/", "human/", "position_bias", "first_share", "cost/replies", "cost/tokens")
 
 
@@ -43,7 +48,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     makers = {out: stage for stage, node in graph.items() for out in node.outs}
     guards = files.json(ppo_folder / "guards.json")
-    words = catalogue.words_of(view.judge.judges)
+    words = catalogue.words_of(view.judge.judges) | {OPTIMIZED: "the reward that PPO optimized"}
     parts = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
     seconds = sum(row.get(part, 0.0) for row in curves["ppo"] for part in parts)
     sampled = files.rows(ppo_folder / "samples.parquet")
@@ -82,14 +87,9 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "trust": _tabulate_trust(metrics.get("reward", {}), judged),
         "audit": files.json(audit) if (audit := ppo_folder / "audit.json").exists() else {},
         "reward_figures": [
-            *_diagnostics(
-                files.rows(judge_folder / "calibration.parquet"),
-                ("model", "origin", "confidence", "right"),
-                words,
-            ),
-            *_diagnostics(
-                files.rows(judge_folder / "lengths.parquet"), ("judge", "who", "length", "score"), words
-            ),
+            figure
+            for name, columns in DIAGNOSTICS.items()
+            for figure in _diagnostics(files.rows(judge_folder / name), columns, words)
         ],
         "training_samples": [
             row for at in some for row in [r for r in sampled if r["episode"] == at][:NUM_TRAINING_SAMPLES]
@@ -172,7 +172,6 @@ def _tabulate_measures(judged: Mapping[str, float], names: Mapping[str, str]) ->
 def _diagnostics(
     rows: Rows, columns: tuple[str, str, str, str], words: Mapping[str, str]
 ) -> Iterator[Figure]:
-    """A figure per value of the first column and a line per value of the second; the others are x and y."""
     by, line, x, y = columns
     for one in dict.fromkeys(row[by] for row in rows):
         curves = []
@@ -181,13 +180,9 @@ def _diagnostics(
             own = [row for row in rows if (row[by], row[line]) == (one, name)]
             points = ([row[key] for row in own] for key in (x, y, "low", "high"))
             curves.append(Curve(catalogue.placeholder_in_words(name), *points))
-        scorer = (
-            "the reward that PPO optimized"
-            if one == OPTIMIZED
-            else catalogue.placeholder_in_words(one, words)
-        )
-        title = "Calibration" if y == "right" else "Score by length"
-        yield Figure(f"{title}: {scorer}", "", x, curves, guide="y = x" if y == "right" else None)
+        title, guide = ("Calibration", "y = x") if y == "right" else ("Score by length", None)
+        scorer = catalogue.placeholder_in_words(one, words)
+        yield Figure(f"{title}: {scorer}", "", x, curves, guide=guide)
 
 
 def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> list[tuple[str, str, str | None]]:

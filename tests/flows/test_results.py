@@ -72,9 +72,8 @@ def test_the_final_state_names_verdict_stages_and_experiment(
 
 
 def test_the_list_of_artifacts_shows_verdict_win_rates_and_links() -> None:
-    rates = {"judge/gold/policy_vs_sft/win_rate": 0.794, "judge/gold/sft_vs_reference/win_rate": 0.3}
-    shown = outcome(verdict="Not promoted", reason="it lost")
+    shown = outcome(verdict="Not promoted", reason="it lost", results={"Win rate": "79% over SFT"})
     pages = {"pipeline": "http://m/1", "report/index.html": "http://m/2"}
-    lines = results.summary(shown, rates | {"ppo/lr": 1.0}, pages).split("  \n")
+    lines = results.summary(shown, pages).split("  \n")
     links = "[report](http://m/2), [MLflow](http://m/1)"
-    assert lines == ["**Not promoted**: it lost", "79.4% over SFT, by gold", links]
+    assert lines == ["**Not promoted**: it lost", "Win rate: 79% over SFT", links]

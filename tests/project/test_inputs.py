@@ -387,7 +387,7 @@ def test_precision_and_named_files_are_part_of_a_stages_identity_and_of_its_line
     assert identity["package torch"]
     assert identity["sft.patience"] == 1, "what the caller gives"
     assert "inputs/sft.json" not in identity, "its parts say more"
-    written = json.loads(lineage.write(paths, "sft", "sft-k").read_text(encoding="utf-8"))
+    written = json.loads(lineage.write(paths, "sft", "sft-k", 1.0).read_text(encoding="utf-8"))
     assert written["launch.precision"] == "fp32"
     assert "torch" in written["packages"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import config
+from rlhf_tasks import config, presets
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import git
@@ -72,6 +72,21 @@ def test_a_setting_is_the_parameters_that_differ() -> None:
     assert [one.setting for one in comparison.with_settings(RUNS[:2])] == ["all", "all"]
 
 
+def test_a_setting_is_named_by_what_the_user_changed() -> None:
+    """Beside the values of its presets, over the committed ones."""
+    committed = (toy.ROOT / "params.yaml").read_text(encoding="utf-8")
+
+    def title(names: list[str], *changes: str) -> str:
+        settings = presets.combine(committed, names, changes)[1]
+        return comparison.name_setting(comparison.select_decisive(config.in_force(settings)), committed)
+
+    assert title([]) == "default"
+    assert title(["smoke"], "ppo.kl_coef=0.05") == "preset smoke, ppo.kl_coef=0.05"
+    assert title([], "reward.margin=1", "sft.micro_batch_tokens=512").startswith("reward.margin=1.0")
+    many = {f"ppo.x{i}": "1" for i in range(8)}
+    assert comparison.name_setting({"preset": "gone", **many}, committed).endswith("ppo.x5=1, and 2 more")
+
+
 def test_runs_that_differ_only_in_their_verdict_count_once() -> None:
     """Two gates over one training are not two seeds."""
     other = replace(RUNS[0], experiment="other gate", metrics={**RUNS[0].metrics, "verdict/passed": 0.0})
@@ -85,8 +100,8 @@ def test_seeds_are_one_line_with_a_band_and_a_single_run_has_its_interval() -> N
     a, b = "A", "B"
     assert context["headlines"] == {
         "judge/gold/policy_vs_sft/win_rate": {a: "0.600", b: "0.60 (0.50 to 0.70)"},
-        "ppo/objective/kl": {a: "4 ± 4", b: "0.500"},
     }
+    assert context["others"]["ppo/objective/kl"] == {a: "4 ± 4", b: "0.500"}
     (figure,) = context["first_figures"]
     assert [(curve.name, bool(curve.low)) for curve in figure.curves] == [(a, True), (b, False)]
     assert "A from 2 to 4" in document.describe(figure)
@@ -95,8 +110,8 @@ def test_seeds_are_one_line_with_a_band_and_a_single_run_has_its_interval() -> N
 def test_the_page_says_which_runs_it_compares_and_loads_nothing() -> None:
     page = Document(written([*RUNS[:2], replace(RUNS[2], code="abcdef0123")]))
     assert "3 runs of 2 settings" in page.text
-    assert "A: ppo.kl_coef=0.03 second 2 –" in page.text
-    assert "B: ppo.kl_coef=0.1 third 1 abcdef0123" in page.text
+    assert "A: default second 2 –" in page.text
+    assert "B: ppo.kl_coef=0.1, reward.margin=1.0 third 1 abcdef0123" in page.text
     assert "Policy against SFT by the gold judge: win rate" in page.text
     assert all(a.get("scope") for a in page.of("th"))
     sources = [a[key] for _, a in page.tags for key in ("src", "href") if key in a]
@@ -163,7 +178,7 @@ def test_folders_of_two_seeds_are_one_setting(project: Path, rlhf: Command) -> N
     assert "1 of these runs count once with another" in printed, "it was given twice"
     assert "2 run(s), 1 setting(s)" in printed
     text = Document(Path("both.html").read_text(encoding="utf-8")).text
-    assert "KL of the rollouts ppo 2 ± 1" in text
+    assert "KL of the rollouts ppo ppo/ objective/ kl 2 ± 1" in text
 
 
 def test_an_unknown_run_is_one_message(project: Path, rlhf: Command) -> None:

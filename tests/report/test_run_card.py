@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import STAGES
-from rlhf_tasks.project import atomic, durations
+from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import run_card
 from tests.promotion import planted
@@ -21,7 +23,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     console.set_quiet(False)
     planted.params(tmp_path)
-    atomic.write_json(Paths().metrics("ppo"), {"episode": 8192.0})
+    atomic.write_json(Paths().metrics("ppo"), {"episode": 8192.0, "selected_kl": 1.5})
     Paths().evaluation_results.parent.mkdir(parents=True)
     Paths().evaluation_results.write_text(planted.results(gold=0.84).model_dump_json(), encoding="utf-8")
     return Paths()
@@ -36,33 +38,52 @@ def test_the_card_tells_a_run_in_at_most_eight_lines(
     paths: Paths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for stage in STAGES:
-        durations.record(paths.home, stage, 600.0 / len(STAGES))
+        tree = {"rlhf.run": f"{stage}-20260102T030405-aa", "seconds": 75.0, "git.rev": "a" * 40}
+        atomic.write_json(paths.lineage(stage), tree)
     atomic.write_json(paths.verdict, {"passed": True, "summary": "all 14 criteria are met"})
     paths.reports.mkdir()
     (paths.reports / "index.html").touch()
     lines = shown(paths, capsys)
     assert len(lines) <= 8
     assert [line.split("  ")[0] for line in lines] == [
-        *("Trained", "Win rate", "Verdict", "Time", "Report", "Next", "")
+        *("Trained", "Verdict", "Win rate", "KL", "Time", "Report", "Next", "")
     ]
     assert "8,192 episodes of PPO" in lines[0]
-    assert "over the SFT model" in lines[1]
-    assert lines[2].endswith("passed: all 14 criteria are met")
-    assert lines[3].split()[1] == "10m00s,"
-    assert lines[4].endswith(f"{(paths.reports / 'index.html').resolve().as_uri()}")
-    assert "rlhf mlflow" in lines[5]
-    assert lines[6].endswith("rlhf promote   (make it the champion)")
+    assert lines[1].endswith("passed: all 14 criteria are met")
+    assert "over the SFT model" in lines[2]
+    assert lines[3].endswith("1.50 nats from SFT")
+    assert lines[4].endswith("10m00s of all stages; commit aaaaaaaaaa")
+    assert lines[5].endswith(f"{(paths.reports / 'index.html').resolve().as_uri()}")
+    assert "rlhf mlflow" in lines[6]
+    assert lines[7].endswith("rlhf promote   (make it the champion)")
 
 
 def test_a_refused_policy_and_unknown_times_are_said(
     paths: Paths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    atomic.write_json(paths.verdict, {"passed": False, "summary": "KL 11.2 > 10"})
-    durations.record(paths.home, "sft", 70.0)
+    atomic.write_json(paths.verdict, {"passed": False, "summary": "KL 11.2 > 10; a; b; c"})
+    atomic.write_json(paths.lineage("sft"), {"rlhf.run": "sft-1", "seconds": 70.0})
     lines = shown(paths, capsys)
-    assert "refused: KL 11.2 > 10" in lines[2]
+    assert lines[1].endswith("refused: KL 11.2 > 10; a; and 2 more, in the report")
     assert not any(line.startswith("Time") for line in lines), "not all stages are known"
     assert "cannot become champion" in lines[-1]
+
+
+def test_next_commands_work_in_the_shell_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make` has .venv/bin on its own PATH, and says what that of the shell is."""
+    bin_folder = tmp_path / "my project/.venv/bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "rlhf").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(bin_folder / "python"))
+    monkeypatch.setenv("PATH", str(bin_folder))
+    monkeypatch.delenv(run_card.SHELL_PATH, raising=False)
+    assert run_card.command() == "rlhf"
+    monkeypatch.setenv(run_card.SHELL_PATH, str(tmp_path))
+    assert run_card.command() == shlex.quote(f"{bin_folder}/rlhf")
+    monkeypatch.chdir(tmp_path / "my project")
+    assert run_card.command() == ".venv/bin/rlhf"
+    (tmp_path / "rlhf").touch(0o755)  # another program of this name
+    assert run_card.command() == ".venv/bin/rlhf"
 
 
 def test_curves_are_where_the_run_was_tracked(paths: Paths, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,4 +51,4 @@ def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> N
     view = config.ReportView.of(config.validate(tree, "test"))
     facts = run_facts.facts(view, lineage, "", tmp_path)
     assert facts["Commit"].endswith(" with uncommitted changes")
-    assert facts["Changes of params.yaml"] == "ppo.kl_coef: 0.03 → 0.5; seed: 1 → 2"
+    assert facts["Changes"] == "ppo.kl_coef: 0.03 → 0.5; seed: 1 → 2"

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_tasks.config import STAGES
 from rlhf_tasks.judging.results import (
     ComparisonResult,
     Cost,
@@ -61,6 +62,7 @@ RESULTS = EvaluationResults(
         ),
     ),
     human_labels=HumanLabels(labels=20, judges={"gold": HUMAN}),
+    selecting_judges={"reward_model": "models/reward_heldout"},
     judge_kappas=(JudgeKappa(first="gold", second="gpt", kappa=interval(-0.1, -0.2, 0.0)),),
 )
 
@@ -117,7 +119,7 @@ def put_verdict(root: Path, num_criteria: int = 3) -> None:
     put_json(root / "evaluation/verdict.json", verdict)
 
 
-def put_all(root: Path) -> None:
+def put_all(root: Path, commit: str = "f" * 40) -> None:
     RESULTS.write(root / "evaluation/judge/results.json")
     put_verdict(root)
     put_responses(root)
@@ -147,14 +149,26 @@ def put_all(root: Path) -> None:
         "prepare": {"rows/sft/train": 600, "rows/prompts/train": 2000},
         "base": {"loss": 1.25},
         "sft": {"loss": 1.25},
-        "reward": {"accuracy": 0.8123},
+        "reward": {
+            "accuracy": 0.8123,
+            "heldout/accuracy": 0.75,
+            "heldout/accuracy/low": 0.7,
+            "heldout/accuracy/high": 0.8,
+        },
         "ppo": {"episode": 8192, "objective/kl": 4.321, **kept},
         "judge": RESULTS.metrics(),
     }
-    for minute, (stage, values) in enumerate(metrics.items()):
-        put_json(root / f"metrics/{stage}.json", values)
+    stages = [stage for stage in STAGES if stage != "report"]
+    for minute, stage in enumerate(stages):
+        if stage in metrics:
+            put_json(root / f"metrics/{stage}.json", metrics[stage])
         key = f"{stage}-20260102T03{5 * minute:02}00-aa"
-        lineage = {"rlhf.run": key, "inputs": {"models/sft": "ab" * 16}, "git.rev": "f" * 40}
+        lineage = {
+            "rlhf.run": key,
+            "seconds": 183.0,
+            "inputs": {"models/sft": "ab" * 16},
+            "git.rev": commit,
+        }
         put_json(root / f"models/lineage/{stage}.json", lineage)
     put_text(
         root / "plots/ppo.csv",
