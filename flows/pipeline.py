@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, dvc_files, git, workspaces
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.report import run_card
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.training import checkpoint
 
 PUSH_RETRIES, PUSH_DELAY_SECONDS = 2, 10.0  # the delay doubles
-DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "restoring", "run": "running"}
 
 
 @flow(
@@ -164,7 +164,8 @@ def pipeline(
                 apply = f"`dvc exp apply {saved}`, then " if experiment else ""
                 notes.append(f"the gate has not decided; to decide later: {apply}`rlhf promote`")
             pages = tracked.pages(results.run_keys(folder, list(how)))
-            results.show(replace(outcome, notes=notes), folder, pages)
+            outcome = replace(outcome, notes=notes, card=dict(run_card.describe(Paths(folder), values)))
+            results.show(outcome, folder, pages)
             watch.note(root, request, values, data)
         return outcome.state()
     except OutOfTime as error:
@@ -191,27 +192,30 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
     dvc = replace(dvc, follow=progress.follow)
     with Slots(dvc.deadline) as slots:
         for number, name in enumerate(names):
-            progress.begin(name)
+            progress.stage, progress.share = name, 0.0
             try:
                 plan, *plans = plans or dvc.plans(names[number:])
                 needed = slots.num_slots(name, values) if plan == "run" and policies[name].gpu_slots else 0
-                if needed and slots.hold(needed, progress.show):
+                if needed and slots.hold(needed, progress.say):
                     plan = dvc.plans([name])[0]  # another run may have made the same meanwhile
                 gpus = slots.held if needed and plan == "run" else []
-                progress.show(f"{name}: {DOING[plan]}")
+                if name != inputs:
+                    progress.say(f"{name}: {stage_tasks.explain(plan, name, Path.cwd(), dvc.folder)}")
                 result = run_stage(name, dvc, plan, gpus, policies[name])
             except BaseException as error:
-                if progress.share and not checkpoint.point(Paths(dvc.folder), name):
+                point = checkpoint.point(Paths(dvc.folder), name) if progress.share else None
+                if point is None:
                     progress.share = 0.0  # a retry starts the stage anew
-                end = "failed" if isinstance(error, Exception) else "stopped, state kept; Retry resumes"
-                percent = progress.show(f"{name}: {end}")
+                saved = f", its state is saved at {point}" if point else ""
+                end = "failed" if isinstance(error, Exception) else f"stopped{saved}; Retry resumes"
+                percent = progress.say(f"{name}: {end}")
                 if isinstance(error, OutOfTime):
                     raise OutOfTime(f"state kept at {percent}%; Retry resumes") from None
                 raise
-            progress.end(result)
+            if name != inputs:
+                progress.ends[name] = result
             if not any(policies[later].gpu_slots for later in names[number + 1 :]):
                 slots.release()
-        progress.show()
     return progress.ends
 
 
@@ -224,8 +228,6 @@ def run_stage(name: str, dvc: Dvc, plan: stage_tasks.Plan, gpus: Sequence[str], 
     """
     # Called, not submitted: the thread of a submitted task would train on after a cancellation.
     state: Any = stage_tasks.stage_task(name, policy)(name, dvc, plan, gpus, return_state=True)
-    if state.name == settings.OUT_OF_TIME:
-        raise OutOfTime
     if not state.is_completed():
         error: BaseException = state.result(raise_on_failure=False)
         if isinstance(error, TimeoutError):

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prefect import get_run_logger
 from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from rlhf_tasks import config
 from rlhf_tasks.project import dvc_files
-from rlhf_tasks.promotion.verdict import OPPONENTS, make_table
+from rlhf_tasks.promotion.verdict import make_table
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.record import PIPELINE, REPORT
 
 PROMOTED, NOT_PROMOTED, DEFERRED = VERDICTS = ("Promoted", "Not promoted", "Deferred")
 """The names of states in which the gate ends. Each is completed: the run has its results."""
-METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
+METRICS_KEY, RESULTS_KEY = "rlhf-metrics", "rlhf-results"
+PAGES: Mapping[str, str] = {"Report": REPORT, "MLflow": PIPELINE}
+VERDICT, RATES = "Verdict", ("Win rate", "Right")  # rows of the card at the end of `rlhf run`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +40,20 @@ class Outcome:
     """The state of the promotion (one of VERDICTS), if there was something to promote."""
     reason: str = ""  # of the verdict
     criteria: Sequence[Mapping[str, Any]] = ()
+    card: Mapping[str, str] = field(default_factory=dict)
+    """The rows of the card at the end of `rlhf run`."""
     unpushed: str | None = None  # why the DVC remote lacks outs of the run, although they were to be pushed
 
     @property
     def promotion(self) -> str:
         return f"{self.verdict}: {self.reason}"
+
+    @property
+    def lines(self) -> list[str]:
+        """The verdict, its reason first, and the rates, as the card has them."""
+        verdict = self.promotion if self.verdict else self.card.get(VERDICT)
+        rates = [f"{title} {self.card[title]}" for title in RATES if title in self.card]
+        return [*([verdict] if verdict else []), *rates]
 
     def tags(self) -> dict[str, str]:
         """The tags by which the run in MLflow, DVC and git refer to each other."""
@@ -54,8 +65,7 @@ class Outcome:
     def state(self) -> State[Any]:
         """The final state of the flow run."""
         ran = ", ".join(stage for stage, result in self.how.items() if result == "ran")
-        parts = [self.promotion] if self.verdict else []
-        parts += [f"ran {ran}" if ran else "nothing had to run"]
+        parts = [*self.lines, f"ran {ran}" if ran else "nothing had to run"]
         parts += [f"experiment {self.name}"] if self.experiment else []
         parts += [f"not pushed: {self.unpushed}"] if self.unpushed else []
         name = "Unpushed" if self.unpushed and self.verdict in (None, PROMOTED) else self.verdict
@@ -86,24 +96,12 @@ def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
         caption = f"metrics of {outcome.name} and of the run before it"
         create_table_artifact(metric_rows(values, last), key=METRICS_KEY, description=caption)
     text = page(outcome, folder, values, last, pages)
-    create_markdown_artifact(text, key=RESULTS_KEY, description=summary(outcome, values, pages))
-
-
-def summary(outcome: Outcome, values: Mapping[str, float], pages: Mapping[str, str]) -> str:
-    """The verdict, the policy's win rates and the links: what the list of artifacts shows of a run."""
-    rates = [
-        f"{values[name]:.1%} over {OPPONENTS.get(parts[2], parts[2])}, by {parts[1]}"
-        for name in catalogue.headlines(values)
-        if (parts := re.fullmatch(r"judge/([^/]+)/policy_vs_([^/]+)/win_rate", name))
-    ]
-    verdict = [f"**{outcome.verdict}**: {outcome.reason}"] if outcome.verdict else []
-    return "  \n".join([*verdict, *rates, links(pages)])  # hard breaks: the list cuts long lines
-
-
-def links(pages: Mapping[str, str]) -> str:
-    """The addresses of the report and of the run in MLflow."""
-    names = {"report": REPORT, "MLflow": PIPELINE}
-    return ", ".join(f"[{name}]({pages[key]})" for name, key in names.items() if key in pages)
+    # Hard breaks, since the list of artifacts cuts long lines; no link works there.
+    summary = "  \n".join(outcome.lines).replace("; ", ";  \n")
+    create_markdown_artifact(text, key=RESULTS_KEY, description=summary)
+    addresses = (f"{name}: {pages[key]}" for name, key in PAGES.items() if key in pages)
+    for line in (*outcome.notes, *outcome.lines, *addresses):  # the end of the log
+        get_run_logger().info("%s", line)
 
 
 def metric_rows(values: Mapping[str, float], last: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -130,7 +128,8 @@ def page(
     where = f"commit `{outcome.revision}`"
     if outcome.experiment:
         where += f", experiment `{outcome.name}`: `dvc exp apply {outcome.name}` restores it"
-    parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}. {links(pages)}"]
+    links = ", ".join(f"[{name}]({pages[key]})" for name, key in PAGES.items() if key in pages)
+    parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}. {links}"]
     shown = {name: f"{last[name]:.4g}" if name in last else "–" for name in catalogue.headlines(values)}
     overview = [{"metric": n, "this run": f"{values[n]:.4g}", "last run": old} for n, old in shown.items()]
     others = len(values) - len(shown)

@@ -22,12 +22,13 @@ OPPONENTS = {"reference": "the data's references", "sft": "the SFT model"}
 
 def show(paths: Paths, settings: Config) -> None:
     """Print the card of the results in a project."""
-    rows = dict(_rows(paths, settings))
+    rows = dict(describe(paths, settings))
     width = max(map(len, rows), default=0) + 2
     console.say("\n".join(f"{title:{width}}{text}" for title, text in rows.items()))
 
 
-def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
+def describe(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
+    """The rows of the card: a title and a text. A flow's log ends with some of them."""
     ppo = _json(paths.metrics("ppo"))
     episodes = f", {ppo['episode']:,.0f} episodes of PPO" if "episode" in ppo else ""
     data = settings.data.in_words
