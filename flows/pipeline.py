@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.training import checkpoint
 
 PUSH_RETRIES, PUSH_DELAY_SECONDS = 2, 10.0  # the delay doubles
-DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "restoring", "run": "running"}
 
 
 @flow(
@@ -139,7 +138,7 @@ def pipeline(
                 experiment=experiment,
                 changes=changes,
                 unpushed=send(folder) if push else None,
-                results=run_facts.outcome(Paths(folder), values.judge.judges),
+                card=run_facts.outcome(Paths(folder), values.judge.judges),
             )
             tracked.results(Paths(folder))
             tracked.tags(outcome.tags())
@@ -151,7 +150,7 @@ def pipeline(
             ran = ", ".join(stage for stage, result in how.items() if result == "ran")
             facts |= {"Stages that ran": ran, "DVC experiment": saved if experiment else None}
             gate = {"Promotion": outcome.promotion if outcome.verdict else None}
-            tracked.tags(verdict | {tracking.NOTE: tracking.note({**gate, **outcome.results, **facts})})
+            tracked.tags(verdict | {tracking.NOTE: tracking.note({**gate, **outcome.card, **facts})})
             undelivered = tracked.last_error()
             if commit is not None and experiment is None:
                 notes.append("nothing differs from the commit, so the run has no experiment")
@@ -194,27 +193,30 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
     dvc = replace(dvc, follow=progress.follow)
     with Slots(dvc.deadline) as slots:
         for number, name in enumerate(names):
-            progress.begin(name)
+            progress.stage, progress.share = name, 0.0
             try:
                 plan, *plans = plans or dvc.plans(names[number:])
                 needed = slots.num_slots(name, values) if plan == "run" and policies[name].gpu_slots else 0
-                if needed and slots.hold(needed, progress.show):
+                if needed and slots.hold(needed, progress.say):
                     plan = dvc.plans([name])[0]  # another run may have made the same meanwhile
                 gpus = slots.held if needed and plan == "run" else []
-                progress.show(f"{name}: {DOING[plan]}")
+                if name != inputs:
+                    progress.say(f"{name}: {stage_tasks.explain(plan, name, Path.cwd(), dvc.folder)}")
                 result = run_stage(name, dvc, plan, gpus, policies[name])
             except BaseException as error:
-                if progress.share and not checkpoint.point(Paths(dvc.folder), name):
+                point = checkpoint.point(Paths(dvc.folder), name) if progress.share else None
+                if point is None:
                     progress.share = 0.0  # a retry starts the stage anew
-                end = "failed" if isinstance(error, Exception) else "stopped, state kept; Retry resumes"
-                percent = progress.show(f"{name}: {end}")
+                saved = f", its state is saved at {point}" if point else ""
+                end = "failed" if isinstance(error, Exception) else f"stopped{saved}; Retry resumes"
+                percent = progress.say(f"{name}: {end}")
                 if isinstance(error, OutOfTime):
                     raise OutOfTime(f"state kept at {percent}%; Retry resumes") from None
                 raise
-            progress.end(result)
+            if name != inputs:
+                progress.ends[name] = result
             if not any(policies[later].gpu_slots for later in names[number + 1 :]):
                 slots.release()
-        progress.show()
     return progress.ends
 
 
@@ -227,8 +229,6 @@ def run_stage(name: str, dvc: Dvc, plan: stage_tasks.Plan, gpus: Sequence[str], 
     """
     # Called, not submitted: the thread of a submitted task would train on after a cancellation.
     state: Any = stage_tasks.stage_task(name, policy)(name, dvc, plan, gpus, return_state=True)
-    if state.name == settings.OUT_OF_TIME:
-        raise OutOfTime
     if not state.is_completed():
         error: BaseException = state.result(raise_on_failure=False)
         if isinstance(error, TimeoutError):

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from flows import devices, results, subprocesses
 from flows.slots import Slots
@@ -45,6 +45,8 @@ def verdict(folder: Path, values: Config, environment: dict[str, str]) -> dict[s
     state: State[Any] = bound(folder, environment, values, return_state=True)
     if not state.is_completed():
         error = state.result(raise_on_failure=False)
+        if state.is_cancelled():
+            raise error
         return {"verdict": results.DEFERRED, "reason": f"the gate did not run ({error})"}
     rows = criteria(folder) if state.name != results.DEFERRED else []
     return {"verdict": str(state.name), "reason": str(state.message), "criteria": rows}
@@ -59,13 +61,16 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
     """
     command, service = [sys.executable, "-P", "-m", "rlhf_tasks.cli", "promote"], values.service
     run = partial(subprocesses.run, folder=folder, grace_seconds=service.grace_seconds)
-    status, lines = run([*command, "--unless-judging"], environment=environment)
-    if status == UNDECIDED:
-        with Slots() as slots:
-            if service.gpu_slots:
-                slots.hold(service.gpu_slots, lambda line: None)
-            gpus = {devices.VISIBLE: ",".join(slots.held)} if slots.held else {}
-            status, lines = run(command, environment=environment | gpus)
+    try:
+        status, lines = run([*command, "--unless-judging"], environment=environment)
+        if status == UNDECIDED:
+            with Slots() as slots:
+                if service.gpu_slots:
+                    slots.hold(service.gpu_slots, get_run_logger().info)
+                gpus = {devices.VISIBLE: ",".join(slots.held)} if slots.held else {}
+                status, lines = run(command, environment=environment | gpus)
+    except subprocesses.INTERRUPTS as interrupt:
+        return Cancelled(message="it was stopped with its run", data=interrupt)
     message = lines[-1] if lines else "it printed nothing"
     name = NAMES.get(status, results.DEFERRED)
     if status not in NAMES:

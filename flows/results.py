@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prefect import get_run_logger
 from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
@@ -20,7 +21,9 @@ from rlhf_tasks.tracking.record import PIPELINE, REPORT
 
 PROMOTED, NOT_PROMOTED, DEFERRED = VERDICTS = ("Promoted", "Not promoted", "Deferred")
 """The names of states in which the gate ends. Each is completed: the run has its results."""
-METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
+METRICS_KEY, RESULTS_KEY = "rlhf-metrics", "rlhf-results"
+PAGES: Mapping[str, str] = {"Report": REPORT, "MLflow": PIPELINE}
+VERDICT = "Verdict"  # a row of the card at the end of `rlhf run`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +40,20 @@ class Outcome:
     """The state of the promotion (one of VERDICTS), if there was something to promote."""
     reason: str = ""  # of the verdict
     criteria: Sequence[Mapping[str, Any]] = ()
-    results: Mapping[str, str] = field(default_factory=dict)
-    """What came out, by title, in the words of every page: see `run_facts.outcome`."""
+    card: Mapping[str, str] = field(default_factory=dict)
+    """What came out, as the card at the end of `rlhf run` has it: see `run_facts.outcome`."""
     unpushed: str | None = None  # why the DVC remote lacks outs of the run, although they were to be pushed
 
     @property
     def promotion(self) -> str:
         return f"{self.verdict}: {self.reason}"
+
+    @property
+    def lines(self) -> list[str]:
+        """The verdict, its reason first, and what else came out, as the card has it."""
+        verdict = self.promotion if self.verdict else self.card.get(VERDICT)
+        others = [f"{title} {text}" for title, text in self.card.items() if title != VERDICT]
+        return [*([verdict] if verdict else []), *others]
 
     def tags(self) -> dict[str, str]:
         """The tags by which the run in MLflow, DVC and git refer to each other."""
@@ -55,8 +65,7 @@ class Outcome:
     def state(self) -> State[Any]:
         """The final state of the flow run."""
         ran = ", ".join(stage for stage, result in self.how.items() if result == "ran")
-        parts = [self.promotion] if self.verdict else []
-        parts += [f"ran {ran}" if ran else "nothing had to run"]
+        parts = [*self.lines, f"ran {ran}" if ran else "nothing had to run"]
         parts += [f"experiment {self.name}"] if self.experiment else []
         parts += [f"not pushed: {self.unpushed}"] if self.unpushed else []
         name = "Unpushed" if self.unpushed and self.verdict in (None, PROMOTED) else self.verdict
@@ -87,20 +96,12 @@ def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
         caption = f"metrics of {outcome.name} and of the run before it"
         create_table_artifact(metric_rows(values, last), key=METRICS_KEY, description=caption)
     text = page(outcome, folder, values, last, pages)
-    create_markdown_artifact(text, key=RESULTS_KEY, description=summary(outcome, pages))
-
-
-def summary(outcome: Outcome, pages: Mapping[str, str]) -> str:
-    """The verdict, what came out and the links: what the list of artifacts shows of a run."""
-    verdict = [f"**{outcome.verdict}**: {outcome.reason}"] if outcome.verdict else []
-    results = [f"{title}: {text}" for title, text in outcome.results.items()]
-    return "  \n".join([*verdict, *results, links(pages)])  # hard breaks: the list cuts long lines
-
-
-def links(pages: Mapping[str, str]) -> str:
-    """The addresses of the report and of the run in MLflow."""
-    names = {"report": REPORT, "MLflow": PIPELINE}
-    return ", ".join(f"[{name}]({pages[key]})" for name, key in names.items() if key in pages)
+    # Hard breaks, since the list of artifacts cuts long lines; no link works there.
+    summary = "  \n".join(outcome.lines).replace("; ", ";  \n")
+    create_markdown_artifact(text, key=RESULTS_KEY, description=summary)
+    addresses = (f"{name}: {pages[key]}" for name, key in PAGES.items() if key in pages)
+    for line in (*outcome.notes, *outcome.lines, *addresses):  # the end of the log
+        get_run_logger().info("%s", line)
 
 
 def metric_rows(values: Mapping[str, float], last: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -127,7 +128,8 @@ def page(
     where = f"commit `{outcome.revision}`"
     if outcome.experiment:
         where += f", experiment `{outcome.name}`: `dvc exp apply {outcome.name}` restores it"
-    parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}. {links(pages)}"]
+    links = ", ".join(f"[{name}]({pages[key]})" for name, key in PAGES.items() if key in pages)
+    parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}. {links}"]
     shown = {name: f"{last[name]:.4g}" if name in last else "–" for name in catalogue.headlines(values)}
     overview = [{"metric": n, "this run": f"{values[n]:.4g}", "last run": old} for n, old in shown.items()]
     others = len(values) - len(shown)
@@ -143,7 +145,7 @@ def page(
         if stage != dvc_files.INPUTS
     ]
     sections = {
-        "Results": ["\n".join(f"- {title}: {text}" for title, text in outcome.results.items())],
+        "Results": ["\n".join(f"- {title}: {text}" for title, text in outcome.card.items())],
         "Promotion": [outcome.promotion, make_table(outcome.criteria)] if outcome.verdict else [],
         "Metrics": [make_table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
         "Changes": ["\n".join(f"- `` {change} ``" for change in outcome.changes)],

@@ -118,7 +118,8 @@ def clean_run(flow_run: UUID, end: State[Any]) -> None:
         ids = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
         for task in client.read_task_runs(flow_run_filter=ids):
             state = task.state
-            if state is None or not state.is_final() or (state.is_crashed() and end.is_cancelled()):
+            is_other = state and state.type != end.type and (state.is_crashed() or state.is_cancelled())
+            if state is None or not state.is_final() or is_other:
                 client.set_task_run_state(task.id, end.fresh_copy(), force=True)
     if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
         workspaces.remove(Path.cwd(), name_workspace(str(flow_run)))

@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any
 from uuid import UUID
 
-from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.objects import State
@@ -101,7 +100,6 @@ class Slots:
                 raise UserError(f"the limit `{settings.SLOTS}` does not exist; `rlhf up` makes it")
             while reason := self._take(client, run, number):
                 if reason != shown:
-                    get_run_logger().info("%s", reason)
                     show_waiting(client, run, reason)
                     show(reason)
                     shown = reason

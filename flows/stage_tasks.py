@@ -22,7 +22,7 @@ from prefect.states import Cancelled, Completed
 from flows import devices, settings, stage_plan, subprocesses
 from rlhf_tasks import console
 from rlhf_tasks.config import TaskPolicy
-from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project import dvc_files, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import checkpoint, failures
 
@@ -136,7 +136,7 @@ def stage_task(name: str, policy: TaskPolicy) -> Task[Any, Any]:
 def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[Any]:
     """Run or restore one stage. The state is `Cached` if nothing had to run, `Out of time` at the deadline.
 
-    Raises StageFailed if the stage fails.
+    An interrupt is the result of a cancelled state. Raises StageFailed if the stage fails.
     """
     if plan == "unchanged":
         return Completed(name="Cached", message="nothing it depends on has changed")
@@ -146,11 +146,28 @@ def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[An
             get_run_logger().info("%s", line)
     try:
         dvc.reproduce(name, gpus)
-    except subprocesses.OutOfTime:
-        return Cancelled(name=settings.OUT_OF_TIME, message="the run's deadline is over")
+    except subprocesses.INTERRUPTS as interrupt:
+        name = settings.OUT_OF_TIME if isinstance(interrupt, subprocesses.OutOfTime) else "Cancelled"
+        return Cancelled(name=name, message="it was stopped with its run", data=interrupt)
     if plan == "restore":
         return Completed(name="Cached", message="DVC restored its outs from an earlier run")
     return Completed(message=f"ran; {begin}" if begin else "ran")
+
+
+def explain(plan: Plan, stage: str, root: Path, folder: Path) -> str:
+    """What is done with a stage; if it must run, what differs from its last run in the checkout `root`."""
+    if plan != "run":
+        return "unchanged" if plan == "unchanged" else "restored from an earlier run"
+    before, now, graph = dvc_files.locked_by(root, stage), dvc_files.locked(folder), dvc_files.graph(folder)
+    if not before:
+        return "runs: the checkout has no result of it"
+    changes = inputs.find_changes(root, folder, stage)
+    for maker, node in graph.items():
+        read = {*node.outs} & {*graph[stage].deps}
+        if maker != dvc_files.INPUTS and any(now.get(out) != before.get(out) for out in read):
+            changes.append(f"what {maker} made")
+    changed = f"changed since its last run in the checkout: {'; '.join(changes)}"
+    return f"runs: {changed if changes else 'the cache of DVC lacks its result'}"
 
 
 def describe_beginning(name: str, folder: Path, attempt: int) -> str:

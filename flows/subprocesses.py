@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from prefect import get_run_logger
+from prefect.exceptions import TerminationSignal
 
 from rlhf_tasks.project import processes
 from rlhf_tasks.tracking.context import STAGE_RUN
 
 DRAIN_SECONDS = 5.0  # for the last lines: a process that outlives the program may hold its output open
 FOLLOW_SECONDS = 3.0
+INTERRUPTS = (KeyboardInterrupt, TerminationSignal)  # of a task: it ends as cancelled, which is no crash
 # DVC's advice for people at a terminal, after every stage
 HINT = re.compile(
     r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`"

@@ -86,24 +86,16 @@ def explain_changes(paths: Paths) -> dict[str, str]:
     """The stages that `dvc repro` would run or restore, in their order, and why."""
     status: dict[str, list[Any]] = json.loads(dvc_cli.run(paths.root, "status", "--json"))
     graph, reasons = dvc_files.graph(paths.root), dict[str, str]()
-    outs = {out for node in graph.values() for out in node.outs}
     for stage, node in graph.items():
         if stage == dvc_files.INPUTS:
             continue
-        changes = list[str]()
-        for change in status.get(stage, []):
-            if isinstance(change, str):  # "always changed", "changed command"
-                changes.append(change)
-                continue
-            deps = change.get("changed deps", {})
-            now, before = inputs.read_record(paths, stage), inputs.used(paths.root, stage).flat()
-            if f"{dvc_files.INPUTS}/{stage}.json" in deps and now is not None:
-                changes.append(inputs.differences(before, now.flat()) if before else "its parameters")
-            if code := [dep for dep in deps if dvc_files.is_code(dep)]:
-                changes.append(f"the code of {', '.join(code)}")
-            # The outs of other stages are left to those stages.
-            changes += [dep for dep in deps if not dvc_files.is_code(dep) and dep not in outs]
-            if states := change.get("changed outs", {}).values():
+        told = status.get(stage, [])
+        changes = [
+            change for change in told if isinstance(change, str)
+        ]  # "always changed", "changed command"
+        changes += inputs.find_changes(paths.root, paths.root, stage) if told else []
+        for change in told:
+            if isinstance(change, dict) and (states := change.get("changed outs", {}).values()):
                 changed = "have changed" if "modified" in states else "are not here"
                 changes.append(f"its results {changed}")
         makers = [name for name in reasons if {*node.deps} & {*graph[name].outs}]

@@ -138,6 +138,18 @@ def read_and_written(text: str) -> dict[str, tuple[dict[str, str], dict[str, str
     return {name: (hashes(it.get("deps", [])), hashes(it.get("outs", []))) for name, it in stages.items()}
 
 
+def forget_lost(root: Path) -> None:
+    """Drop the stages from dvc.lock whose outs are not here. Only for these DVC asks its run cache."""
+    file, written = root / "dvc.lock", read_and_written(_lock(root))
+    lost = [name for name, (_, outs) in written.items() if not all((root / out).exists() for out in outs)]
+    if lost:
+        yaml = YAML()
+        tree = yaml.load(file)
+        for name in lost:
+            del tree["stages"][name]
+        yaml.dump(tree, file)
+
+
 def _lock(root: Path) -> str:
     file = root / "dvc.lock"
     return read_text(file) if file.exists() else "{}"

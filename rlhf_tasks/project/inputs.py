@@ -141,6 +141,28 @@ def used(root: Path, stage: str) -> Fingerprint:
     return Fingerprint(**tree)
 
 
+def find_changes(root: Path, folder: Path, stage: str) -> list[str]:
+    """What a stage reads in `folder` otherwise than in its last run by dvc.lock of `root`.
+
+    The outs of other stages are left to those stages.
+    """
+    graph, before, record = (
+        dvc_files.graph(folder),
+        dvc_files.locked_by(root, stage),
+        f"{INPUTS}/{stage}.json",
+    )
+    outs = {out for node in graph.values() for out in node.outs} - {record}
+    read = [dep for dep in graph[stage].deps if dep not in outs and (folder / dep).exists()]
+    changed = [dep for dep in read if hashing.dvc_md5(folder / dep) != before.get(dep)]
+    code, texts = [dep for dep in changed if is_code(dep)], list[str]()
+    if record in changed and (now := read_record(Paths(folder), stage)) is not None:
+        old = used(root, stage).flat()
+        texts.append(differences(old, now.flat()) if old else "its parameters")
+    if code:
+        texts.append(f"the code of {', '.join(code)}")
+    return texts + [dep for dep in changed if dep != record and dep not in code]
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """What differs between two sets of inputs: `sft.patience (1 → 2), data/sft`; hashes are not shown."""
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]

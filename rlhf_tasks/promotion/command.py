@@ -120,10 +120,11 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     _record(registry, version, verdict, candidate.label, against)
     show(verdict)
     if not verdict.passed:
-        console.say(f"Not promoted: {_name(candidate, version)}: {verdict.summary}")
+        console.say(f"Not promoted: {verdict.summary}; it is {_name(candidate, version)}")
         return REFUSED
     registry.promote(version, champion)
-    console.say(f"Promoted: {_name(candidate, version)} is {CHAMPION} now; before: {against}")
+    name = _name(candidate, version)
+    console.say(f"Promoted: {verdict.summary}; {name} is {CHAMPION} now; before: {against}")
     return DONE
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -12,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from prefect.exceptions import ParameterTypeError
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
-from flows import form, results, run_folder, settings, stage_tasks, subprocesses, sweep, watch
+from flows import form, progress, results, run_folder, settings, stage_tasks, subprocesses, sweep, watch
 from flows import pipeline as flows_pipeline
 from flows.stage_tasks import Dvc, StageFailed
 from rlhf_tasks import config
@@ -128,8 +131,11 @@ def test_rlhf_flow_ends_as_its_stages_do_and_says_what_each_did(
     of_flow = [record for record in log.records if record.name == "prefect.flow_runs"]
     assert [record for record in of_flow if record.exc_info] == [], "no traceback"
     assert any(record.getMessage().startswith(message) for record in of_flow)
-    artifact: Any = Artifact.get(results.PROGRESS_KEY)
-    assert (artifact.data, artifact.description) == (50.0, "50%, second: failed  \nfirst: ran")
+    assert [text for text in map(logging.LogRecord.getMessage, of_flow) if "%, " in text] == [
+        "0%, first: runs: the checkout has no result of it",
+        "50%, second: runs: the checkout has no result of it",
+        "50%, second: failed",
+    ]
 
 
 def test_rlhf_flow_refuses_an_invalid_params_yaml_in_one_message(root: Path, rlhf: Command) -> None:
@@ -179,19 +185,21 @@ def test_a_deadline_ends_a_run_with_its_state_and_a_later_one_goes_on(
     assert state.message.startswith("ran second"), "the first stage is restored"
 
 
-def test_a_run_shows_its_percentage_and_the_time_left(root: Path) -> None:
+def test_a_run_says_its_percentage_and_the_time_left_once_a_minute(
+    root: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     durations.record(root / ".rlhf", "first", 30.0)
     durations.record(root / ".rlhf", "second", 10.0)
-    seen = list[str]()
+    minutes = itertools.count()
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 30.0 * next(minutes)))
 
     class Following(Dvc):
         def plans(self, stages: Sequence[str]) -> list[stage_tasks.Plan]:
             return ["run"] * len(stages)
 
         def reproduce(self, stage: str, gpus: Sequence[str] = ()) -> None:
-            self.follow({"share": 0.5, "work": "50% of 3 epochs", "left": 15.0})
-            artifact: Any = Artifact.get(results.PROGRESS_KEY)
-            seen.append(f"{artifact.data} {artifact.description}")
+            for share in (0.25, 0.5, 0.75):
+                self.follow({"share": share, "work": f"{share:.0%} of 3 epochs", "left": 15.0})
 
     values = config.load(root / "params.yaml")
 
@@ -200,9 +208,28 @@ def test_a_run_shows_its_percentage_and_the_time_left(root: Path) -> None:
         flows_pipeline.run_stages(["first", "second"], values, Following(root, toy.run_environment(), 5.0))
 
     stages_only()
-    assert seen == [
-        "38 38%, first: 15s left, 50% of 3 epochs, 25s left of the run",
-        "88 88%, second: 15s left, 50% of 3 epochs  \nfirst: ran",
+    assert [text for text in map(logging.LogRecord.getMessage, log.records) if "%, " in text] == [
+        "0%, first: runs: the checkout has no result of it",
+        "38%, first: 50% of 3 epochs, 15s left, 25s left of the run",
+        "75%, second: runs: the checkout has no result of it",
+        "88%, second: 50% of 3 epochs, 15s left",
+    ]
+
+
+def test_a_run_restores_what_the_checkout_made_and_says_what_has_changed(root: Path, log: Log) -> None:
+    """The commit's dvc.lock may be of another machine, whose outs of the same inputs are others."""
+    toy.write_script(root, ["date +%s%N > second.txt", "mkdir -p plots && cp given/ppo.csv plots/ppo.csv"])
+    dvc_cli.run(root, "repro")
+    toy.commit(root)
+    for path in (".dvc/cache", ".dvc/tmp"):
+        shutil.rmtree(root / path)
+    dvc_cli.run(root, "repro", "--force")
+    state: Any = flows_pipeline.pipeline(return_state=True)
+    assert state.message.startswith("nothing had to run")
+    toy.write_script(root, ["exit 5"])
+    flows_pipeline.pipeline(return_state=True)
+    assert "changed since its last run in the checkout: second.sh" in [
+        record.getMessage().partition("runs: ")[2] for record in log.records
     ]
 
 

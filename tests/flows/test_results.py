@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,22 @@ def test_the_final_state_names_verdict_stages_and_experiment(
     assert (state.is_completed(), state.name, state.message) == (True, name, message)
 
 
-def test_the_list_of_artifacts_shows_verdict_win_rates_and_links() -> None:
-    shown = outcome(verdict="Not promoted", reason="it lost", results={"Win rate": "79% over SFT"})
-    pages = {"pipeline": "http://m/1", "report/index.html": "http://m/2"}
-    lines = results.summary(shown, pages).split("  \n")
-    links = "[report](http://m/2), [MLflow](http://m/1)"
-    assert lines == ["**Not promoted**: it lost", "Win rate: 79% over SFT", links]
+def test_verdict_and_rates_are_on_the_card_in_the_state_and_at_the_end_of_the_log(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The card has no links, which Prefect's list of artifacts does not open."""
+    cards = list[str]()
+    monkeypatch.setattr(results, "get_run_logger", lambda: logging.getLogger("run"))
+    monkeypatch.setattr(results.Artifact, "get", lambda key: None)
+    monkeypatch.setattr(
+        results, "create_markdown_artifact", lambda text, key, description: cards.append(description)
+    )
+    caplog.set_level(logging.INFO, "run")
+    card = {"Win rate": "79% (77% to 81%) over the SFT model; by the gold judge", "Verdict": "refused: KL"}
+    shown = outcome(verdict="Not promoted", reason="KL 11.2 > 10; it is version 2", card=card)
+    results.show(shown, root, {"pipeline": "http://m/1", "report/index.html": "http://m/2"})
+    verdict, rate = "Not promoted: KL 11.2 > 10; it is version 2", f"Win rate {card['Win rate']}"
+    assert caplog.messages == [verdict, rate, "Report: http://m/2", "MLflow: http://m/1"]
+    assert str(shown.state().message).startswith(f"{verdict}; {rate}; ")
+    assert cards == [f"{verdict}; {rate}".replace("; ", ";  \n").replace("2;  \nW", "2  \nW")]
+    assert outcome(card=card).lines == ["refused: KL", rate], "without a promotion: the verdict of its stage"

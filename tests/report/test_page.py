@@ -109,7 +109,11 @@ def test_the_evidence_is_complete(whole: Path) -> None:
         "Drop on task arc from SFT to the policy – – – 0.030 ± 0.010",
         # The reward model.
         "By reward model Optimized by PPO Held out Accuracy on test pairs 0.812 0.75 (0.70 to 0.80)",
-        *("gold judge: policy samples 0.765 (0.765 to 0.765) –", "given pairs 0.125 –", "empty 0.250, beats 75.0%"),
+        *(
+            "gold judge: policy samples 0.765 (0.765 to 0.765) –",
+            "given pairs 0.125 –",
+            "empty 0.250, beats 75.0%",
+        ),
         "sampled at 768",
         f"{'ab' * 16} written by sft",
         "f" * 40,

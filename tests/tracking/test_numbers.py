@@ -46,7 +46,7 @@ def test_every_page_says_the_same_of_the_checkpoint_that_was_kept(
         how={},
         revision=commit,
         changes=["ppo.kl_coef: 0.03 → 0.05"],
-        results=run_facts.outcome(paths, settings.judge.judges),
+        card=run_facts.outcome(paths, settings.judge.judges),
     )
     run = runs(home)["pipeline"].data
     pages = {
