@@ -14,8 +14,8 @@ from rlhf_tasks.errors import UserError
 
 OTHER_OWNER = "safe.directory"  # in git's message, whatever its language
 BEGIN = "`git init`, `git add .`, `git commit -m start`"
-NOT_DIRTY = (":!metrics", ":!plots", ":!dvc.lock", ":!params.yaml")
-"""Git paths that do not make a working tree dirty: what a run writes, and parameters, which pages compare."""
+WRITTEN_BY_RUNS = (":!metrics", ":!plots", ":!dvc.lock")
+"""Git paths that a run itself changes; they do not make a working tree dirty."""
 MAX_SEARCHED = 50  # experiments of one commit; each starts a git process
 
 
@@ -126,8 +126,11 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
 
 
 def is_dirty(root: Path) -> bool:
-    """True if files differ from the commit, new ones too, except NOT_DIRTY."""
-    return bool(quiet_output(root, "status", "--porcelain", "--", ".", *NOT_DIRTY))
+    """True if files differ from the commit, new ones too, except those that runs write, and params.yaml.
+
+    What a run changes of that is told value by value.
+    """
+    return bool(quiet_output(root, "status", "--porcelain", "--", ".", ":!params.yaml", *WRITTEN_BY_RUNS))
 
 
 def quiet_output(root: Path, *words: str) -> str:

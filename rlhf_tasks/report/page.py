@@ -180,9 +180,9 @@ def _diagnostics(
             own = [row for row in rows if (row[by], row[line]) == (one, name)]
             points = ([row[key] for row in own] for key in (x, y, "low", "high"))
             curves.append(Curve(catalogue.placeholder_in_words(name), *points))
-        title, guide = ("Calibration", "y = x") if y == "right" else ("Score by length", None)
+        title = "Calibration" if y == "right" else "Score by length"
         scorer = catalogue.placeholder_in_words(one, words)
-        yield Figure(f"{title}: {scorer}", "", x, curves, guide=guide)
+        yield Figure(f"{title}: {scorer}", "", x, curves, guide="y = x" if y == "right" else None)
 
 
 def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> list[tuple[str, str, str | None]]:

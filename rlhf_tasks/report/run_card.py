@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_tasks import console
-from rlhf_tasks.config import STAGES, Config, ReportView
+from rlhf_tasks.config import Config, ReportView
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import run_facts
 from rlhf_tasks.tracking import context
@@ -21,7 +21,7 @@ MOST = 2  # criteria that are not met, or changes
 
 def show(paths: Paths, settings: Config) -> None:
     """Print the card of the results in a project."""
-    rows = dict(describe(paths, settings))
+    rows = dict(_rows(paths, settings))
     width = max(map(len, rows), default=0) + 2
     console.say("\n".join(f"{title:{width}}{text}" for title, text in rows.items()))
 
@@ -33,8 +33,7 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     if run_facts.read_json(paths.metrics("prepare")).get("rows/as_turns"):
         data += ", as turns of the chat template"
     yield "Trained", f"{run_facts.base_model(settings.model)}{trained}; data: {data}"
-    lineage = {stage: run_facts.read_json(paths.lineage(stage)) for stage in STAGES}
-    facts = run_facts.facts(ReportView.of(settings), lineage, "", paths.root)
+    facts = run_facts.facts(ReportView.of(settings), run_facts.read_lineage(paths), "", paths.root)
     outcome = run_facts.outcome(paths, settings.judge.judges)
     origin = [f"commit {facts['Commit']}"] if "Commit" in facts else []
     origin += [_cut(facts["Changes"])] if "Changes" in facts else []

@@ -70,7 +70,7 @@ def outcome(paths: Paths, judges: Iterable[Judge]) -> dict[str, str]:
         "Verdict": f"{'passed' if gate['passed'] else 'refused'}: {gate['summary']}" if gate else "",
         "Win rate": f"{'; '.join(rates)}; by {by}" if rates else "",
         "KL": "" if kl is None else f"{document.number(kl, error)} nats from SFT",
-        "Time": duration({stage: read_json(paths.lineage(stage)) for stage in STAGES}),
+        "Time": duration(read_lineage(paths)),
     }
     return {title: text for title, text in known.items() if text}
 
@@ -79,6 +79,10 @@ def duration(lineage: Lineage) -> str:
     """How long all stages before the report took when they made these results; "" if one is not known."""
     seconds = [lineage.get(stage, {}).get("seconds") for stage in STAGES if stage != "report"]
     return "" if None in seconds else f"{console.duration(sum(filter(None, seconds)))} of all stages"
+
+
+def read_lineage(paths: Paths) -> Lineage:
+    return {stage: read_json(paths.lineage(stage)) for stage in STAGES}
 
 
 def read_json(file: Path) -> dict[str, Any]:
