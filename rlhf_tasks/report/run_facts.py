@@ -78,7 +78,7 @@ def outcome(paths: Paths, judges: Iterable[Judge]) -> dict[str, str]:
 def duration(lineage: Lineage) -> str:
     """How long all stages before the report took when they made these results; "" if one is not known."""
     seconds = [lineage.get(stage, {}).get("seconds") for stage in STAGES if stage != "report"]
-    return "" if None in seconds else f"{console.duration(sum(filter(None, seconds)))} of all stages"
+    return "" if None in seconds else f"{console.duration(sum(filter(None, seconds)))} for all stages"
 
 
 def read_lineage(paths: Paths) -> Lineage:

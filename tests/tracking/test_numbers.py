@@ -55,7 +55,7 @@ def test_every_page_says_the_same_of_the_checkpoint_that_was_kept(
         "Prefect": results.page(outcome, project, {}, {}, {}),
     }
     html = Document((project / "reports/index.html").read_text(encoding="utf-8")).text
-    for text in ("24m24s of all stages", "KL 11.2 > 10", commit[:10], "ppo.kl_coef: 0.03 → 0.05"):
+    for text in ("24m24s for all stages", "KL 11.2 > 10", commit[:10], "ppo.kl_coef: 0.03 → 0.05"):
         assert {name for name, page in {**pages, "report": html}.items() if text not in page} == set(), text
     for text in (WIN_RATE, "3.5 ± 0.2 nats from SFT", "refused: KL 11.2 > 10"):
         assert {name for name, page in pages.items() if text not in page} == set(), text
