@@ -74,8 +74,9 @@ def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
             metrics: dict[str, float] = module.run(view, paths, tracker)
             if not is_main:
                 return 0
+            _write_results(paths, stage, metrics, tracker.history())
             seconds = time.monotonic() - start
-            _write_results(paths, stage, claim.key, metrics, tracker.history(), seconds)
+            lineage.write(paths, stage, claim.key, seconds)
             tracker.final(metrics)
         claim.finish()
         durations.record(paths.home, stage, seconds)
@@ -103,14 +104,9 @@ def _check_inputs(paths: Paths, stage: Stage) -> None:
 
 
 def _write_results(
-    paths: Paths,
-    stage: Stage,
-    key: str,
-    metrics: Mapping[str, float],
-    history: Sequence[Mapping[str, float]],
-    seconds: float,
+    paths: Paths, stage: Stage, metrics: Mapping[str, float], history: Sequence[Mapping[str, float]]
 ) -> None:
-    """Metrics (if declared), curves (of stages that have them) and lineage."""
+    """Metrics (if declared) and curves (of stages that have them)."""
     wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
     if wrong:
         raise ValueError(f"stage {stage} ended with metrics that are not finite numbers: {', '.join(wrong)}")
@@ -118,7 +114,6 @@ def _write_results(
         atomic.write_json(paths.metrics(stage), dict(sorted(metrics.items())))
     if stage in curves.CURVES:
         atomic.write_text(paths.curves(stage), curves.csv_text(history, curves.axis(stage)))
-    lineage.write(paths, stage, key, seconds)
 
 
 def _print_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float) -> None:

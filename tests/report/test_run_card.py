@@ -71,18 +71,17 @@ def test_a_refused_policy_and_unknown_times_are_said(
 
 def test_next_commands_work_in_the_shell_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make` has .venv/bin on its own PATH, and says what that of the shell is."""
-    bin_folder = tmp_path / "my project/.venv/bin"
-    bin_folder.mkdir(parents=True)
-    (bin_folder / "rlhf").touch(0o755)
-    monkeypatch.setattr(sys, "executable", str(bin_folder / "python"))
-    monkeypatch.setenv("PATH", str(bin_folder))
-    monkeypatch.delenv(run_card.SHELL_PATH, raising=False)
+    programs = tmp_path / "my project/.venv/bin"
+    for folder in (programs, tmp_path / "other"):
+        folder.mkdir(parents=True)
+        (folder / "rlhf").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setenv("PATH", str(programs))
     assert run_card.command() == "rlhf"
-    monkeypatch.setenv(run_card.SHELL_PATH, str(tmp_path))
-    assert run_card.command() == shlex.quote(f"{bin_folder}/rlhf")
+    for path in (tmp_path, tmp_path / "other"):  # no such program, or another one
+        monkeypatch.setenv(run_card.SHELL_PATH, str(path))
+        assert run_card.command() == shlex.quote(f"{programs}/rlhf")
     monkeypatch.chdir(tmp_path / "my project")
-    assert run_card.command() == ".venv/bin/rlhf"
-    (tmp_path / "rlhf").touch(0o755)  # another program of this name
     assert run_card.command() == ".venv/bin/rlhf"
 
 
