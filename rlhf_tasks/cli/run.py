@@ -117,7 +117,8 @@ def _repro(paths: Paths, name: str) -> int:
     with tempfile.TemporaryDirectory(prefix="rlhf-run-") as scratch:
         failure = Path(scratch) / "failure.json"
         command = [sys.executable, "-P", "-m", "dvc", "--wait-for-lock", "repro", "--quiet"]
-        environment = {**os.environ, failures.FAILURE: str(failure), context.RUN_NAME: name}
+        own = {"PATH": processes.environment_path(os.environ), context.RUN_NAME: name}
+        environment = {**os.environ, **own, failures.FAILURE: str(failure)}
         process = subprocess.Popen(command, cwd=paths.root, env=environment, process_group=0)
         heard = signal.getsignal(signal.SIGTERM)
 

@@ -149,12 +149,7 @@ def put_all(root: Path, commit: str = "f" * 40) -> None:
         "prepare": {"rows/sft/train": 600, "rows/prompts/train": 2000},
         "base": {"loss": 1.25},
         "sft": {"loss": 1.25},
-        "reward": {
-            "accuracy": 0.8123,
-            "heldout/accuracy": 0.75,
-            "heldout/accuracy/low": 0.7,
-            "heldout/accuracy/high": 0.8,
-        },
+        "reward": {"accuracy": 0.8123, "heldout/margin": 1.5, "margin": 2.5},
         "ppo": {"episode": 8192, "objective/kl": 4.321, **kept},
         "judge": RESULTS.metrics(),
     }
