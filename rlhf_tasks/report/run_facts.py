@@ -77,12 +77,12 @@ def outcome(paths: Paths, judges: Iterable[Judge]) -> dict[str, str]:
 
 def duration(lineage: Lineage) -> str:
     """How long all stages before the report took when they made these results; "" if one is not known."""
-    seconds = [lineage.get(stage, {}).get("seconds") for stage in STAGES if stage != "report"]
+    seconds = [lineage.get(stage, {}).get("seconds") for stage in STAGES[:-1]]
     return "" if None in seconds else f"{console.duration(sum(filter(None, seconds)))} for all stages"
 
 
 def read_lineage(paths: Paths) -> Lineage:
-    return {stage: read_json(paths.lineage(stage)) for stage in STAGES}
+    return {stage: read_json(paths.lineage(stage)) for stage in STAGES[:-1]}
 
 
 def read_json(file: Path) -> dict[str, Any]:

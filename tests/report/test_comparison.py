@@ -82,8 +82,8 @@ def test_a_setting_is_named_by_what_the_user_changed() -> None:
     ):
         values = config.in_force(presets.combine(committed, names, changes)[1])
         assert comparison.name_setting(comparison.select_decisive(values), committed) == title
-    many = {f"ppo.x{i}": "1" for i in range(8)}
-    assert comparison.name_setting({"preset": "gone", **many}, committed).endswith("ppo.x5=1, and 2 more")
+    many = {"preset": "gone"} | {f"ppo.x{i}": "1" for i in range(8)}
+    assert comparison.name_setting(many, committed).endswith("ppo.x5=1, and 2 more")
 
 
 def test_runs_that_differ_only_in_their_verdict_count_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 from flows import results
 from rlhf_tasks import config, presets, tracking
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import document, run_card, run_facts
+from rlhf_tasks.report import run_card, run_facts
 from rlhf_tasks.stages import report
 from rlhf_tasks.tracking.store import open_store
 from rlhf_tasks.tracking.sync import sync
@@ -59,26 +59,21 @@ def test_every_page_says_the_same_of_the_checkpoint_that_was_kept(
     assert not [name for name, page in pages.items() if "4.3" in page]
     ppo, judged = (json.loads(paths.metrics(stage).read_text("utf-8")) for stage in ("ppo", "judge"))
     name = "gold/policy_vs_sft/win_rate"
-    assert document.metric(judged, name) == "0.77 (0.75 to 0.80)"
-    assert (run.metrics["ppo/selected_kl"], run.metrics[name]) == (ppo["selected_kl"], judged[name])
+    assert run.metrics["ppo/selected_kl"] == ppo["selected_kl"] == 3.5
+    assert run.metrics[name] == judged[name] == 0.7731
 
 
-@pytest.mark.parametrize("is_copy", [True, False])
-def test_a_copied_or_moved_project_keeps_its_own_store(
-    home: Path, capsys: pytest.CaptureFixture[str], is_copy: bool
-) -> None:
+def test_a_copied_project_keeps_its_own_store(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log("old", [(1, 2.0)])
     sync(home)
     log("late", [(1, 3.0)], stage="ppo")  # it is delivered in the new place
     there = home.parent / "elsewhere %d/_/.rlhf"
     shutil.copytree(home, there)
-    if not is_copy:
-        shutil.rmtree(home)
     assert sync(there) == (1, {})
     assert f"its artifacts are those at {(there / 'mlartifacts').as_uri()}" in capsys.readouterr().out
     for stage, run in runs(there).items():
         assert run.info.artifact_uri.startswith((there / "mlartifacts").as_uri())
         assert stage == "pipeline" or artifact(there, stage, f"plots/{stage}.csv").exists()
-    assert not is_copy or "ppo" not in runs(home)
+    assert "ppo" not in runs(home)
     open_store(None, there)
     assert capsys.readouterr().out == "", "it is said once"
