@@ -16,7 +16,7 @@ from rlhf_tasks.report import run_facts
 from rlhf_tasks.tracking import context
 
 SHELL_PATH = "RLHF_SHELL_PATH"  # PATH of the shell that `make` was started in, which adds .venv to its own
-MOST = 2  # criteria that are not met, or changes
+MOST = 2  # changes
 
 
 def show(paths: Paths, settings: Config) -> None:
@@ -35,12 +35,15 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     yield "Trained", f"{run_facts.base_model(settings.model)}{trained}; data: {data}"
     facts = run_facts.facts(ReportView.of(settings), run_facts.read_lineage(paths), "", paths.root)
     outcome = run_facts.outcome(paths, settings.judge.judges)
-    origin = [f"commit {facts['Commit']}"] if "Commit" in facts else []
-    origin += [_cut(facts["Changes"])] if "Changes" in facts else []
-    if origin:
+    if "Commit" in facts:
+        changes = facts["Changes"].split("; ") if "Changes" in facts else []
+        many = [f"{len(changes)} changes of params.yaml, in the report"]
+        origin = [f"commit {facts['Commit']}", f"preset {facts['Preset']}"]
+        origin += many if len(changes) > MOST else changes
         outcome["Time"] = "; ".join([outcome.get("Time", "not known"), *origin])
     for title, text in outcome.items():
-        yield title, _cut(text) if title == "Verdict" else text
+        first, *more = text.split("; ") if title == "Verdict" else [text]
+        yield title, f"{first}; and {len(more)} more, in the report" if more else first
     report = paths.reports / "index.html"
     if report.exists():
         yield "Report", report.resolve().as_uri()
@@ -51,13 +54,6 @@ def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
         is_passed = verdict.startswith("passed")
         what = "make it the champion" if is_passed else "shows each criterion; it cannot become champion"
         yield "", f"{rlhf} promote   ({what})"
-
-
-def _cut(text: str) -> str:
-    """The first of several parts."""
-    parts = text.split("; ")
-    others = f"; and {len(parts) - MOST} more, in the report" if len(parts) > MOST else ""
-    return "; ".join(parts[:MOST]) + others
 
 
 def command() -> str:

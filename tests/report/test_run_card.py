@@ -52,7 +52,7 @@ def test_the_card_tells_a_run_in_at_most_eight_lines(
     assert lines[1].endswith("passed: all 14 criteria are met")
     assert "over the SFT model" in lines[2]
     assert lines[3].endswith("1.50 nats from SFT")
-    assert lines[4].endswith("10m00s for all stages; commit aaaaaaaaaa")
+    assert lines[4].endswith("10m00s for all stages; commit aaaaaaaaaa; preset none")
     assert lines[5].endswith(f"{(paths.reports / 'index.html').resolve().as_uri()}")
     assert "rlhf mlflow" in lines[6]
     assert lines[7].endswith("rlhf promote   (make it the champion)")
@@ -64,7 +64,7 @@ def test_a_refused_policy_and_unknown_times_are_said(
     atomic.write_json(paths.verdict, {"passed": False, "summary": "KL 11.2 > 10; a; b; c"})
     atomic.write_json(paths.lineage("sft"), {"rlhf.run": "sft-1", "seconds": 70.0})
     lines = shown(paths, capsys)
-    assert lines[1].endswith("refused: KL 11.2 > 10; a; and 2 more, in the report")
+    assert lines[1].endswith("refused: KL 11.2 > 10; and 3 more, in the report")
     assert not any(line.startswith("Time") for line in lines), "not all stages are known"
     assert "cannot become champion" in lines[-1]
 
