@@ -41,6 +41,8 @@ class Progress:
     def follow(self, doing: Mapping[str, Any]) -> None:
         """Say once a minute how far the present stage is, as it writes that itself."""
         self.share, left = doing["share"], doing["left"]
+        if self._is_known and self.share < 1:
+            self._weights[self.stage] = left / (1 - self.share)  # other parameters take another time
         if time.monotonic() - self._said_at < LOG_SECONDS:
             return
         later = sum(self._weights[stage] for stage in self._stages if stage not in (*self.ends, self.stage))

@@ -148,7 +148,7 @@ def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[An
         dvc.reproduce(name, gpus)
     except subprocesses.INTERRUPTS as interrupt:
         name = settings.OUT_OF_TIME if isinstance(interrupt, subprocesses.OutOfTime) else "Cancelled"
-        return Cancelled(name=name, message="it was stopped with its run", data=interrupt)
+        return Cancelled(name=name, message=subprocesses.STOPPED, data=interrupt)
     if plan == "restore":
         return Completed(name="Cached", message="DVC restored its outs from an earlier run")
     return Completed(message=f"ran; {begin}" if begin else "ran")

@@ -21,10 +21,13 @@ from rlhf_tasks.tracking.context import STAGE_RUN
 DRAIN_SECONDS = 5.0  # for the last lines: a process that outlives the program may hold its output open
 FOLLOW_SECONDS = 3.0
 INTERRUPTS = (KeyboardInterrupt, TerminationSignal)  # of a task: it ends as cancelled, which is no crash
-# DVC's advice for people at a terminal, after every stage
+STOPPED = "it was stopped with its run"
+# What DVC says to people at a terminal after every stage, and of each stage that the flow says itself.
 HINT = re.compile(
-    r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`"
+    r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`|"
+    r"Updating lock file|Stage '.*' is cached"
 )
+DVC_FAILED = "ERROR: failed to reproduce"  # the flow says why the stage ended
 
 
 class OutOfTime(KeyboardInterrupt):
@@ -74,7 +77,8 @@ def run(
             for line in map(str.rstrip, output):
                 if line and not HINT.match(line):
                     lines.append(line)
-                    logger.info("%s", line)
+                    if not line.startswith(DVC_FAILED):
+                        logger.info("%s", line)
 
     def check() -> None:
         if time.monotonic() > deadline:
