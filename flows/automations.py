@@ -37,9 +37,7 @@ ENDS = (
 NOTIFIED = ("Failed", "Crashed", results.PROMOTED, results.NOT_PROMOTED)
 LOG, WEBHOOK = "rlhf-log", "rlhf-webhook"  # the blocks
 LOG_KEY = "rlhf-notifications"  # the artifact whose versions are the notifications
-NOISE = re.compile(
-    rf"Running hook|Hook '|Flow run was cancelled|Finished in state (Running\(|.*{subprocesses.STOPPED})"
-)
+NOISE = re.compile(rf"Running hook|Hook '|Finished in state (Running\(|.*{subprocesses.STOPPED})")
 """What Prefect logs of itself at the end of a run, where the run's own last lines stand."""
 for _name in form.RUN_LOGS:
     logging.getLogger(_name).addFilter(lambda record: not NOISE.match(record.getMessage()))

@@ -7,6 +7,7 @@ lineage. Prefect shows the run, logs it and can cancel it. By default a run has 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -207,8 +208,12 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
                 if point is None:
                     progress.share = 0.0  # a retry starts the stage anew
                 saved = f", its state is saved at {point}" if point else ""
-                end = "failed" if isinstance(error, Exception) else f"stopped{saved}; Retry resumes"
-                percent = progress.say(f"{name}: {end}")
+                if isinstance(error, Exception):
+                    progress.say(f"{name}: failed")
+                    raise
+                percent = progress.say(f"{name}: stopped{saved}; Retry resumes")
+                again = "Flow run was cancelled."  # the engine says it too
+                logging.getLogger(form.RUN_LOGS[0]).addFilter(lambda record: record.getMessage() != again)
                 if isinstance(error, OutOfTime):
                     raise OutOfTime(f"state kept at {percent}%; Retry resumes") from None
                 raise
