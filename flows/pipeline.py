@@ -41,6 +41,7 @@ from rlhf_tasks.report import run_card
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.training import checkpoint
 
+CANCELLED = "Flow run was cancelled."
 PUSH_RETRIES, PUSH_DELAY_SECONDS = 2, 10.0  # the delay doubles
 
 
@@ -212,8 +213,8 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
                     progress.say(f"{name}: failed")
                     raise
                 percent = progress.say(f"{name}: stopped{saved}; Retry resumes")
-                again = "Flow run was cancelled."  # the engine says it too
-                logging.getLogger(form.RUN_LOGS[0]).addFilter(lambda record: record.getMessage() != again)
+                # This sentence is enough: the engine need not say it too.
+                logging.getLogger(form.RUN_LOGS[0]).addFilter(lambda record: record.getMessage() != CANCELLED)
                 if isinstance(error, OutOfTime):
                     raise OutOfTime(f"state kept at {percent}%; Retry resumes") from None
                 raise
