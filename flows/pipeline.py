@@ -202,7 +202,7 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
                     plan = dvc.plans([name])[0]  # another run may have made the same meanwhile
                 gpus = slots.held if needed and plan == "run" else []
                 if name != inputs:
-                    progress.say(f"{name}: {stage_tasks.explain(plan, name, Path.cwd(), dvc.folder)}")
+                    progress.say(stage_tasks.explain(plan, name, Path.cwd(), dvc.folder))
                 result = run_stage(name, dvc, plan, gpus, policies[name])
             except BaseException as error:
                 point = checkpoint.point(Paths(dvc.folder), name) if progress.share else None
@@ -210,9 +210,9 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
                     progress.share = 0.0  # a retry starts the stage anew
                 saved = f", its state is saved at {point}" if point else ""
                 if isinstance(error, Exception):
-                    progress.say(f"{name}: failed")
+                    progress.say("failed")
                     raise
-                percent = progress.say(f"{name}: stopped{saved}; Retry resumes")
+                percent = progress.say(f"stopped{saved}; Retry resumes")
                 # This sentence is enough: the engine need not say it too.
                 logging.getLogger(form.RUN_LOGS[0]).addFilter(lambda record: record.getMessage() != CANCELLED)
                 if isinstance(error, OutOfTime):

@@ -162,10 +162,9 @@ def explain(plan: Plan, stage: str, root: Path, folder: Path) -> str:
     if not before:
         return "runs: the checkout has no result of it"
     changes = inputs.find_changes(root, folder, stage)
-    for maker, node in graph.items():
-        read = {*node.outs} & {*graph[stage].deps}
-        if maker != dvc_files.INPUTS and any(now.get(out) != before.get(out) for out in read):
-            changes.append(f"what {maker} made")
+    for maker in [name for name in graph if name != dvc_files.INPUTS]:
+        read = {*graph[maker].outs} & {*graph[stage].deps}
+        changes += [f"what {maker} made"] * any(now.get(out) != before.get(out) for out in read)
     changed = f"changed since its last run in the checkout: {'; '.join(changes)}"
     return f"runs: {changed if changes else 'the cache of DVC lacks its result'}"
 

@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from prefect import get_run_logger
@@ -27,7 +26,6 @@ HINT = re.compile(
     r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`|"
     r"Updating lock file|Stage '.*' is cached"
 )
-DVC_FAILED = "ERROR: failed to reproduce"  # the flow says why the stage ended
 
 
 class OutOfTime(KeyboardInterrupt):
@@ -77,8 +75,12 @@ def run(
             for line in map(str.rstrip, output):
                 if line and not HINT.match(line):
                     lines.append(line)
-                    if not line.startswith(DVC_FAILED):
+                    if not interrupted.is_set():  # from then on it speaks to a person at a terminal
                         logger.info("%s", line)
+
+    def interrupt() -> None:
+        interrupted.set()
+        processes.interrupt_group(process)
 
     def check() -> None:
         if time.monotonic() > deadline:
@@ -89,14 +91,12 @@ def run(
             follow()
 
     # In threads: an interrupt that arrives during a logging call is swallowed there, and would be lost.
-    ended = threading.Event()
+    ended, interrupted = threading.Event(), threading.Event()
     reader, follower = (threading.Thread(target=target, daemon=True) for target in (read, show))
     reader.start()
     follower.start()
     try:
-        status = processes.supervise(
-            process, partial(processes.interrupt_group, process), grace_seconds, check
-        )
+        status = processes.supervise(process, interrupt, grace_seconds, check)
     except BaseException:
         processes.end(STAGE_RUN, environment[STAGE_RUN], signal.SIGTERM, 1.0)  # those in other groups
         raise
