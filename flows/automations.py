@@ -6,6 +6,8 @@ torch here.
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, Literal
@@ -22,7 +24,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.types import SecretDict
 
-from flows import results, settings
+from flows import form, results, settings, subprocesses
 
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
 LOST = "rlhf: a run that is silent has crashed"
@@ -35,6 +37,10 @@ ENDS = (
 NOTIFIED = ("Failed", "Crashed", results.PROMOTED, results.NOT_PROMOTED)
 LOG, WEBHOOK = "rlhf-log", "rlhf-webhook"  # the blocks
 LOG_KEY = "rlhf-notifications"  # the artifact whose versions are the notifications
+NOISE = re.compile(rf"Running hook|Hook '|Finished in state (Running\(|.*{subprocesses.STOPPED})")
+"""What Prefect logs of itself at the end of a run, where the run's own last lines stand."""
+for _name in form.RUN_LOGS:
+    logging.getLogger(_name).addFilter(lambda record: not NOISE.match(record.getMessage()))
 SUBJECT = "{{ flow_run.state.name }}: {{ flow_run.name }}"
 BODY = "{{ flow.name }}: {{ flow_run.state.message }} {{ flow_run|ui_url or '' }}"
 

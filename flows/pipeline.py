@@ -7,6 +7,7 @@ lineage. Prefect shows the run, logs it and can cancel it. By default a run has 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -40,6 +41,7 @@ from rlhf_tasks.report import run_facts
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.training import checkpoint
 
+CANCELLED = "Flow run was cancelled."
 PUSH_RETRIES, PUSH_DELAY_SECONDS = 2, 10.0  # the delay doubles
 
 
@@ -201,15 +203,19 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
                     plan = dvc.plans([name])[0]  # another run may have made the same meanwhile
                 gpus = slots.held if needed and plan == "run" else []
                 if name != inputs:
-                    progress.say(f"{name}: {stage_tasks.explain(plan, name, Path.cwd(), dvc.folder)}")
+                    progress.say(stage_tasks.explain(plan, name, Path.cwd(), dvc.folder))
                 result = run_stage(name, dvc, plan, gpus, policies[name])
             except BaseException as error:
                 point = checkpoint.point(Paths(dvc.folder), name) if progress.share else None
                 if point is None:
                     progress.share = 0.0  # a retry starts the stage anew
                 saved = f", its state is saved at {point}" if point else ""
-                end = "failed" if isinstance(error, Exception) else f"stopped{saved}; Retry resumes"
-                percent = progress.say(f"{name}: {end}")
+                if isinstance(error, Exception):
+                    progress.say("failed")
+                    raise
+                percent = progress.say(f"stopped{saved}; Retry resumes")
+                # This sentence is enough: the engine need not say it too.
+                logging.getLogger(form.RUN_LOGS[0]).addFilter(lambda record: record.getMessage() != CANCELLED)
                 if isinstance(error, OutOfTime):
                     raise OutOfTime(f"state kept at {percent}%; Retry resumes") from None
                 raise

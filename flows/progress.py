@@ -30,19 +30,21 @@ class Progress:
         self._weights[dvc_files.INPUTS] = 0.0
 
     def say(self, *doing: str) -> int:
-        """Log the percentage that is done, which is returned, and what the run does now."""
+        """Log the percentage that is done, which is returned, and what the present stage does now."""
         present = 0.0 if self.stage in self.ends else self.share * self._weights[self.stage]
         done = sum(self._weights[stage] for stage in self.ends) + present
         percent = round(100 * done / sum(self._weights.values()))
-        self._logger.info("%s", ", ".join([f"{percent}%", *doing]))
+        self._logger.info("%s", f"{percent}%, {self.stage}: {', '.join(doing)}")
         self._said_at = time.monotonic()
         return percent
 
     def follow(self, doing: Mapping[str, Any]) -> None:
         """Say once a minute how far the present stage is, as it writes that itself."""
         self.share, left = doing["share"], doing["left"]
+        if self._is_known and self.share < 1:
+            self._weights[self.stage] = left / (1 - self.share)  # other parameters take another time
         if time.monotonic() - self._said_at < LOG_SECONDS:
             return
         later = sum(self._weights[stage] for stage in self._stages if stage not in (*self.ends, self.stage))
         whole = [f"{console.duration(left + later)} left of the run"] if self._is_known and later else []
-        self.say(f"{self.stage}: {doing['work']}", f"{console.duration(left)} left", *whole)
+        self.say(doing["work"], f"{console.duration(left)} left", *whole)

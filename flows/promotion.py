@@ -70,7 +70,8 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
                 gpus = {devices.VISIBLE: ",".join(slots.held)} if slots.held else {}
                 status, lines = run(command, environment=environment | gpus)
     except subprocesses.INTERRUPTS as interrupt:
-        return Cancelled(message="it was stopped with its run", data=interrupt)
+        get_run_logger().info("stopped; Retry decides")
+        return Cancelled(message=subprocesses.STOPPED, data=interrupt)
     message = lines[-1] if lines else "it printed nothing"
     name = NAMES.get(status, results.DEFERRED)
     if status not in NAMES:

@@ -95,10 +95,9 @@ def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
     if values:
         caption = f"metrics of {outcome.name} and of the run before it"
         create_table_artifact(metric_rows(values, last), key=METRICS_KEY, description=caption)
-    text = page(outcome, folder, values, last, pages)
     # Hard breaks, since the list of artifacts cuts long lines; no link works there.
-    summary = "  \n".join(outcome.lines).replace("; ", ";  \n")
-    create_markdown_artifact(text, key=RESULTS_KEY, description=summary)
+    summary = "  \n".join(outcome.lines).replace("; ", ";  \n").replace(": ", ":  \n", 1)
+    create_markdown_artifact(page(outcome, folder, pages), key=RESULTS_KEY, description=summary)
     addresses = (f"{name}: {pages[key]}" for name, key in PAGES.items() if key in pages)
     for line in (*outcome.notes, *outcome.lines, *addresses):  # the end of the log
         get_run_logger().info("%s", line)
@@ -117,22 +116,13 @@ def metric_rows(values: Mapping[str, float], last: Mapping[str, float]) -> list[
     ]
 
 
-def page(
-    outcome: Outcome,
-    folder: Path,
-    values: Mapping[str, float],
-    last: Mapping[str, float],
-    pages: Mapping[str, str],
-) -> str:
+def page(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> str:
     """The run on one page, in markdown. `pages`: the addresses in MLflow of `pipeline` and of stages."""
     where = f"commit `{outcome.revision}`"
     if outcome.experiment:
         where += f", experiment `{outcome.name}`: `dvc exp apply {outcome.name}` restores it"
     links = ", ".join(f"[{name}]({pages[key]})" for name, key in PAGES.items() if key in pages)
     parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}. {links}"]
-    shown = {name: f"{last[name]:.4g}" if name in last else "–" for name in catalogue.headlines(values)}
-    overview = [{"metric": n, "this run": f"{values[n]:.4g}", "last run": old} for n, old in shown.items()]
-    others = len(values) - len(shown)
     locked = dvc_files.locked(folder)
     stages = [
         {
@@ -145,9 +135,7 @@ def page(
         if stage != dvc_files.INPUTS
     ]
     sections = {
-        "Results": ["\n".join(f"- {title}: {text}" for title, text in outcome.card.items())],
-        "Promotion": [outcome.promotion, make_table(outcome.criteria)] if outcome.verdict else [],
-        "Metrics": [make_table(overview), f"{others} more: artifact `{METRICS_KEY}`" if others else ""],
+        "Results": ["\n".join(f"- {line}" for line in outcome.lines), make_table(outcome.criteria)],
         "Changes": ["\n".join(f"- `` {change} ``" for change in outcome.changes)],
         "Stages": [make_table(stages)],
     }

@@ -148,7 +148,7 @@ def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[An
         dvc.reproduce(name, gpus)
     except subprocesses.INTERRUPTS as interrupt:
         name = settings.OUT_OF_TIME if isinstance(interrupt, subprocesses.OutOfTime) else "Cancelled"
-        return Cancelled(name=name, message="it was stopped with its run", data=interrupt)
+        return Cancelled(name=name, message=subprocesses.STOPPED, data=interrupt)
     if plan == "restore":
         return Completed(name="Cached", message="DVC restored its outs from an earlier run")
     return Completed(message=f"ran; {begin}" if begin else "ran")
@@ -162,10 +162,9 @@ def explain(plan: Plan, stage: str, root: Path, folder: Path) -> str:
     if not before:
         return "runs: the checkout has no result of it"
     changes = inputs.find_changes(root, folder, stage)
-    for maker, node in graph.items():
-        read = {*node.outs} & {*graph[stage].deps}
-        if maker != dvc_files.INPUTS and any(now.get(out) != before.get(out) for out in read):
-            changes.append(f"what {maker} made")
+    for maker in [name for name in graph if name != dvc_files.INPUTS]:
+        read = {*graph[maker].outs} & {*graph[stage].deps}
+        changes += [f"what {maker} made"] * any(now.get(out) != before.get(out) for out in read)
     changed = f"changed since its last run in the checkout: {'; '.join(changes)}"
     return f"runs: {changed if changes else 'the cache of DVC lacks its result'}"
 

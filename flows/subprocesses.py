@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from prefect import get_run_logger
@@ -21,9 +20,11 @@ from rlhf_tasks.tracking.context import STAGE_RUN
 DRAIN_SECONDS = 5.0  # for the last lines: a process that outlives the program may hold its output open
 FOLLOW_SECONDS = 3.0
 INTERRUPTS = (KeyboardInterrupt, TerminationSignal)  # of a task: it ends as cancelled, which is no crash
-# DVC's advice for people at a terminal, after every stage
+STOPPED = "it was stopped with its run"
+# What DVC says to people at a terminal after every stage, and of each stage that the flow says itself.
 HINT = re.compile(
-    r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`"
+    r"To track the changes with git|\s+git add|To enable auto staging|\s+dvc config|Use `dvc push`|"
+    r"Updating lock file|Stage '.*' is cached"
 )
 
 
@@ -74,7 +75,12 @@ def run(
             for line in map(str.rstrip, output):
                 if line and not HINT.match(line):
                     lines.append(line)
-                    logger.info("%s", line)
+                    if not interrupted.is_set():  # from then on it speaks to a person at a terminal
+                        logger.info("%s", line)
+
+    def interrupt() -> None:
+        interrupted.set()
+        processes.interrupt_group(process)
 
     def check() -> None:
         if time.monotonic() > deadline:
@@ -85,14 +91,12 @@ def run(
             follow()
 
     # In threads: an interrupt that arrives during a logging call is swallowed there, and would be lost.
-    ended = threading.Event()
+    ended, interrupted = threading.Event(), threading.Event()
     reader, follower = (threading.Thread(target=target, daemon=True) for target in (read, show))
     reader.start()
     follower.start()
     try:
-        status = processes.supervise(
-            process, partial(processes.interrupt_group, process), grace_seconds, check
-        )
+        status = processes.supervise(process, interrupt, grace_seconds, check)
     except BaseException:
         processes.end(STAGE_RUN, environment[STAGE_RUN], signal.SIGTERM, 1.0)  # those in other groups
         raise

@@ -19,6 +19,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 PATIENCE = 120_000  # milliseconds until an element is there, for a busy machine
 SETTLE = 8_000  # milliseconds
 NAMES = ("one", "two", "three")
+SUMMARY = "all 9 criteria are met"
 TEXT = "of seven words in a sentence"
 CURVES = "episode,objective/kl,objective/rlhf_reward,policy/clipfrac_avg\n1,0.5,0.1,0.2\n2,0.7,0.3,0.1\n"
 
@@ -74,6 +75,8 @@ def running(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     (project / "given/ppo.csv").write_text(CURVES, encoding="utf-8")
     (project / "given/verdict.json").write_text('{"gate/passed": 1}', encoding="utf-8")
     workspace.put_responses(project / "given", TEXT)
+    workspace.RESULTS.write(project / "given/evaluation/judge/results.json")
+    workspace.put_json(project / "given/evaluation/verdict.json", {"passed": True, "summary": SUMMARY})
     copied = ["mkdir -p metrics", "cp given/verdict.json metrics", "cp -r given/evaluation ."]
     toy.write_script(project, [*copied, toy.SECOND.rstrip()])
     with toy.service(project) as service:

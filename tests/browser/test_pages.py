@@ -21,7 +21,7 @@ from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import view
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.browser import forms
-from tests.browser.conftest import NAMES, PATIENCE, TEXT, Reader, printed
+from tests.browser.conftest import NAMES, PATIENCE, SUMMARY, TEXT, Reader, printed
 from tests.flows import toy
 from tests.flows.toy import Service
 from tests.report import test_comparison, test_page, workspace
@@ -185,6 +185,17 @@ def test_a_run_with_another_kl_coef_is_five_clicks_from_prefect_s_root(
     new = toy.until(lambda: [run for run in runs_of(running, made["id"]) if run not in before], "the run")
     assert running.run(new[0])["parameters"]["common"] == {"kl_coef": 0.25}
     assert reader.clicks <= 5
+
+
+def test_verdict_and_win_rates_are_one_click_from_a_run_s_page(running: Service, reader: Reader) -> None:
+    """They end its log, which reloads, as texts: Prefect opens no link of an artifact's card."""
+    run = next(run for run in running.call("POST", "/flow_runs/filter", {}) if run["name"] == NAMES[0])
+    reader.open(f"{running.url('prefect')}/v2/runs/flow-run/{run['id']}")
+    reader.click(reader.page.get_by_role("tab", name="Logs"))
+    rate = "Win rate 71% (68% to 74%) over the data's references"
+    for text in (f"passed: {SUMMARY}", rate, "MLflow: http", f"passed: {SUMMARY}; {rate}"):
+        reader.page.get_by_text(text).first.wait_for()
+    assert reader.clicks == 1
 
 
 def test_a_run_has_one_name_everywhere(running: Service, reader: Reader) -> None:

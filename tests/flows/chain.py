@@ -31,7 +31,7 @@ for out in json.loads({outs!r})[name]:
     elif path.suffix == ".csv":
         text = f"step,episode,train/loss\\n1,1,{{seed}}\\n"
     else:
-        text = json.dumps({{"seed": int(seed)}})
+        text = json.dumps({{"seed": int(seed), "passed": False, "summary": "planted"}})
     if not path.suffix:
         path.mkdir()
         path /= "file"

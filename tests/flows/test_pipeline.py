@@ -212,7 +212,7 @@ def test_a_run_says_its_percentage_and_the_time_left_once_a_minute(
         "0%, first: runs: the checkout has no result of it",
         "38%, first: 50% of 3 epochs, 15s left, 25s left of the run",
         "75%, second: runs: the checkout has no result of it",
-        "88%, second: 50% of 3 epochs, 15s left",
+        "75%, second: 50% of 3 epochs, 15s left",
     ]
 
 

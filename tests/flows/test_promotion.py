@@ -114,8 +114,8 @@ def test_the_page_of_results_shows_the_verdict_and_its_criteria(root: Path) -> N
     refused = Outcome(
         name="n", how={}, revision="c", verdict="Not promoted", reason=REFUSED, criteria=criteria
     )
-    page = results.page(refused, root, {}, {}, {})
-    assert f"## Promotion\n\nNot promoted: {REFUSED}" in page
+    page = results.page(refused, root, {})
+    assert f"## Results\n\n- Not promoted: {REFUSED}" in page
     assert "| KL | 11.2 | <= 10 | -1.2 | FAILED |" in page
 
 

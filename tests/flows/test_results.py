@@ -19,12 +19,6 @@ def outcome(**fields: Any) -> Outcome:
     return Outcome(**{"name": "n", "how": {}, "revision": "c", **fields})
 
 
-def page(root: Path, shown: Outcome, **values: float) -> str:
-    return results.page(
-        shown, root, {name.replace("__", "/"): value for name, value in values.items()}, {}, {}
-    )
-
-
 def test_metrics_are_compared_with_those_of_the_last_run(root: Path) -> None:
     (root / "metrics").mkdir()
     (root / "metrics/first.json").write_text('{"rows": 1.5, "new": 2.0}', encoding="utf-8")
@@ -34,12 +28,10 @@ def test_metrics_are_compared_with_those_of_the_last_run(root: Path) -> None:
     ]
 
 
-def test_headlines_come_first_and_the_page_counts_the_others(root: Path) -> None:
+def test_headlines_come_first() -> None:
     values = {"judge/a/b": 1.0, "ppo/eps": 2.0, "ppo/policy/clipfrac_avg": 0.25}
     names = [row["metric"] for row in results.metric_rows(values, {})]
     assert names == ["ppo/policy/clipfrac_avg", "judge/a/b", "ppo/eps"]
-    shown = results.page(outcome(), root, values, {}, {}).partition("## Metrics\n\n")[2]
-    assert "| ppo/policy/clipfrac_avg | 0.25 | – |\n\n2 more: artifact `rlhf-metrics`" in shown
 
 
 def test_cells_of_a_table_stay_in_their_line() -> None:
@@ -48,10 +40,8 @@ def test_cells_of_a_table_stay_in_their_line() -> None:
 
 def test_changes_come_after_the_results_and_stay_code(root: Path) -> None:
     changes = ["seed: 1 → 2", 'ppo.x: "a`b" → null']
-    text = page(
-        root, outcome(changes=changes, verdict="Not promoted", reason="it lost"), ppo__objective__kl=1.0
-    )
-    places = [text.index(title) for title in ("## Promotion", "## Metrics", "## Changes", "## Stages")]
+    text = results.page(outcome(changes=changes, verdict="Not promoted", reason="it lost"), root, {})
+    places = [text.index(title) for title in ("## Results", "## Changes", "## Stages")]
     assert places == sorted(places)
     assert '- `` seed: 1 → 2 ``\n- `` ppo.x: "a`b" → null ``\n' in text
 
@@ -89,5 +79,8 @@ def test_verdict_and_rates_are_on_the_card_in_the_state_and_at_the_end_of_the_lo
     verdict, rate = "Not promoted: KL 11.2 > 10; it is version 2", f"Win rate {card['Win rate']}"
     assert caplog.messages == [verdict, rate, "Report: http://m/2", "MLflow: http://m/1"]
     assert str(shown.state().message).startswith(f"{verdict}; {rate}; ")
-    assert cards == [f"{verdict}; {rate}".replace("; ", ";  \n").replace("2;  \nW", "2  \nW")]
+    assert cards[0].split("  \n") == [
+        *("Not promoted:", "KL 11.2 > 10;", "it is version 2"),
+        *("Win rate 79% (77% to 81%) over the SFT model;", "by the gold judge"),
+    ]
     assert outcome(card=card).lines == ["refused: KL", rate], "without a promotion: the verdict of its stage"

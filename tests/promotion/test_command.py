@@ -93,7 +93,7 @@ def test_the_first_policy_that_passes_becomes_champion(promote: Command) -> None
     shown = promote("one").out
     assert aliases() == {"champion": "one"}
     assert "KL | 1.5 ± 0.02 | <= 10 | +8.5 | passed" in shown
-    assert f"Promoted: {NAME} version 1 (models/policy) is champion now; before: no champion yet" in shown
+    assert f"; {NAME} version 1 (models/policy) is champion now; before: no champion yet" in shown
     version = client().get_model_version(NAME, "1")
     tags = version.tags
     assert (tags["verdict"], tags["rlhf.run"], tags["git.rev"]) == ("passed", "ppo-of-one", "c" * 40)
@@ -142,8 +142,9 @@ def test_a_better_policy_replaces_the_champion_until_a_rollback_and_returns_only
 def test_a_worse_policy_is_refused_with_the_reason(promote: Command, measured: Measured) -> None:
     promote("one")
     measured.champion = planted.over_champion(gold=0.44)
-    reason = "version 2 (models/policy): win rate over the champion by the gold judge (95% low) 0.44 ≤ 0.5"
-    assert f"Not promoted: {NAME} {reason}" in promote("worse", status=3).out
+    reason = "win rate over the champion by the gold judge (95% low) 0.44 ≤ 0.5"
+    shown = promote("worse", status=3).out
+    assert f"Not promoted: {reason}; it is {NAME} version 2 (models/policy)" in shown
     assert aliases() == {"champion": "one", "challenger": "worse"}
     version = client().get_model_version(NAME, "2")
     assert (version.tags["verdict"], version.tags["verdict.against"]) == ("refused", "version 1")

@@ -45,7 +45,7 @@ def test_every_page_says_the_same_of_the_checkpoint_that_was_kept(
     pages = {
         "card": capsys.readouterr().out,
         "MLflow": run.tags["mlflow.note.content"],
-        "Prefect": results.page(outcome, project, {}, {}, {}),
+        "Prefect": results.page(outcome, project, {}),
         "report": Document((project / "reports/index.html").read_text(encoding="utf-8")).text,
     }
     for text in ("24m24s for all stages", "KL 11.2 > 10", commit[:10], change):
