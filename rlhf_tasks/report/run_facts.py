@@ -44,7 +44,7 @@ def facts(view: ReportView, lineage: Lineage, name: str, root: Path) -> dict[str
         "Data": view.data.in_words,
         "Base model": base_model(view.model),
         "Commit": commit[:SHOWN_HASH] + " with uncommitted changes" * bool(tree.get("git.dirty")),
-        "Changes": _changes(view, root, commit) if commit else "",
+        "Changes": _changes(root, commit) if commit else "",
     }
     return {title: text for title, text in known.items() if text}
 
@@ -105,11 +105,11 @@ def base_model(model: Model) -> str:
     return f"{shape.family} from random weights, {shape.num_layers} layers of width {shape.hidden_size}"
 
 
-def _changes(view: ReportView, root: Path, commit: str) -> str:
-    """The values in which the run differs from the commit's params.yaml; "" if that is not readable."""
+def _changes(root: Path, commit: str) -> str:
+    """The values in which params.yaml differs from the commit's; "" if one of them is not readable."""
     try:
-        tree = config.parse(git.show(root, commit, "params.yaml"), "params.yaml")
-        before = ReportView.of(config.validate(tree, "params.yaml")).declared
+        texts = git.show(root, commit, "params.yaml"), config.read_text(root / "params.yaml")
+        configs = [config.validate(config.parse(text, "params.yaml"), "params.yaml") for text in texts]
     except UserError:
         return ""
-    return "; ".join(config.differences(before, view.declared))
+    return "; ".join(config.differences(*(ReportView.of(one).declared for one in configs)))

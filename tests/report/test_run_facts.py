@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_tasks import config
+from rlhf_tasks import config, presets
 from rlhf_tasks.report import run_facts
 from tests import small
 from tests.flows import toy
@@ -47,8 +47,7 @@ def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> N
     toy.commit(tmp_path)
     commit = toy.git(tmp_path, "rev-parse", "HEAD").strip()
     lineage = {"ppo": {**LINEAGE["ppo"], "git.rev": commit, "git.dirty": True}}
-    tree = small.params({"seed": 2, "ppo.kl_coef": 0.5}, gate=True)
-    view = config.ReportView.of(config.validate(tree, "test"))
-    facts = run_facts.facts(view, lineage, "", tmp_path)
+    presets.apply([], tmp_path / "params.yaml", ["seed=2", "ppo.kl_coef=0.5"])
+    facts = run_facts.facts(small.view("report"), lineage, "", tmp_path)
     assert facts["Commit"].endswith(" with uncommitted changes")
     assert facts["Changes"] == "ppo.kl_coef: 0.03 → 0.5; seed: 1 → 2"
