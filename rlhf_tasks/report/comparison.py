@@ -16,8 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from rlhf_tasks import config, console, presets
 from rlhf_tasks.config import STAGES, Stage
+from rlhf_tasks.config.judge import Judge
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, git
 from rlhf_tasks.project.paths import Paths
@@ -214,8 +217,15 @@ def context(results: Sequence[Result], committed: str = "{}") -> dict[str, Any]:
     headlines = catalogue.headlines(names, sorted(STAGES, key=lambda stage: stage != "judge"))
     cells = {name: {letter: cell(own, name) for letter, own in groups.items()} for name in names}
     differences = _find_differences([own[0].parameters for own in groups.values()])
-    first, more = document.split(_figures(groups))
+    judges = list[Judge]()
+    for own in groups.values():
+        with suppress(ValidationError):  # MLflow may not have them
+            listed = f'{{"judges": {own[0].parameters.get("judge.judges")}}}'
+            judges += config.Judging.model_validate_json(listed).judges
+    words = catalogue.words_of(judges)
+    first, more = document.split(_figures(groups, words))
     return {
+        "judges": words,
         "groups": groups,
         "titles": {letter: name_setting(own[0].parameters, committed) for letter, own in groups.items()},
         "columns": {letter: letter for letter in groups},
@@ -227,7 +237,7 @@ def context(results: Sequence[Result], committed: str = "{}") -> dict[str, Any]:
     }
 
 
-def _figures(groups: Mapping[str, Sequence[Result]]) -> Iterator[Figure]:
+def _figures(groups: Mapping[str, Sequence[Result]], words: Mapping[str, str]) -> Iterator[Figure]:
     """A figure per curve, with a line and a band per setting, which has the same color in all figures."""
     for stage in document.CURVES:
         rows = (row for own in groups.values() for one in own for row in one.curves.get(stage, ()))
@@ -236,7 +246,7 @@ def _figures(groups: Mapping[str, Sequence[Result]]) -> Iterator[Figure]:
             for name in panel.select(known):
                 curves = [mean_curve(letter, own, stage, name) for letter, own in groups.items()]
                 if any(curve.x for curve in curves):
-                    note = f"{catalogue.in_words(stage, name)}, `{stage}/{name}`"
+                    note = f"{catalogue.in_words(stage, name, words)}, `{stage}/{name}`"
                     axis = next(iter(known))
                     yield Figure(panel.title, note, axis, curves, panel.band, panel.guide)
 
