@@ -23,7 +23,6 @@ PROMOTED, NOT_PROMOTED, DEFERRED = VERDICTS = ("Promoted", "Not promoted", "Defe
 """The names of states in which the gate ends. Each is completed: the run has its results."""
 METRICS_KEY, RESULTS_KEY = "rlhf-metrics", "rlhf-results"
 PAGES: Mapping[str, str] = {"Report": REPORT, "MLflow": PIPELINE}
-VERDICT, RATES = "Verdict", ("Win rate", "Right")  # rows of the card at the end of `rlhf run`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +50,9 @@ class Outcome:
     @property
     def lines(self) -> list[str]:
         """The verdict, its reason first, and the rates, as the card has them."""
-        verdict = self.promotion if self.verdict else self.card.get(VERDICT)
-        rates = [f"{title} {self.card[title]}" for title in RATES if title in self.card]
-        return [*([verdict] if verdict else []), *rates]
+        verdict = self.promotion if self.verdict else self.card.get("Verdict")
+        rates = [f"{title} {self.card[title]}" for title in ("Win rate", "Right") if title in self.card]
+        return [verdict, *rates] if verdict else rates
 
     def tags(self) -> dict[str, str]:
         """The tags by which the run in MLflow, DVC and git refer to each other."""

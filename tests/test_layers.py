@@ -35,7 +35,7 @@ FLOORS: Mapping[str, int] = {
 }
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
-    "cli": 830,
+    "cli": 820,
     "config": 2450,
     "data": 2550,
     "data/readers": 2450,
@@ -48,9 +48,9 @@ LINES: Mapping[str, int] = {
     "promotion": 1380,
     "tracking": 1860,
     "report": 810,
-    "project": 2580,
+    "project": 2615,  # what a stage reads anew, which flows say too; results that a cache lost
     "presets": 210,
-    "../flows": 2630,
+    "../flows": 2645,  # why a stage runs, and a cancellation that is one sentence
 }
 """The most lines of Python of a room; the commit that raises one says what they are for."""
 TORCH_FREE = (
