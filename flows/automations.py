@@ -24,7 +24,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.types import SecretDict
 
-from flows import form, results, settings, subprocesses
+from flows import results, settings, subprocesses
 
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
 LOST = "rlhf: a run that is silent has crashed"
@@ -39,7 +39,7 @@ LOG, WEBHOOK = "rlhf-log", "rlhf-webhook"  # the blocks
 LOG_KEY = "rlhf-notifications"  # the artifact whose versions are the notifications
 NOISE = re.compile(rf"Running hook|Hook '|Finished in state (Running\(|.*{subprocesses.STOPPED})")
 """What Prefect logs of itself at the end of a run, where the run's own last lines stand."""
-for _name in form.RUN_LOGS:
+for _name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(_name).addFilter(lambda record: not NOISE.match(record.getMessage()))
 SUBJECT = "{{ flow_run.state.name }}: {{ flow_run.name }}"
 BODY = "{{ flow.name }}: {{ flow_run.state.message }} {{ flow_run|ui_url or '' }}"

@@ -21,7 +21,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, git
 
-RUN_LOGS = ("prefect.flow_runs", "prefect.task_runs")
 ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # where Prefect logs the error of a failed run
 
 # The docstrings of the flows describe the fields: Prefect takes the form's descriptions from there. Its form

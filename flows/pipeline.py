@@ -215,7 +215,7 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
                     raise
                 percent = progress.say(f"stopped{saved}; Retry resumes")
                 # This sentence is enough: the engine need not say it too.
-                logging.getLogger(form.RUN_LOGS[0]).addFilter(lambda record: record.getMessage() != CANCELLED)
+                logging.getLogger("prefect.flow_runs").addFilter(lambda record: record.msg != CANCELLED)
                 if isinstance(error, OutOfTime):
                     raise OutOfTime(f"state kept at {percent}%; Retry resumes") from None
                 raise

@@ -23,7 +23,6 @@ PROMOTED, NOT_PROMOTED, DEFERRED = VERDICTS = ("Promoted", "Not promoted", "Defe
 """The names of states in which the gate ends. Each is completed: the run has its results."""
 METRICS_KEY, RESULTS_KEY = "rlhf-metrics", "rlhf-results"
 PAGES: Mapping[str, str] = {"Report": REPORT, "MLflow": PIPELINE}
-VERDICT = "Verdict"  # a row of the card at the end of `rlhf run`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +50,9 @@ class Outcome:
     @property
     def lines(self) -> list[str]:
         """The verdict, its reason first, and what else came out, as the card has it."""
-        verdict = self.promotion if self.verdict else self.card.get(VERDICT)
-        others = [f"{title} {text}" for title, text in self.card.items() if title != VERDICT]
-        return [*([verdict] if verdict else []), *others]
+        verdict = self.promotion if self.verdict else self.card.get("Verdict")
+        others = [f"{title} {text}" for title, text in self.card.items() if title != "Verdict"]
+        return [verdict, *others] if verdict else others
 
     def tags(self) -> dict[str, str]:
         """The tags by which the run in MLflow, DVC and git refer to each other."""

@@ -35,7 +35,7 @@ FLOORS: Mapping[str, int] = {
 }
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
-    "cli": 830,
+    "cli": 820,
     "config": 2450,
     "data": 2550,
     "data/readers": 2450,
@@ -46,11 +46,11 @@ LINES: Mapping[str, int] = {
     "stages": 1780,
     "judging": 2800,
     "promotion": 1380,
-    "tracking": 1885,
-    "report": 890,
-    "project": 2580,
+    "tracking": 1885,  # judges by the model that they read; a store that follows its project
+    "report": 890,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models
+    "project": 2622,  # what a stage reads anew, which flows say too; results that a cache lost; a copied service
     "presets": 210,
-    "../flows": 2630,
+    "../flows": 2645,  # why a stage runs, and a cancellation that is one sentence
 }
 """The most lines of Python of a room; the commit that raises one says what they are for."""
 TORCH_FREE = (

@@ -90,9 +90,7 @@ def explain_changes(paths: Paths) -> dict[str, str]:
         if stage == dvc_files.INPUTS:
             continue
         told = status.get(stage, [])
-        changes = [
-            change for change in told if isinstance(change, str)
-        ]  # "always changed", "changed command"
+        changes = [one for one in told if isinstance(one, str)]  # "always changed", "changed command"
         changes += inputs.find_changes(paths.root, paths.root, stage) if told else []
         for change in told:
             if isinstance(change, dict) and (states := change.get("changed outs", {}).values()):

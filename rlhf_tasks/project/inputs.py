@@ -146,11 +146,8 @@ def find_changes(root: Path, folder: Path, stage: str) -> list[str]:
 
     The outs of other stages are left to those stages.
     """
-    graph, before, record = (
-        dvc_files.graph(folder),
-        dvc_files.locked_by(root, stage),
-        f"{INPUTS}/{stage}.json",
-    )
+    graph, before = dvc_files.graph(folder), dvc_files.locked_by(root, stage)
+    record = f"{INPUTS}/{stage}.json"
     outs = {out for node in graph.values() for out in node.outs} - {record}
     read = [dep for dep in graph[stage].deps if dep not in outs and (folder / dep).exists()]
     changed = [dep for dep in read if hashing.dvc_md5(folder / dep) != before.get(dep)]

@@ -130,9 +130,7 @@ def _populate(workspace: Workspace, params: str, revision: str) -> None:
         git.output(workspace.folder, "restore", "--source", workspace.like[0], "--worktree", "--", *left)
     _configure(workspace.root, workspace.folder)
     dvc_cli.run(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
-    dvc_files.forget_lost(
-        workspace.folder
-    )  # the commit's dvc.lock may name the outs of another machine's run
+    dvc_files.forget_lost(workspace.folder)  # the commit's dvc.lock may be of another machine's run
 
 
 def remove(root: Path, name: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import devices, settings, subprocesses
+from flows import devices, promotion, settings, subprocesses
 from tests.flows import toy
 
 ShowGpus = Callable[..., None]
@@ -51,7 +51,8 @@ def interruptible() -> Iterator[None]:
 @pytest.fixture
 def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs log, although no run is there."""
-    monkeypatch.setattr(subprocesses, "get_run_logger", lambda: logging.getLogger("test of programs"))
+    for module in (subprocesses, promotion):
+        monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test of programs"))
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_verdict_and_rates_are_on_the_card_in_the_state_and_at_the_end_of_the_lo
     """The card has no links, which Prefect's list of artifacts does not open."""
     cards = list[str]()
     monkeypatch.setattr(results, "get_run_logger", lambda: logging.getLogger("run"))
-    monkeypatch.setattr(results.Artifact, "get", lambda key: None)
+    monkeypatch.setattr("flows.results.Artifact.get", lambda key: None)
     monkeypatch.setattr(
         results, "create_markdown_artifact", lambda text, key, description: cards.append(description)
     )

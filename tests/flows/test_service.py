@@ -186,6 +186,9 @@ def test_cancelling_ends_every_process_and_cleans_up(fresh: Service) -> None:
     assert alive(fresh) == []
     assert (fresh.root / ".rlhf/kept").exists(), "the stage must be interrupted, not killed"
     assert list((fresh.root / ".rlhf/workspaces").iterdir()) == []
+    log = toy.until(lambda: "stopped" in (text := fresh.logs(identity)) and text, "the log")
+    assert log.endswith("\n50%, second: stopped; Retry resumes"), "one sentence"
+    assert not re.search("Crash|Traceback|cancelled", log)
     toy.until(lambda: fresh.mlflow(identity)["info"]["status"] == "KILLED", "MLflow")
     assert fresh.call("GET", "/v2/concurrency_limits/gpu")["active_slots"] == 0
     toy.reset(fresh.root)
