@@ -32,16 +32,26 @@ ROOT = Path(__file__).parents[2]
 RUNS = "rlhf-pipeline/pipeline"
 TYPED: dict[str, dict[str, Any]] = {
     RUNS: {
-        "preset": "smoke", "seed": 7, "overrides": {"judge.num_examples": 50}, "where": "checkout",
-        "revision": "HEAD", "name": "typed", "max_hours": 2,
+        "preset": "smoke",
+        "seed": 7,
+        "overrides": {"judge.num_examples": 50},
+        "where": "checkout",
+        "revision": "HEAD",
+        "name": "typed",
+        "max_hours": 2,
     },
     "rlhf-sweep/sweep": {
-        "grid": {"ppo.kl_coef": [0.1, 0.2]}, "seeds": [4],
-        "preset": "smoke", "name": "typed", "revision": "HEAD", "metrics": ["ppo/selected_kl"],
-        "parallel": 3, "deployment": "rlhf-pipeline/scheduled",
+        "grid": {"ppo.kl_coef": [0.1, 0.2]},
+        "seeds": [4],
+        "preset": "smoke",
+        "name": "typed",
+        "revision": "HEAD",
+        "metrics": ["ppo/selected_kl"],
+        "parallel": 3,
+        "deployment": "rlhf-pipeline/scheduled",
     },
     "rlhf-data-watch/watch": {"preset": "smoke", "deployment": "rlhf-pipeline/scheduled"},
-}  # fmt: skip
+}
 DEFAULTS: dict[str, list[Any]] = {
     "seeds": [1, 2, 3],
 }
