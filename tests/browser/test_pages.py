@@ -149,9 +149,10 @@ def test_the_verdict_in_words_is_one_click_away_and_samples_and_curves_of_a_run_
     reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
     reader.page.get_by_text("verdict: passed").first.wait_for()
     assert reader.clicks <= 1
-    reader.click(reader.page.get_by_role("link", name="Samples", exact=True))
+    with reader.page.expect_popup() as samples:
+        reader.click(reader.page.get_by_role("link", name="Samples", exact=True))
     for who in ("prompt", "reference", "sft", "policy"):
-        reader.page.get_by_text(f"{who}: {who} number 0 {TEXT}").first.wait_for()
+        samples.value.get_by_text(f"{who}: {who} number 0 {TEXT}").first.wait_for()
     assert reader.clicks <= 2
     reader.open(address)
     reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
