@@ -41,8 +41,11 @@ def rlhf(folder: Path, *words: str) -> float:
     start = time.monotonic()
     subprocess.run(
         [sys.executable, "-m", "rlhf_tasks.cli", *words],
-        cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return time.monotonic() - start
 
 

@@ -220,15 +220,23 @@ def _ppo_peers(shape: Shape, updates: int) -> list[float]:
     queries = shapes.random_rows(count, shape.query_min, shape.query, shape.vocab)
     data = Dataset.from_dict({"input_ids": queries})
     config = {
-        "num_sample_generations": 0, "local_rollout_forward_batch_size": shape.batch,
-        "total_episodes": shape.batch * updates, "num_ppo_epochs": EPOCHS, "num_mini_batches": 1,
-        "response_length": shape.response, "temperature": 0.7, "stop_token": "eos",
+        "num_sample_generations": 0,
+        "local_rollout_forward_batch_size": shape.batch,
+        "total_episodes": shape.batch * updates,
+        "num_ppo_epochs": EPOCHS,
+        "num_mini_batches": 1,
+        "response_length": shape.response,
+        "temperature": 0.7,
+        "stop_token": "eos",
         "missing_eos_penalty": 1.0,
-    }  # fmt: skip
+    }
     given = {
-        "model": made.policy, "ref_model": made.reference, "reward_model": made.reward,
-        "value_model": made.value, "eval_dataset": data.select(range(shape.batch)),
-    }  # fmt: skip
+        "model": made.policy,
+        "ref_model": made.reference,
+        "reward_model": made.reward,
+        "value_model": made.value,
+        "eval_dataset": data.select(range(shape.batch)),
+    }
     return _peer_marks(PPOTrainer, PPOConfig, shape, data, config, given)
 
 
@@ -278,14 +286,24 @@ def _peer_marks(
     with tempfile.TemporaryDirectory() as out:
         made = trainer(
             args=config(
-                output_dir=out, use_cpu=True, bf16=shape.precision == "bf16", report_to="none",
-                save_strategy="no", disable_tqdm=True, logging_steps=1, gradient_checkpointing=False,
+                output_dir=out,
+                use_cpu=True,
+                bf16=shape.precision == "bf16",
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+                logging_steps=1,
+                gradient_checkpointing=False,
                 learning_rate=3e-6,
                 per_device_train_batch_size=shape.micro,
-                gradient_accumulation_steps=shape.batch // shape.micro, **settings,
+                gradient_accumulation_steps=shape.batch // shape.micro,
+                **settings,
             ),
-            processing_class=shapes.tokenizer(shape.vocab), train_dataset=data, callbacks=[Marks()], **given,
-        )  # fmt: skip
+            processing_class=shapes.tokenizer(shape.vocab),
+            train_dataset=data,
+            callbacks=[Marks()],
+            **given,
+        )
         marks.append(time.perf_counter())
         made.train()
     return marks

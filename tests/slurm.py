@@ -122,9 +122,14 @@ def cluster(root: Path, cpus: int = 2) -> Iterator[Slurm]:
 def _daemons(root: Path) -> Sequence[Sequence[str]]:
     config = str(root / "slurm.conf")
     munge = [
-        "--foreground", "--force", f"--key-file={root}/munge.key", f"--socket={root}/munge.socket",
-        f"--pid-file={root}/munge.pid", f"--seed-file={root}/munge.seed", f"--log-file={root}/munge.log",
-    ]  # fmt: skip
+        "--foreground",
+        "--force",
+        f"--key-file={root}/munge.key",
+        f"--socket={root}/munge.socket",
+        f"--pid-file={root}/munge.pid",
+        f"--seed-file={root}/munge.seed",
+        f"--log-file={root}/munge.log",
+    ]
     return (
         ["munged", *munge],
         ["slurmctld", "-D", "-f", config],

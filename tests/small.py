@@ -72,14 +72,25 @@ def causal(family: Family = "llama", seed: int = 0, words: Tokenizer | None = No
 
 
 SIZES: Mapping[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "initializer_range": 0.5, "pad_token_id": PAD, "bos_token_id": EOS, "eos_token_id": EOS,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.5,
+    "pad_token_id": PAD,
+    "bos_token_id": EOS,
+    "eos_token_id": EOS,
+}
 OPT: Mapping[str, Any] = {
-    "hidden_size": HIDDEN, "intermediate_size": None, "ffn_dim": 32, "word_embed_proj_dim": 8,
+    "hidden_size": HIDDEN,
+    "intermediate_size": None,
+    "ffn_dim": 32,
+    "word_embed_proj_dim": 8,
     "do_layer_norm_before": False,
-}  # fmt: skip
+}
 """The shape of OPT-350m: the head reads states of another width than the layers'."""
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
@@ -144,9 +155,12 @@ def logits_alone(model: PreTrainedModel, query: Ids, response: Ids) -> Tensor:
 def response_logits(model: nn.Module, batch: Batch) -> Tensor:
     """(B, R, V) logits that predict the response tokens of a padded batch."""
     out = model(
-        input_ids=batch.query_response, attention_mask=batch.attention_mask, position_ids=batch.position_ids,
-        use_cache=False, logits_to_keep=batch.num_response_columns + 1,
-    )  # fmt: skip
+        input_ids=batch.query_response,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=batch.num_response_columns + 1,
+    )
     logits: Tensor = out.logits
     return logits[:, :-1]
 

@@ -54,9 +54,13 @@ def scorer_server() -> Iterator[Scorer]:
 def run(folder: Path, stage: str) -> subprocess.CompletedProcess[str]:
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     return subprocess.run(
-        [sys.executable, "-m", "rlhf_tasks.cli", stage], cwd=folder, env=os.environ | SECRETS | own,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "rlhf_tasks.cli", stage],
+        cwd=folder,
+        env=os.environ | SECRETS | own,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def assert_hidden(folder: Path, *outputs: str) -> None:
@@ -85,11 +89,17 @@ def test_planted_keys_are_nowhere_in_what_a_run_wrote(
     shutil.copy(ROOT / "dvc.yaml", folder)
     (folder / "prompt.txt").write_text(endpoint.PROMPT, encoding="utf-8")
     changes: dict[str, Any] = {
-        "ppo.total_episodes": 32, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
-        "ppo.response_length": 6, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
-        "ppo.guards": None, "judge.num_examples": 4, "judge.retention": None,
+        "ppo.total_episodes": 32,
+        "ppo.rollout_batch_size": 16,
+        "ppo.num_mini_batches": 2,
+        "ppo.response_length": 6,
+        "ppo.num_selections": 1,
+        "ppo.num_selection_prompts": 8,
+        "ppo.guards": None,
+        "judge.num_examples": 4,
+        "judge.retention": None,
         **paid(judge_server, scorer_server),
-    }  # fmt: skip
+    }
     small.write_params(folder, changes)
     judged = run(folder, "judge")
     assert judged.returncode == 0, judged.stderr
@@ -132,11 +142,28 @@ def test_planted_keys_are_nowhere_in_what_a_flow_run_wrote(
 
 def paid(judge_server: endpoint.Server, scorer_server: Scorer) -> dict[str, Any]:
     """Settings of a scorer and a judge, whose keys are in environment variables."""
-    scorer = {"kind": "http", "weight": 1.0, "url": scorer_server.url, "key_variable": "SCORER_KEY",
-              "timeout_seconds": 30.0, "batch_size": 8}  # fmt: skip
-    judge = {"kind": "llm", "name": "gpt", "base_url": judge_server.url, "model": endpoint.MODEL,
-             "key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_reply_tokens": 8,
-             "concurrency": 2, "timeout_seconds": 30.0, "max_retries": 0, "budget": None}  # fmt: skip
+    scorer = {
+        "kind": "http",
+        "weight": 1.0,
+        "url": scorer_server.url,
+        "key_variable": "SCORER_KEY",
+        "timeout_seconds": 30.0,
+        "batch_size": 8,
+    }
+    judge = {
+        "kind": "llm",
+        "name": "gpt",
+        "base_url": judge_server.url,
+        "model": endpoint.MODEL,
+        "key_variable": "JUDGE_KEY",
+        "prompt": "prompt.txt",
+        "logprobs": False,
+        "max_reply_tokens": 8,
+        "concurrency": 2,
+        "timeout_seconds": 30.0,
+        "max_retries": 0,
+        "budget": None,
+    }
     return {"ppo.scorers": [scorer], "judge.judges": [judge, small.HELDOUT]}
 
 

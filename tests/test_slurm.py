@@ -161,8 +161,11 @@ def test_a_flow_run_is_a_job_of_slurm_and_is_cancelled_with_it(cluster: Slurm, t
             run = service.start("rlhf-pipeline/pipeline-slurm", seed=5)
             assert service.end(run)["type"] == "COMPLETED", service.logs(run)
             toy.until(lambda: not cluster.jobs(), "the end of the job")
-            (job,) = (file.stem.removeprefix("slurm-") for file in (root / ".rlhf").glob("slurm-*.log")
-                      if file.stem.removeprefix("slurm-").isdigit())  # fmt: skip
+            (job,) = (
+                file.stem.removeprefix("slurm-")
+                for file in (root / ".rlhf").glob("slurm-*.log")
+                if file.stem.removeprefix("slurm-").isdigit()
+            )
             assert cluster.job(job)["JobState"] == "COMPLETED"
             chain.hold("ppo")
             run = service.start("rlhf-pipeline/pipeline-slurm", seed=6)

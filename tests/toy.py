@@ -36,20 +36,33 @@ CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 SMALL: Mapping[str, Any] = {
     "data": {
-        "source": "files", "path": "given", "max_prompt_tokens": 12, "max_completion_tokens": 6,
-        "num_validation": 8, "num_test": 8,
+        "source": "files",
+        "path": "given",
+        "max_prompt_tokens": 12,
+        "max_completion_tokens": 6,
+        "num_validation": 8,
+        "num_test": 8,
     },
     "model": {"base": "foreign/base", "scratch": None},
     "base": {"batch_size": 16, "num_epochs": 1},
     "sft": {
-        "learning_rate": 3e-3, "batch_size": 16, "num_epochs": 1, "evals_per_epoch": 1,
+        "learning_rate": 3e-3,
+        "batch_size": 16,
+        "num_epochs": 1,
+        "evals_per_epoch": 1,
         "micro_batch_tokens": 64,
     },
     "preferences": {"num_prompts": 8},
     "reward": {"learning_rate": 1e-3, "batch_size": 8, "num_epochs": 1, "micro_batch_tokens": 64},
     "ppo": {
-        "total_episodes": 32, "rollout_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 2,
-        "response_length": 6, "num_sample_generations": 2, "num_selections": 1, "num_selection_prompts": 8,
+        "total_episodes": 32,
+        "rollout_batch_size": 16,
+        "num_mini_batches": 2,
+        "num_ppo_epochs": 2,
+        "response_length": 6,
+        "num_sample_generations": 2,
+        "num_selections": 1,
+        "num_selection_prompts": 8,
         "micro_batch_tokens": 64,
     },
     "judge": {
@@ -58,7 +71,7 @@ SMALL: Mapping[str, Any] = {
     },
     "promotion": None,
     "tracking": {"enabled": False},
-}  # fmt: skip
+}
 
 
 def write_params(**changes: Mapping[str, Any]) -> config.Config:
@@ -105,10 +118,13 @@ def shape(family: str, words: PreTrainedTokenizerBase, **changes: Any) -> Any:
         {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
         if family == "gpt2"
         else {
-            "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
             "max_position_embeddings": 64,
         }
-    )  # fmt: skip
+    )
     if family in ("llama", "qwen2"):
         sizes["num_key_value_heads"] = 2
     special: dict[str, Any] = {

@@ -37,9 +37,11 @@ def pages() -> dict[Path, str]:
     """Every generated file with its text."""
     folder = ROOT / "docs" / "reference"
     texts = {
-        "parameters": parameters.parameters(), "metrics": metrics.metrics(), "cli": commands.commands(),
+        "parameters": parameters.parameters(),
+        "metrics": metrics.metrics(),
+        "cli": commands.commands(),
         "stages": stages.stages(),
-    }  # fmt: skip
+    }
     written = {folder / f"{name}.md": _page(lines) for name, lines in texts.items()}
     return written | {ROOT / "dvc.yaml": stages.dvc_yaml()}
 

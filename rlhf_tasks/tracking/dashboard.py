@@ -52,7 +52,7 @@ def server_command(home: Path, port: int) -> list[str]:
 def server_environment(home: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """The embedded store; no telemetry, and no job runners: nothing here gives jobs to MLflow."""
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    own = {local_pages.STORE: f"sqlite:///{home / 'mlflow.db'}", "OMP_NUM_THREADS": "1"}
+    own = {"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{home / 'mlflow.db'}", "OMP_NUM_THREADS": "1"}
     return {**quiet, **environment, **own}
 
 

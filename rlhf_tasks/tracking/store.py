@@ -251,7 +251,8 @@ class Delivery:
             end = events[-1]
             _end(to.client, to.run, end, end["reason"])
             if to.run == to.parent:
-                names = to.client.get_run(to.parent).data.metrics
+                newest = to.client.search_runs([to.experiment], view.PIPELINES, max_results=view.NUM_RUNS)
+                names = {name for run in newest for name in run.data.metrics}  # a cancelled run has few
                 to.client.set_experiment_tag(to.experiment, view.TAG, view.text(names))
             else:
                 self._end_parent(to, end)

@@ -16,6 +16,7 @@ KEY = "rlhf"
 TAG = f"mlflow.sharedViewState.{KEY}"
 PIPELINES = "tags.`rlhf.pipeline` LIKE '%'"  # the runs that are no stage's
 MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
+NUM_RUNS = 10  # the newest, whose curves lie over each other and whose metrics are columns
 MAX_METRICS = 12  # columns; an experiment's tag has 5,000 characters
 NAME, TAGS = "attributes.`Run Name`", ("tags.`verdict`", "tags.`preset`", "tags.`changes`")
 FIRST = sorted(HEADLINES, key=lambda name: name in ("objective/scores", "val/ratio"))
@@ -31,7 +32,7 @@ SECTION = {
 CHART = {  # a line per run over PPO's episodes, which are the steps
     "type": "LINE",
     "metricSectionId": KEY,
-    "runsCountToCompare": 10,
+    "runsCountToCompare": NUM_RUNS,
     "xAxisKey": "step",
     "useGlobalXaxisKey": True,
     "useGlobalLineSmoothing": False,

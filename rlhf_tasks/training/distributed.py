@@ -75,6 +75,8 @@ class Distributed:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
             if launch.parallelism in ("ddp", "fsdp2"):  # by gloo; DeepSpeed finds this out itself
                 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+        if launch.parallelism in ("zero2", "zero3"):
+            show_build_locks()
         tune_malloc()
         self.is_float32, self._is_ddp = launch.precision != "bf16", launch.parallelism == "ddp"
         self.accelerator = Accelerator(
@@ -438,6 +440,14 @@ def free_memory(device: torch.device) -> float:
         return math.inf
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def show_build_locks() -> None:
+    """Name the locks for which DeepSpeed waits: for ever if the process that compiled was killed."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root())).glob("**/lock"):
+        console.say(f"DeepSpeed waits while another process compiles for it; if none does, remove {lock}")
 
 
 def tune_malloc() -> None:

@@ -32,16 +32,26 @@ ROOT = Path(__file__).parents[2]
 RUNS = "rlhf-pipeline/pipeline"
 TYPED: dict[str, dict[str, Any]] = {
     RUNS: {
-        "preset": "smoke", "seed": 7, "overrides": {"judge.num_examples": 50}, "where": "checkout",
-        "revision": "HEAD", "name": "typed", "max_hours": 2,
+        "preset": "smoke",
+        "seed": 7,
+        "overrides": {"judge.num_examples": 50},
+        "where": "checkout",
+        "revision": "HEAD",
+        "name": "typed",
+        "max_hours": 2,
     },
     "rlhf-sweep/sweep": {
-        "grid": {"ppo.kl_coef": [0.1, 0.2]}, "seeds": [4],
-        "preset": "smoke", "name": "typed", "revision": "HEAD", "metrics": ["ppo/selected_kl"],
-        "parallel": 3, "deployment": "rlhf-pipeline/scheduled",
+        "grid": {"ppo.kl_coef": [0.1, 0.2]},
+        "seeds": [4],
+        "preset": "smoke",
+        "name": "typed",
+        "revision": "HEAD",
+        "metrics": ["ppo/selected_kl"],
+        "parallel": 3,
+        "deployment": "rlhf-pipeline/scheduled",
     },
     "rlhf-data-watch/watch": {"preset": "smoke", "deployment": "rlhf-pipeline/scheduled"},
-}  # fmt: skip
+}
 DEFAULTS: dict[str, list[Any]] = {
     "seeds": [1, 2, 3],
 }
@@ -103,9 +113,11 @@ def has_curves(reader: Reader, chart: int, runs: int) -> bool:
     return len(set(curves.evaluate_all("paths => paths.map(path => path.style.stroke)"))) == runs
 
 
-def test_mlflow_s_root_overlays_the_curves_of_the_last_runs(running: Service, reader: Reader) -> None:
-    """And nothing else is open: no assistant, no notice, no section below that of PPO."""
-    reader.open(running.url("mlflow"))
+def test_mlflow_s_printed_address_overlays_the_curves_of_the_last_runs(
+    running: Service, reader: Reader
+) -> None:
+    """And nothing else: no section below that of PPO."""
+    reader.open(printed(running, "MLflow"))
     for name in NAMES:
         reader.page.get_by_role("link", name=name, exact=True).first.wait_for()
     titles = reader.page.get_by_text(re.compile(r"^(objective|policy)/\w+$"))
@@ -114,12 +126,10 @@ def test_mlflow_s_root_overlays_the_curves_of_the_last_runs(running: Service, re
     for chart in range(3):
         toy.until(functools.partial(has_curves, reader, chart, 3), "a curve of its own color per run")
     assert reader.clicks == 0
-    assert reader.page.get_by_text(re.compile("Assistant|usage data")).locator("visible=true").count() == 0
 
 
-def test_the_verdict_is_one_click_from_mlflow_s_root(running: Service, reader: Reader) -> None:
-    """It is a column of the list, with the preset and the changed parameters."""
-    reader.open(running.url("mlflow"))
+def test_the_list_of_runs_has_verdict_preset_and_changes(running: Service, reader: Reader) -> None:
+    reader.open(printed(running, "MLflow"))
     reader.click(reader.page.locator("label", has=reader.page.locator("input[value=TABLE]")))
     for name in ("verdict", "preset", "changes"):
         cells = reader.page.locator(f"[role=gridcell][col-id='tags.`{name}`']")
@@ -130,26 +140,27 @@ def test_the_verdict_is_one_click_from_mlflow_s_root(running: Service, reader: R
     assert reader.clicks == 1
 
 
-def test_samples_are_three_clicks_from_mlflow_s_root(running: Service, reader: Reader) -> None:
-    """As whole texts: the prompt, the responses and their scores."""
-    reader.open(running.url("mlflow"))
-    reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
-    reader.click(reader.page.get_by_role("tab", name="Artifacts"))
-    reader.click(reader.page.get_by_text("samples.txt").first)
-    for who in ("prompt", "reference", "sft", "policy"):
-        reader.page.get_by_text(f"{who}: {who} number 0 {TEXT}").first.wait_for()
-    assert reader.clicks <= 3
-
-
-def test_a_run_opens_with_the_charts_of_ppo_and_single_values_are_folded(
+def test_the_verdict_in_words_is_one_click_away_and_samples_and_curves_of_a_run_two(
     running: Service, reader: Reader
 ) -> None:
-    reader.open(running.url("mlflow"))
+    """Samples are whole texts: the prompt, the responses and their scores."""
+    address = printed(running, "MLflow")
+    reader.open(address)
     reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
-    toy.until(lambda: has_curves(reader, 2, 1), "the curves")
-    sections = reader.page.get_by_text(re.compile(r"^(PPO|Curves|Single values)\b"))
-    assert [text.split(" (")[0] for text in sections.all_inner_texts()] == ["PPO", "Single values"]
-    assert reader.page.locator(".js-plotly-plot").count() == 3
+    reader.page.get_by_text("verdict: passed").first.wait_for()
+    assert reader.clicks <= 1
+    with reader.page.expect_popup() as samples:
+        reader.click(reader.page.get_by_role("link", name="Samples", exact=True))
+    for who in ("prompt", "reference", "sft", "policy"):
+        samples.value.get_by_text(f"{who}: {who} number 0 {TEXT}").first.wait_for()
+    assert reader.clicks <= 2
+    reader.open(address)
+    reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
+    reader.click(reader.page.get_by_text("Show more").first)
+    figure = reader.page.locator("img[src^='get-artifact']")
+    figure.wait_for()
+    toy.until(lambda: figure.evaluate("image => image.naturalWidth") > 500, "the figure")
+    assert reader.clicks <= 2
 
 
 def test_another_mlflow_server_shows_samples_and_figure_in_a_description(

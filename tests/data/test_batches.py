@@ -70,8 +70,12 @@ def test_responses_that_share_their_query_see_it_and_themselves_alone() -> None:
     assert batch.query_response.tolist() == [[5, 6, 8, 9, 4], [7, 1, 0, 0, 0]]
     assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 2]
     assert batch.attention_mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1],
-    ]  # fmt: skip
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
     assert batch.attention_mask.any(-1).all(), "padding sees itself: a softmax over nothing is NaN"
     assert batch.is_real.sum(1).tolist() == [5, 2]
     order = [0, 2, 1]

@@ -63,11 +63,18 @@ def test_jsonl_csv_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
 def test_every_bad_line_of_every_file_is_named_at_its_line(tmp_path: Path) -> None:
     good = [json.dumps(row).encode() for row in demonstrations(4)]
     lines = [
-        good[0], b'{"prompt": "torn', b"", b"[1, 2]", b'{"prompt": "caf\xe9", "completion": "x"}', good[1],
-        b'{"prompt": 3, "completion": "x"}', b'{"prompt": "p"}',
+        good[0],
+        b'{"prompt": "torn',
+        b"",
+        b"[1, 2]",
+        b'{"prompt": "caf\xe9", "completion": "x"}',
+        good[1],
+        b'{"prompt": 3, "completion": "x"}',
+        b'{"prompt": "p"}',
         b'{"prompt": "lone \\ud800", "completion": "x"}',
-        b'{"prompt": "p", "completion": 5}', good[2],
-    ]  # fmt: skip
+        b'{"prompt": "p", "completion": 5}',
+        good[2],
+    ]
     (tmp_path / "sft.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
     (tmp_path / "preferences.csv").write_bytes(
         b'prompt,chosen,rejected\r\n"two\r\nlines",a,b\r\nshort,a\r\ncaf\xe9,a,b\r\nok,a,b,c\r\nlast,a,b\r\n'
@@ -82,11 +89,18 @@ def test_every_bad_line_of_every_file_is_named_at_its_line(tmp_path: Path) -> No
     faults = [json.loads(line) for line in problems.lines()]
     bad_lines = {f"{bad['where']} {bad['problems'][0]['reason']}" for bad in faults}
     assert bad_lines == {
-        "sft.jsonl:2 malformed", "sft.jsonl:4 malformed", "sft.jsonl:5 not_utf8", "sft.jsonl:7 malformed",
-        "sft.jsonl:8 malformed", "sft.jsonl:9 not_utf8", "sft.jsonl:10 malformed",
-        "preferences.csv:4 malformed", "preferences.csv:5 not_utf8", "preferences.csv:6 malformed",
+        "sft.jsonl:2 malformed",
+        "sft.jsonl:4 malformed",
+        "sft.jsonl:5 not_utf8",
+        "sft.jsonl:7 malformed",
+        "sft.jsonl:8 malformed",
+        "sft.jsonl:9 not_utf8",
+        "sft.jsonl:10 malformed",
+        "preferences.csv:4 malformed",
+        "preferences.csv:5 not_utf8",
+        "preferences.csv:6 malformed",
         "prompts.parquet:2 not_utf8",
-    }  # fmt: skip
+    }
     assert sum(len(corpus["sft"][split]) for split in SPLITS) == 3
     kept = {(r["prompt"], r["source"]) for split in SPLITS for r in corpus["preferences"][split]}
     assert kept == {("two\r\nlines", "preferences.csv:2"), ("last", "preferences.csv:7")}

@@ -68,8 +68,10 @@ def test_tldr_columns_and_splits_are_read_and_rows_name_their_place(tmp_path: Pa
     assert [len(corpus["sft"][split]) for split in SPLITS] == [20, 4, 6]
     assert [len(corpus["preferences"][split]) for split in SPLITS] == [13, 4, 3]
     assert corpus["sft"]["test"][1] == {
-        "prompt": post(25), "completion": " story 25", "source": "tldr/test:2",
-    }  # fmt: skip
+        "prompt": post(25),
+        "completion": " story 25",
+        "source": "tldr/test:2",
+    }
 
 
 def test_a_set_that_cannot_be_loaded_is_an_error_with_advice() -> None:

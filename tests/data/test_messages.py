@@ -55,8 +55,10 @@ def test_the_common_start_of_two_conversations_is_the_prompt(chat: Rendering) ->
     row: dict[str, Any] = {"chosen": [*start, assistant("ha")], "rejected": [*start, assistant("no")]}
     expected = {
         "prompt": "<user>hi<eos>\n<assistant>hello<eos>\n<user>joke?<eos>\n<assistant>",
-        "chosen": "ha", "rejected": "no", "source": "t:1",
-    }  # fmt: skip
+        "chosen": "ha",
+        "rejected": "no",
+        "source": "t:1",
+    }
     assert read(row, chat)["preferences"]["train"] == [expected]
     assert read({"prompt": "joke?"} | row, chat)["preferences"]["train"] == [expected]
     assert read({"prompt": start} | row, chat)["preferences"]["train"] == [expected]

@@ -83,7 +83,7 @@ def test_comparisons_of_posts_that_sft_trains_on_still_get_a_test_split() -> Non
     given: dict[Role, dict[Split, list[Row]]] = {
         "sft": {"train": demos(range(50)), "validation": demos(range(50, 60)), "test": demos(range(60, 70))},
         "preferences": {"train": pairs(range(40)), "validation": pairs(range(40, 50))},
-    }  # fmt: skip
+    }
     corpus = fill(given)
     assert [len(corpus["preferences"][split]) for split in SPLITS] == [30, 10, 10]
 
@@ -96,8 +96,10 @@ def test_demonstrations_come_from_chosen_answers_and_prompts_from_demonstrations
     first = full["sft"]["test"][0]
     assert first["completion"] == " a"
     assert full["prompts"]["test"][0] == {
-        "prompt": first["prompt"], "reference": " a", "source": first["source"],
-    }  # fmt: skip
+        "prompt": first["prompt"],
+        "reference": " a",
+        "source": first["source"],
+    }
 
 
 def test_a_split_without_rows_is_an_error_that_names_it() -> None:

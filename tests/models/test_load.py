@@ -246,11 +246,20 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(family: Family, tmp_p
 
 
 WITHOUT: dict[str, str] = {
-    "mamba": "dt_proj", "falcon_mamba": "dt_proj", "mamba2": "conv1d", "falcon_h1": "conv1d",
-    "nemotron_h": "conv1d", "jamba": "dt_proj", "llama4_text": "router", "phimoe": "router",
-    "axk2": "indexer", "gemma3n_text": "-", "deepseek_v3": "experts.gate_up_proj",
-    "qwen3_next": "experts.gate_up_proj", "olmoe": "mlp",
-}  # fmt: skip
+    "mamba": "dt_proj",
+    "falcon_mamba": "dt_proj",
+    "mamba2": "conv1d",
+    "falcon_h1": "conv1d",
+    "nemotron_h": "conv1d",
+    "jamba": "dt_proj",
+    "llama4_text": "router",
+    "phimoe": "router",
+    "axk2": "indexer",
+    "gemma3n_text": "-",
+    "deepseek_v3": "experts.gate_up_proj",
+    "qwen3_next": "experts.gate_up_proj",
+    "olmoe": "mlp",
+}
 """Families, and a part that gets no adapter: it could not learn, or not be merged."""
 
 

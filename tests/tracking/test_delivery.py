@@ -15,7 +15,6 @@ from mlflow.tracking import MlflowClient
 from rlhf_tasks import config, tracking
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
-from rlhf_tasks.tracking.local_pages import newest_runs
 from rlhf_tasks.tracking.store import PARTIAL, Delivery, embedded_uri, open_store
 from rlhf_tasks.tracking.sync import sync
 from tests.flows.toy import until
@@ -222,13 +221,3 @@ def test_a_deleted_experiment_is_named_and_its_runs_wait(home: Path) -> None:
     assert failed["k"].endswith(command)
     client.restore_experiment(identity)
     assert sync(home) == (1, {})
-
-
-def test_the_root_of_our_server_goes_to_the_experiment_of_the_newest_pipeline(home: Path) -> None:
-    client = MlflowClient(embedded_uri(home))
-    assert newest_runs(client) == ""
-    client.create_run(client.create_experiment("other"))
-    log("k")
-    sync(home)
-    identity = runs(home)["sft"].info.experiment_id
-    assert newest_runs(client).startswith(f"#/experiments/{identity}/runs?")

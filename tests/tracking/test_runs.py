@@ -255,6 +255,15 @@ def test_a_repros_run_has_the_results_of_restored_stages_too(
     columns = experiment_view(home, "rlhf")["selectedColumns"]
     assert columns[:3] == ["tags.`verdict`", "tags.`preset`", "tags.`changes`"]
     assert columns[3:] == ["metrics.`gold/policy_vs_sft/win_rate`"], "no KL but that of the kept checkpoint"
+    monkeypatch.setattr(context, "parent", lambda *_: {"key": "dvc-2", "owner": "dvc"})
+    with suppress(KeyboardInterrupt), tracking.open_run(Paths(), "sft", view(), key="sft-2"):
+        raise KeyboardInterrupt
+    with tracking_pipeline.open_run(Paths(), "2", view().tracking, {}):
+        pass
+    sync(home)
+    assert experiment_view(home, "rlhf")["selectedColumns"] == columns, (
+        "a run without metrics takes none away"
+    )
 
 
 def test_an_event_is_a_tag_and_a_row(home: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from accelerate.state import AcceleratorState
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.models.passes import TokenBudget
-from rlhf_tasks.training.distributed import Distributed
+from rlhf_tasks.training.distributed import Distributed, show_build_locks
 from tests import small
 
 BATCH = collate(*small.rows(6, longest=7), small.PAD)
@@ -75,3 +76,17 @@ def test_the_head_of_a_reward_model_keeps_float32_in_bf16(bf16: Distributed) -> 
     bf16.freeze(scores)
     with bf16.autocast():
         assert torch.equal(scores._score(hidden), exact)
+
+
+def test_a_lock_that_a_killed_build_left_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed would wait for it for ever, without a word."""
+    lock = tmp_path / "py311_cpu/deepspeed_shm_comm/lock"
+    lock.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    show_build_locks()
+    assert capsys.readouterr().out == ""
+    lock.touch()
+    show_build_locks()
+    assert str(lock) in capsys.readouterr().out
