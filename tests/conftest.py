@@ -91,7 +91,7 @@ def snapshots_at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     is_due = checkpoint.SavedSnapshots.due
 
     def due(snapshots: checkpoint.SavedSnapshots) -> bool:
-        if checkpoint.COPY_SHARE == math.inf:
+        if math.isinf(checkpoint.COPY_SHARE):
             snapshots.wait()  # or one that a busy disk is late with would take the place of the next
         return is_due(snapshots)
 
