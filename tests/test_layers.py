@@ -35,15 +35,15 @@ FLOORS: Mapping[str, int] = {
 }
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
-    "cli": 820,
-    "config": 2450,
+    "cli": 830,
+    "config": 2560,
     "data": 2550,
     "data/readers": 2450,
     "models": 2390,
     "scoring": 970,
-    "training": 2860,
-    "ppo": 3220,
-    "stages": 1780,
+    "training": 2950,
+    "ppo": 3330,
+    "stages": 1940,
     "judging": 2800,
     "promotion": 1380,
     "tracking": 1885,  # judges by the model that they read; a store that follows its project

@@ -46,8 +46,7 @@ def _parameters(stage: str) -> Sequence[str]:
 
 
 def _parameter_link(key: str) -> str:
-    section, _, rest = key.partition(".")
-    anchor = f"{section}{rest}" if rest else section
+    anchor = "".join(key.split(".")[:2])  # the keys of kinds have no heading of their own
     return f"[`{key}`](parameters.md#{anchor})"
 
 

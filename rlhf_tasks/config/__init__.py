@@ -36,6 +36,7 @@ from rlhf_tasks.config.schema import (
     Scratch,
     TaskPolicy,
     Tracking,
+    Value,
 )
 from rlhf_tasks.config.stages import (
     VIEWS,
@@ -50,6 +51,7 @@ from rlhf_tasks.config.stages import (
     RewardView,
     SftView,
     StageView,
+    ValueView,
     VerdictView,
 )
 from rlhf_tasks.config.types import STAGES, Section, Split, Stage, flatten, is_hub_id

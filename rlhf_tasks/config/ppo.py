@@ -60,10 +60,21 @@ class SeparateCritic(ValueLoss):
     """A model of its own."""
 
     kind: Literal["separate"] = "separate"
-    init: Literal["reward", "sft", "base"] = "reward"
-    """Initial weights: the reward model, the SFT model or the base model."""
+    init: Literal["reward", "sft", "base", "value"] = "reward"
+    """Initial weights: the reward model, the SFT model, the base model, or the critic that stage value has
+    trained on returns of the SFT model (section `value`)."""
     learning_rate: t.PositiveFloat | None = None
     """Peak learning rate of the critic; null: the same as the policy's."""
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    """Shape of the critic's learning rate, without a warm-up; null: the policy's, with its warm-up."""
+    adam_eps: t.PositiveFloat | None = None
+    """AdamW's eps for the critic; null: 1e-5, as for the policy. Above the RMS of a gradient it slows the
+    weights down: of a new head the trunk's is 1e-7 to 1e-6."""
+    max_grad_norm: t.PositiveFloat | None = None
+    """Largest L2 norm of the critic's gradient alone; null: `ppo.max_grad_norm` for policy and critic
+    together."""
+    steps: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Optimizer steps of the critic on each minibatch, of which the policy takes the first with it."""
     warmup: CriticWarmup | None = None
     """Training of the critic alone before the first update; null: none."""
     lora: Lora | None = None
@@ -72,6 +83,8 @@ class SeparateCritic(ValueLoss):
     def problems(self) -> Iterator[str]:
         if self.warmup is not None and self.vf_coef == 0:
             yield "warmup: with vf_coef=0 the critic learns nothing; raise vf_coef, or set warmup to null"
+        if self.warmup is not None and self.init == "value":
+            yield "warmup: init=value is a critic that was trained alone; set warmup to null"
 
 
 class SharedCritic(ValueLoss):
@@ -93,12 +106,26 @@ class Gae(Section):
     """Discount γ of rewards; below 1 if `truncation` bootstraps: with 1 an endless response has any value."""
     lam: t.Fraction = 0.95
     """λ of generalized advantage estimation; a lower value gives less variance and more bias."""
+    lam_value: t.Fraction | None = None
+    """λ of the returns that the critic learns; 1: Monte Carlo returns, which its own errors do not enter
+    (arXiv 2503.01491); null: lam."""
+    lam_length: t.PositiveFloat | None = None
+    """α of a λ of the advantages that grows with the response's length l: 1 − 1/(α·l), at least 0
+    (arXiv 2504.05118, where α is 0.05); null: lam for all."""
+    fallback: Literal["batch", "group"] | None = None
+    """Baseline of a rollout in which the critic explains no variance of the Monte Carlo returns: their mean
+    over the `batch`, or over the other responses to the prompt (`group`), as without a critic; null: the
+    critic's values whatever they explain."""
     whiten_rewards: bool = False
     """Whether token rewards are scaled to variance 1, their mean unchanged."""
     samples_per_prompt: t.PositiveInt = 1
     """Responses to each prompt of a rollout."""
     critic: Critic = SeparateCritic()
     """Model of the values."""
+
+    def problems(self) -> Iterator[str]:
+        if self.fallback == "group" and self.samples_per_prompt == 1:
+            yield "fallback=group compares responses to one prompt; raise samples_per_prompt, or set batch"
 
 
 class Group(Section):
@@ -458,6 +485,16 @@ class Ppo(Section):
         return self.advantages.samples_per_prompt
 
     @property
+    def critic_init(self) -> str | None:
+        """What a critic of its own starts from; None without one."""
+        return getattr(self.critic, "init", None)
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether another baseline takes the place of a critic that explains nothing."""
+        return getattr(self.advantages, "fallback", None) is not None
+
+    @property
     def gamma(self) -> float:
         """Discount of future rewards; 1 for an estimator that compares whole responses."""
         return 1.0 if isinstance(self.advantages, Group) else self.advantages.gamma
@@ -493,6 +530,14 @@ class Ppo(Section):
             yield (
                 f"truncation.kind={self.truncation.kind} needs the value of a critic, and advantages.kind="
                 f"{self.advantages.kind} has none; set it to eos_trick_replace, eos_trick_subtract or none"
+            )
+        if self.critic_init == "value" and (
+            self.whiten_rewards or self.truncation.kind.startswith("bootstrap")
+        ):
+            yield (
+                "advantages.critic.init=value: the returns are known before PPO only without whiten_rewards, "
+                "and where the truncation rule gives every response a score; set whiten_rewards to false and "
+                "truncation.kind to eos_trick_replace, eos_trick_subtract or none"
             )
         if self.select_by is not None and (name := optimized_by(self.scorers, self.select_by.judge)):
             yield f"select_by: {name} is also a scorer, and PPO does not select by what it optimizes"

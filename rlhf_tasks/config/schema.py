@@ -378,6 +378,33 @@ class Reward(Trained):
     """Low-rank adapters for the reward models; null: full training."""
 
 
+class Value(Optimization):
+    """The critic that PPO starts from with `critic.init: value`, trained on Monte Carlo returns.
+
+    They are the discounted scores of responses that the SFT model samples as PPO will, under PPO's rule for
+    cut ones.
+    """
+
+    num_prompts: t.PositiveInt = 1024
+    """Number of train prompts that are responded to, at most; an eighth as many of the validation prompts."""
+    samples_per_prompt: Annotated[int, Field(ge=2, le=1024)] = 4
+    """Responses to each prompt; from two on it shows how much a prompt says of the score."""
+    init: Literal["reward", "sft", "base"] = "sft"
+    """Initial weights: the reward model with its head, or the trunk of the SFT or base model."""
+    learning_rate: t.PositiveFloat = 1e-3
+    schedule: Schedule = "cosine"
+    adam_eps: t.PositiveFloat = 1e-8
+    """AdamW's eps: the gradient of a trunk below a new head lies below 1e-5."""
+    batch_size: t.BatchSize = 32
+    num_epochs: NumEpochs = 4.0
+    evals_per_epoch: t.PositiveInt = 2
+    """Number of evaluations on responses to validation prompts per epoch."""
+    patience: t.PositiveInt = 4
+    """Number of evaluations in a row without a lower validation loss after which training ends."""
+    lora: Lora | None = None
+    """Low-rank adapters for the critic; null: full training."""
+
+
 # --------------------------------------------------------------------------------------------- gate
 
 
@@ -616,6 +643,8 @@ class Config(Section):
     """Pairs made from samples."""
     reward: Reward = Reward()
     """Training of the reward models."""
+    value: Value = Value()
+    """Training of a critic before PPO."""
     ppo: Ppo = Ppo()
     """Training of the PPO policy."""
     judge: Judging = Judging()
@@ -648,11 +677,19 @@ class Config(Section):
             "base.batch_size": self.base.batch_size,
             "sft.batch_size": self.sft.batch_size,
             "reward.batch_size": self.reward.batch_size,
+            "value.batch_size": self.value.batch_size,
             "ppo.rollout_batch_size / num_mini_batches": rollout // self.ppo.num_mini_batches,
             "ppo.rollout_batch_size / samples_per_prompt": rollout // self.ppo.samples_per_prompt,
         }.items():
             if size % processes:
                 yield f"{key}={size} is not divisible by launch.num_processes={processes}"
+        critic, is_zero = self.ppo.critic, launch.parallelism.startswith("zero")
+        steps, norm = getattr(critic, "steps", 1), getattr(critic, "max_grad_norm", None)
+        if is_zero and (steps > 1 or norm is not None):
+            yield (
+                f"ppo.advantages.critic: {how} steps and clips policy and critic as one; set steps to 1 and "
+                "max_grad_norm to null, or launch.parallelism to ddp or fsdp2"
+            )
 
     def _data_problems(self) -> Iterator[str]:
         """What scorers, judges and PPO need of the data."""
@@ -687,7 +724,8 @@ class Config(Section):
         """A reward model is trained if and only if something uses it."""
         users = {
             "ppo.scorers": OPTIMIZED in reward_folders(self.ppo.scorers),
-            "ppo.advantages.critic.init": getattr(self.ppo.critic, "init", None) == "reward",
+            "ppo.advantages.critic.init": self.ppo.critic_init == "reward",
+            "value.init": self.ppo.critic_init == "value" and self.value.init == "reward",
             "judge.judges": any(
                 isinstance(one, RewardModelJudge) and one.is_of_pipeline for one in self.judge.judges
             ),

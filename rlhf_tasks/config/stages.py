@@ -7,12 +7,13 @@ stage depends. So a change of a judge retrains nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from rlhf_tasks.config import schema as s
 from rlhf_tasks.config.judge import Judge, Judging
-from rlhf_tasks.config.ppo import Ppo
+from rlhf_tasks.config.ppo import Ppo, ScoreScaling, Truncation
+from rlhf_tasks.config.scorers import Scorer
 from rlhf_tasks.config.types import STAGES, Stage, flatten
 
 PRECISION = "launch.precision"
@@ -87,8 +88,8 @@ def _value(config: s.Config, field_of_view: Field[Any]) -> Any:
     for part in field_of_view.metadata.get(KEY, field_of_view.name).split("."):
         if value is None:
             return field_of_view.default
-        value = getattr(value, part)
-    return value
+        value = getattr(value, part, None)
+    return field_of_view.default if value is None and field_of_view.default is not MISSING else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,22 @@ class RewardView(ModelView):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValueView(ModelView):
+    stage = "value"
+
+    value: s.Value
+    critic_init: str | None = field(default=None, metadata={KEY: "ppo.advantages.critic.init"})
+    gamma: float = field(default=1.0, metadata={KEY: "ppo.advantages.gamma"})
+    scorers: tuple[Scorer, ...] = field(metadata={KEY: "ppo.scorers"})
+    score_scaling: ScoreScaling | None = field(metadata={KEY: "ppo.score_scaling"})
+    truncation: Truncation = field(metadata={KEY: "ppo.truncation"})
+    response_length: int = field(metadata={KEY: "ppo.response_length"})
+    temperature: float = field(metadata={KEY: "ppo.temperature"})
+    stop_token: Literal["eos"] | int = field(metadata={KEY: "ppo.stop_token"})
+    has_reward_model: bool = field(metadata={KEY: "reward.train"})
+
+
+@dataclass(frozen=True, kw_only=True)
 class PpoView(ModelView):
     stage = "ppo"
 
@@ -185,6 +202,7 @@ class ReportView(StageView):
     sft: s.Sft
     preferences: s.Preferences
     reward: s.Reward
+    value: s.Value
     ppo: Ppo
     judge: Judging
     promotion: s.Promotion | None

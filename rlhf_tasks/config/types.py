@@ -20,7 +20,9 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-Stage = Literal["prepare", "base", "sft", "preferences", "reward", "ppo", "judge", "verdict", "report"]
+Stage = Literal[
+    "prepare", "base", "sft", "preferences", "reward", "value", "ppo", "judge", "verdict", "report"
+]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Split = Literal["train", "validation", "test"]
 

@@ -128,7 +128,7 @@ class ActorCritic(nn.Module):
         if isinstance(self.critic, ValueHead):
             with torch.autocast(stats.states.device.type, enabled=False):  # 16 bits would round the values
                 values = self.critic(stats.states.to(self.critic.weight.dtype)).squeeze(-1).float()
-            return stats, _left_aligned(batch.states(values), batch)
+            return stats, left_aligned(batch.states(values), batch)
         return stats, self.values(batch)
 
     @property
@@ -139,10 +139,10 @@ class ActorCritic(nn.Module):
 
     def values(self, batch: Batch) -> Tensor:
         """The (B, R + 1) values alone, of a critic with a trunk of its own."""
-        return _left_aligned(self.critic(batch), batch)
+        return left_aligned(self.critic(batch), batch)
 
 
-def _left_aligned(values: Tensor, batch: Batch) -> Tensor:
+def left_aligned(values: Tensor, batch: Batch) -> Tensor:
     """(B, R + 1) values, moved from columns that end with a row's last token to ours."""
     width = values.shape[1]
     shift = width - 1 - batch.response_mask.sum(1, keepdim=True)  # (B, 1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.tensors import last_token
+from rlhf_tasks.ppo.metrics import explained_variance
 from rlhf_tasks.project.imports import call
 
 if TYPE_CHECKING:
@@ -33,15 +34,15 @@ def gae(
     values: Tensor,
     mask: Tensor,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both (B, R), zero on padding.
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γλ·A_{t+1},   return_t = A_t + V_t
 
-    `values[t]` is the value of the state before token t. `bootstrap_values` (B,) are those of the
-    state after the last real token; without them, or where one is 0, that state is terminal.
+    λ is one for all, or (B,). `values[t]` is the value of the state before token t. `bootstrap_values` (B,)
+    are those of the state after the last real token; without them, or where one is 0, that state is terminal.
     Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
@@ -94,10 +95,38 @@ def group_deviations(returns: Tensor, num_samples: int) -> Tensor:
 
 
 def estimate_gae(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor, Tensor]:
-    """`gae` of token rewards (B, R): advantages and returns, (B, R) each."""
-    assert config.advantages.kind == "gae"
-    gamma, lam = config.advantages.gamma, config.advantages.lam
-    return gae(rewards, rollout.values, rollout.mask, gamma, lam, rollout.bootstrap_values)
+    """`gae` of token rewards (B, R): advantages and returns, (B, R) each, with a λ of its own for each.
+
+    Where the critic explains nothing, the advantages are those of whole responses: the return minus the mean.
+    """
+    settings, mask = config.advantages, rollout.mask
+    assert settings.kind == "gae"
+    lam: float | Tensor = settings.lam
+    if settings.lam_length is not None:  # arXiv 2504.05118, eq. 7
+        lam = (1 - 1 / (settings.lam_length * mask.sum(1))).clamp_min(0)  # (B,)
+    estimate = partial(gae, rewards, rollout.values, mask, settings.gamma)
+    advantages, returns = estimate(lam, rollout.bootstrap_values)
+    if settings.lam_value is not None or settings.lam_length is not None:
+        lam_value = settings.lam if settings.lam_value is None else settings.lam_value
+        returns = estimate(lam_value, rollout.bootstrap_values)[1]
+    if settings.fallback is not None and not explains_returns(rewards, rollout, settings.gamma):
+        whole = response_returns(rewards, mask)
+        by_mean = (
+            whole - whole.mean() if settings.fallback == "batch" else rloo(whole, config.samples_per_prompt)
+        )
+        advantages = by_mean.float()[:, None] * mask
+    return advantages, returns
+
+
+def monte_carlo_returns(rewards: Tensor, rollout: Rollout, gamma: float) -> Tensor:
+    """(B, R) discounted sums of the token rewards (B, R) to come: no value enters but that of a cut end."""
+    return gae(rewards, rollout.values, rollout.mask, gamma, 1.0, rollout.bootstrap_values)[1]
+
+
+def explains_returns(rewards: Tensor, rollout: Rollout, gamma: float) -> bool:
+    """Whether the critic's values explain any of the variance of the Monte Carlo returns."""
+    returns = monte_carlo_returns(rewards, rollout, gamma)
+    return explained_variance(returns, rollout.values, rollout.mask) > 0
 
 
 def estimate_by_group(

@@ -78,6 +78,28 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
     return 1 - float(rest / whole) if whole > 0 else 0.0
 
 
+def prompt_share(returns: Tensor, num_samples: int) -> tuple[float, float, float]:
+    """The share of the variance of (B,) returns that lies between prompts, and its 95% interval.
+
+    A critic that knew the prompt alone would explain as much before the first token. The mean squares of a
+    one-way analysis of variance correct for the k samples of each prompt; the interval is that of F (Searle
+    1971, 9.3: exact for normal returns). Rows i, i + B / k, … are one prompt's; 0 where all are equal.
+    """
+    from scipy.stats import f
+
+    rows = returns.double().view(num_samples, -1)  # (k, B / k)
+    num_prompts = rows.shape[1]
+    within, between = float(rows.var(0).mean()), num_samples * float(rows.mean(0).var())
+    if num_prompts < 2 or not (between or within):
+        return 0.0, 0.0, 1.0
+    if not within:
+        return 1.0, 1.0, 1.0
+    degrees = (num_prompts - 1, num_prompts * (num_samples - 1))
+    ratios = [between / within / divisor for divisor in (1.0, *f.ppf((0.975, 0.025), *degrees).tolist())]
+    share, low, high = (max(0.0, (ratio - 1) / (ratio + num_samples - 1)) for ratio in ratios)
+    return share, low, high
+
+
 def moments(values: Tensor) -> list[float]:
     """Mean and standard deviation of (B,) numbers, the deviation with the divisor B."""
     values = values.double()

@@ -33,6 +33,9 @@ def check(config: PpoView, paths: Paths) -> None:
         contracts.check_same_tokenizer(paths.sft, reward)
         contracts.check_parent(reward, "sft", paths.sft)
     settings = config.ppo
+    if settings.critic_init == "value":
+        contracts.check_same_tokenizer(paths.sft, paths.value)
+        contracts.check_parent(paths.value, "sft", paths.sft)
     _check_reward_models(config, paths)
     _check_verifiers(settings.scorers, paths)
     if settings.select_by is not None:

@@ -217,11 +217,13 @@ def initial_state(
     optimizer: torch.optim.Optimizer = adamw(actor_critic.policy, config)
     num_policy_groups = len(optimizer.param_groups)
     if config.critic is not None:
-        # one AdamW for both; the critic's groups may have a learning rate of their own
-        rate = config.critic.learning_rate if isinstance(config.critic, SeparateCritic) else None
-        scale = (rate or config.learning_rate) / config.learning_rate
+        # one AdamW for both; the critic's groups may have a learning rate and an eps of their own
+        separate = config.critic if isinstance(config.critic, SeparateCritic) else SeparateCritic()
+        scale = (separate.learning_rate or config.learning_rate) / config.learning_rate
+        own = {"weight_decay": 0.0, "scale": scale}
+        own |= {} if separate.adam_eps is None else {"eps": separate.adam_eps}
         for group in adamw(actor_critic.critic, config).param_groups:
-            optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
+            optimizer.add_param_group({"params": group["params"], **own})
     wrapped, optimizer = dist.prepare(actor_critic, optimizer, config.max_grad_norm)
     order_rng, token_rng = torch.Generator().manual_seed(seed), torch.Generator(dist.device).manual_seed(seed)
     policy, num_samples, sampler = actor_critic.policy, config.samples_per_prompt, config.sampler

@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_tasks import console
 from rlhf_tasks.config.ppo import CriticWarmup, SeparateCritic, ValueLoss
@@ -38,7 +38,7 @@ from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.stop_tokens import close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError, whiten
-from rlhf_tasks.ppo.advantages import group_deviations, response_returns
+from rlhf_tasks.ppo.advantages import group_deviations, monte_carlo_returns, response_returns
 from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
@@ -48,6 +48,7 @@ from rlhf_tasks.ppo.metrics import (
     TokenSums,
     explained_variance,
     objective_metrics,
+    prompt_share,
     ratio_metrics,
     ratio_sums,
     response_metrics,
@@ -58,7 +59,7 @@ from rlhf_tasks.ppo.rollout import Prompts, Rollout, interleave, pad_rows, raise
 from rlhf_tasks.ppo.state import PpoState, Setup, handle_trips, stop_at_non_finite
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import MicroRows
-from rlhf_tasks.training.optim import learning_rate, reset_moments, set_learning_rate
+from rlhf_tasks.training.optim import decay, learning_rate, reset_moments, set_learning_rate
 from rlhf_tasks.training.supervised import budget_metrics
 
 
@@ -73,7 +74,8 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
     dist, config, tracker, snapshots = setup.dist, setup.config, setup.tracker, setup.snapshots
     num_updates, batch_size = setup.num_updates, config.rollout_batch_size
     num_prompts, num_samples = batch_size // config.samples_per_prompt, config.samples_per_prompt  # n, k
-    warmup = config.critic.warmup if isinstance(config.critic, SeparateCritic) else None
+    separate = config.critic if isinstance(config.critic, SeparateCritic) else SeparateCritic()
+    warmup = separate.warmup
     kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
     shuffle = partial(shuffle_minibatches, batch_size, config.num_mini_batches, num_samples, state.order_rng)
 
@@ -104,7 +106,11 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 # its first real ones too small, or too large where the moments are slow
                 reset_moments(state.optimizer, state.num_policy_groups)
                 bar.restart_speed()  # a warm-up has taken time, and none of the episodes
-            set_learning_rate(state.optimizer, rate)
+            critic_rate = None  # the policy's, by its scale
+            if separate.schedule is not None:
+                peak = separate.learning_rate or config.learning_rate
+                critic_rate = peak * decay(separate.schedule, state.update / num_updates)
+            set_learning_rate(state.optimizer, rate, critic_rate)
 
             # 2. Responses: k to each of n prompts, in the order of `Samples`.
             prompts = setup.prompts.take(state.prompt_order.take(num_prompts))
@@ -154,10 +160,18 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
             rollout_metrics |= response_metrics(rollout)
             if config.critic is not None:
                 explained = explained_variance(returns, rollout.values, mask)
+                by_outcome = monte_carlo_returns(rewards, rollout, config.gamma)
+                explained_mc = explained_variance(by_outcome, rollout.values, mask)
                 rollout_metrics["val/explained_variance"] = explained
-            elif num_samples > 1:
-                deviations = group_deviations(response_returns(rewards, mask), num_samples)
-                rollout_metrics["val/group_deviation"] = float(deviations.mean())
+                rollout_metrics["val/explained_variance_mc"] = explained_mc
+                if config.falls_back:
+                    rollout_metrics["val/critic_is_baseline"] = float(explained_mc > 0)
+            if num_samples > 1:
+                whole = response_returns(rewards, mask)
+                rollout_metrics["val/prompt_share"] = prompt_share(whole, num_samples)[0]
+                if config.critic is None:
+                    deviations = group_deviations(whole, num_samples)
+                    rollout_metrics["val/group_deviation"] = float(deviations.mean())
             rollout = replace(rollout, advantages=advantages, returns=returns)
             require_finite(rollout_metrics, rollout)
 
@@ -173,8 +187,13 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                         ptx_rows = state.ptx.take(len(rows)) if state.ptx and not is_warmup else []
                         steps.append(accumulate_gradients(setup, state, rollout, rows, ptx_rows, is_warmup))
 
-                        # 8. The optimizer step, with the norm of the gradient clipped.
+                        # 8. The optimizer step, with the norm of the gradient clipped. The critic may take
+                        # more of them on the minibatch: it learns a target, not an advantage that goes stale.
                         grad_norms.append(take_step(setup, state, rollout, rows))
+                        for _ in range(separate.steps - 1):
+                            accumulate_gradients(setup, state, rollout, rows, [], is_warmup, critic_only=True)
+                            state.actor_critic.policy.zero_grad(set_to_none=True)  # AdamW skips what has none
+                            take_step(setup, state, rollout, rows)
                         meter.advance()
                     num_epochs += 1
                     # Early stopping: no more epochs once the policy is too far from the rollout's.
@@ -338,6 +357,8 @@ def accumulate_gradients(
     rows: Sequence[int],
     ptx_rows: Sequence[int],
     is_warmup: bool,
+    *,
+    critic_only: bool = False,
 ) -> TokenSums:
     """Add the gradients of one minibatch, micro-batch by micro-batch; returns the metrics' sums.
 
@@ -354,7 +375,7 @@ def accumulate_gradients(
             sums, loss = TokenSums(), torch.empty(0)
             # The responses to a prompt are side by side, and stay on one rank, whose models read it once.
             work = [
-                ppo_losses(setup, state, rollout, micro, weights, is_warmup)
+                ppo_losses(setup, state, rollout, micro, weights, is_warmup, critic_only=critic_only)
                 for micro in rollout.split(dist, dist.slice_rows(rows), state.budget)
             ]
             if setup.ptx is not None and ptx_rows:
@@ -371,7 +392,14 @@ def accumulate_gradients(
 
 
 def ppo_losses(
-    setup: Setup, state: PpoState, rollout: Rollout, micro: MicroRows, weights: Tensor, is_warmup: bool
+    setup: Setup,
+    state: PpoState,
+    rollout: Rollout,
+    micro: MicroRows,
+    weights: Tensor,
+    is_warmup: bool,
+    *,
+    critic_only: bool = False,
 ) -> Iterator[tuple[Tensor, TokenSums]]:
     """The loss of a micro-batch and its metrics' sums; `weights` are (B, R).
 
@@ -393,7 +421,7 @@ def ppo_losses(
             )  # (b, r) each, and (b, r + 1) or None
         # The policy's loss: the clipped surrogate, or a function of the user's, with its penalties.
         losses, metrics = policy_losses(setup, state, stats, old)  # (b, r)
-        if is_warmup:  # under data parallelism every weight needs a gradient, if one of zero
+        if is_warmup or critic_only:  # under data parallelism every weight needs a gradient, if one of zero
             losses = losses.detach() if splits else 0 * losses
         total, sums = (weight * losses).sum(), TokenSums()
         if config.critic is not None and not splits:
@@ -403,7 +431,8 @@ def ppo_losses(
         sums.count_padding(batch.is_real, micro.scale)
         return total, sums
 
-    yield policy_loss()
+    if not (critic_only and splits):
+        yield policy_loss()
     if config.critic is not None and splits:
         with dist.autocast():
             values = state.actor_critic.values(batch)  # (b, r + 1)
@@ -478,8 +507,12 @@ def take_step(setup: Setup, state: PpoState, rollout: Rollout, rows: Sequence[in
     Raises:
         NonFiniteError: with the rollout, and the rows of the minibatch, as its `batch`.
     """
+    most, critic = setup.config.max_grad_norm, setup.config.critic
+    apart: list[tuple[nn.Module, float | None]] = []  # a norm for both, unless the critic has its own
+    if isinstance(critic, SeparateCritic) and critic.max_grad_norm is not None:
+        apart = [(state.actor_critic.policy, most), (state.actor_critic.critic, critic.max_grad_norm)]
     try:
-        return setup.dist.step(state.wrapped, state.optimizer, setup.config.max_grad_norm)
+        return setup.dist.step(state.wrapped, state.optimizer, most, apart)
     except NonFiniteError as error:
         error.batch = vars(rollout) | {"rows": rows}
         raise

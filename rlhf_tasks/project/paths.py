@@ -73,6 +73,7 @@ class Paths:
     sft = _Place("models/sft")
     reward = _Place("models/reward")
     reward_heldout = _Place("models/reward_heldout")
+    value = _Place("models/value")
     policy = _Place("models/policy")
 
     # --------------------------------------------------------------------------------- results

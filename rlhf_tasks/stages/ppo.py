@@ -11,8 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import PpoView
@@ -25,9 +23,8 @@ from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.heads import ActorCritic, NoCritic, TokenScores, ValueHead, score_head
+from rlhf_tasks.models.heads import ActorCritic, NoCritic, TokenScores, ValueHead
 from rlhf_tasks.models.load import (
-    add_score_head,
     load_causal,
     load_reward,
     recompute_activations,
@@ -38,6 +35,7 @@ from rlhf_tasks.models.lora import add_lora, merge_adapter
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import audit, preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, call_user_estimator
+from rlhf_tasks.ppo.critic import new_critic
 from rlhf_tasks.ppo.evaluate import Evaluator, selection_judge
 from rlhf_tasks.ppo.losses import PolicyLoss, call_user_loss, ppo_clip
 from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy
@@ -63,8 +61,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/policy and evaluation/ppo/{samples,answers,rollouts}.parquet, guards.json and audit.json.
 
     Reads data/prompts, models/sft, and models/reward and reward_heldout where there are reward models; with
-    `ptx: {text: null}` data/sft, with `critic.init: base` models/base; and what its parameters (`PpoView`)
-    name: scorers and their models, the text of `ptx`, a judge that selects, functions.
+    `ptx: {text: null}` data/sft; with `critic.init: base` or `value` that model; and what its parameters
+    (`PpoView`) name: scorers and their models, the text of `ptx`, a judge that selects, functions.
 
     Metrics: the last update's, and `selected_…` of the weights that are kept.
     """
@@ -228,21 +226,17 @@ def load_models(
 def _critic(
     dist: Distributed, config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
 ) -> TokenScores | ValueHead | NoCritic:
-    """The critic by its `init`; a new head starts at zero, on the trunk's own weights."""
+    """The critic by its `init`."""
     settings = config.ppo.critic
     if settings is None:
         return NoCritic()
     if settings.kind == "shared":
         return ValueHead(head_width(policy))
-    if settings.init == "reward":
+    if settings.init == "reward" and not dist.shards:
         assert reward is not None
-        # before it is sharded, a copy would be in the memory of every process; a file is mapped once for all
-        critic = load_reward(paths.reward) if dist.shards else copy.deepcopy(reward)
-        critic.requires_grad_(True)
-    else:
-        source = paths.sft if settings.init == "sft" else paths.base
-        critic = add_score_head(source, torch.Generator().manual_seed(config.seed))
-        nn.init.zeros_(score_head(critic.model).weight)
+        critic = copy.deepcopy(reward).requires_grad_(True)
+    else:  # before it is sharded, a copy would be in each process's memory; a file is mapped once for all
+        critic = new_critic(paths, settings.init, config.seed)
     if config.ppo.gradient_checkpointing:
         recompute_activations(critic.model)
     if settings.lora is not None:
@@ -293,6 +287,8 @@ def _save_policy(
         inputs[text or "data/sft"] = hashing.file_hash(paths.root / text if text else paths.rows("sft"))
     if isinstance(settings.critic, SeparateCritic) and settings.critic.init == "base":
         inputs["models/base"] = contracts.fingerprint(paths.base)
+    if settings.critic_init == "value":
+        inputs["models/value"] = contracts.fingerprint(paths.value)
     if config.has_reward_model:
         inputs["models/reward"] = contracts.fingerprint(paths.reward)
     if OPTIMIZED in reward_folders(

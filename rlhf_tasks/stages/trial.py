@@ -30,7 +30,7 @@ BEFORE: Mapping[Stage, tuple[str, ...]] = {
     "prepare": ("data.",),
     "preferences": (),
     "judge": (),
-    **dict.fromkeys(("base", "sft", "reward", "ppo"), ("preferences.", "ppo.", "judge.")),
+    **dict.fromkeys(("base", "sft", "reward", "value", "ppo"), ("preferences.", "ppo.", "judge.")),
 }
 """What is tried before which stages: functions before those that train long before a later one calls them."""
 NOT_CALLED = ("data.", "ppo.loss", "ppo.advantages.")

@@ -29,6 +29,7 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
     "B": (r"[a-z0-9]+", "the second model: `sft`, `reference` or `base`; for `rlhf promote` also `champion`"),
     "MODEL": (r"policy|sft|reference|base", "`policy`, `sft` or `base`; of responses also `reference`"),
     "REWARD": (r"reward|reward_heldout", "which reward model: `reward` or `reward_heldout`"),
+    "POSITION": (r"first|middle|last", "which token of a response: `first`, `middle` or `last`"),
     "ORIGIN": (
         r"given|sft_samples|policy_samples",
         "where the pairs come from: `given` in the data, two `sft_samples`, or two `policy_samples`",

@@ -321,8 +321,16 @@ class Distributed:
         else:
             self.accelerator.backward(loss)
 
-    def step(self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None) -> float:
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        max_grad_norm: float | None,
+        apart: Sequence[tuple[nn.Module, float | None]] = (),
+    ) -> float:
         """Clip the gradient, and take an optimizer step; returns the gradient's norm before clipping.
+
+        `apart`: the parts of the model that are clipped each by a norm of its own, not under DeepSpeed.
 
         Raises:
             NonFiniteError: on all ranks. The weights are unchanged, except where only the gradient is not
@@ -330,10 +338,13 @@ class Distributed:
         """
         if self.is_deepspeed:
             return self._step_deepspeed(model)
-        if self._is_fsdp2:
-            norm = sharding.clip_gradients(model, max_grad_norm, self.sum)
-        else:
-            norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
+        norms = list[float]()
+        for part, most in apart or [(model, max_grad_norm)]:
+            if self._is_fsdp2:
+                norms.append(sharding.clip_gradients(part, most, self.sum))
+            else:
+                norms.append(float(self.accelerator.clip_grad_norm_(part.parameters(), most or math.inf)))
+        norm = math.hypot(*norms)
         if math.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)

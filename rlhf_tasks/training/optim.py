@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_tasks.config import Optimization, Ppo
+from rlhf_tasks.config import Optimization, Ppo, Value
 
 
 def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
@@ -17,16 +17,17 @@ def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
     Biases and norms have no weight decay; nothing has in PPO.
     """
     if isinstance(settings, Optimization):
-        decay, betas = settings.weight_decay, (0.9, 0.98)
+        weight_decay, betas = settings.weight_decay, (0.9, 0.98)
     else:
-        decay, betas = 0.0, settings.adam_betas
+        weight_decay, betas = 0.0, settings.adam_betas
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5, fused=True)
+    eps = settings.adam_eps if isinstance(settings, Value) else 1e-5
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=eps, fused=True)
 
 
 def learning_rate(settings: Optimization | Ppo, step: int, num_steps: int) -> float:
@@ -35,14 +36,20 @@ def learning_rate(settings: Optimization | Ppo, step: int, num_steps: int) -> fl
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     done = (step - warmup) / max(1, num_steps - warmup)
-    factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-    return settings.learning_rate * factor[settings.schedule]
+    return settings.learning_rate * decay(settings.schedule, done)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of all groups; a group with a `scale` gets that multiple."""
+def decay(schedule: str, done: float) -> float:
+    """The share of the peak rate where a share `done` of the steps after the warm-up is."""
+    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, of_critic: float | None = None) -> None:
+    """Set the rate of all groups; the critic's have a `scale` and get that multiple, or `of_critic`."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("scale", 1.0)
+        group["lr"] = rate
+        if "scale" in group:
+            group["lr"] = rate * group["scale"] if of_critic is None else of_critic
 
 
 def reset_moments(optimizer: torch.optim.Optimizer, num_groups: int) -> None:

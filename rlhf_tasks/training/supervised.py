@@ -28,10 +28,10 @@ from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw, learning_rate, set_learning_rate
-from rlhf_tasks.training.tasks import Sums, Task
+from rlhf_tasks.training.tasks import EXPLAINED, Sums, Task
 
 Metrics = dict[str, float]
-SHOWN = ("loss", "accuracy")  # on the progress bar, where a task has them
+SHOWN = ("loss", "accuracy", EXPLAINED)  # on the progress bar, where a task has them
 
 
 @dataclass

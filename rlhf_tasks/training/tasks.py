@@ -1,4 +1,4 @@
-"""What supervised stages train: language modeling, and the pairs of a reward model, whose loss is
+"""What supervised stages train: language modeling, a critic, and the pairs of a reward model, whose loss is
 
     loss = −log σ(r_chosen − r_rejected − margin)                      Bradley-Terry
          + centering_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
@@ -9,7 +9,7 @@ B batch · R response.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,11 +23,18 @@ from rlhf_tasks.data.batches import Batch, collate, collate_groups, read_table, 
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.classifiers import replace_trunk
-from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.heads import TokenScores, left_aligned
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.project.paths import Paths
 
 Sums = dict[str, Tensor]
+EXPLAINED = "explained_variance"
+POSITIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "first": lambda lengths: 0 * lengths,
+    "middle": lambda lengths: (lengths - 1) // 2,
+    "last": lambda lengths: lengths - 1,
+}
+"""The tokens of responses of these lengths at which a critic is measured."""
 
 
 class Task(Protocol):
@@ -79,6 +86,65 @@ def plain_text(texts: Sequence[Ids], pad: int, sets: Sequence[str] = ()) -> Lang
     """Text without a query: the first token is given, all others are predicted."""
     firsts, others = Ragged(ids[:1] for ids in texts), Ragged(ids[1:] for ids in texts)
     return LanguageModeling(firsts, others, pad, list(sets))
+
+
+@dataclass
+class ValueTargets:
+    """Regresses a critic on the return of every state of (query, response) rows: a `Task`.
+
+    The return of the state before token t of a response of l tokens is γ^(l − 1 − t) · outcome. What is
+    explained of it is 1 − squared error / variance, so that a wrong mean counts too.
+    """
+
+    queries: Sequence[Ids]
+    responses: Sequence[Ids]
+    outcomes: Tensor  # (N,)
+    gamma: float
+    pad: int
+    by_position: bool = False
+    """Whether the first, the middle and the last token of a response are measured too."""
+    sets: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sizes = sizes(self.queries, self.responses)
+        self._lengths = torch.tensor([len(response) for response in self.responses])
+        targets = [self.outcomes[i] * self._discounts(l, l) for i, l in enumerate(self._lengths.tolist())]
+        self.variance = float(torch.cat(targets).var(correction=0))
+        picked = {name: at(self._lengths) for name, at in POSITIONS.items()}
+        self._variances = {
+            name: float(
+                torch.stack([x[t] for x, t in zip(targets, at.tolist(), strict=True)]).var(correction=0)
+            )
+            for name, at in picked.items()
+        }
+
+    def _discounts(self, length: int, width: int) -> Tensor:
+        """(width,): γ^(length − 1 − t), 0 after the end."""
+        steps = length - 1 - torch.arange(width)
+        return torch.where(steps >= 0, self.gamma ** steps.clamp_min(0), 0.0)
+
+    def num_targets(self, rows: Sequence[int]) -> float:
+        return sum(len(self.responses[i]) for i in rows)
+
+    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+        batch = collate([self.queries[i] for i in rows], [self.responses[i] for i in rows], self.pad).to(
+            device
+        )
+        values = left_aligned(model(batch), batch)[:, :-1]  # (b, R)
+        lengths, width = self._lengths[list(rows)], values.shape[1]
+        discounts = torch.stack([self._discounts(length, width) for length in lengths.tolist()])
+        mask = (torch.arange(width) < lengths[:, None]).to(device)
+        targets = (self.outcomes[list(rows), None] * discounts).to(device)
+        squares = torch.where(mask, (values - targets) ** 2, 0)
+        sums = {
+            "loss": 0.5 * squares.sum(),
+            EXPLAINED: (mask.float() - squares.detach() / self.variance).sum(),
+        }
+        for name, at in POSITIONS.items() if self.by_position else ():
+            error = squares.detach().gather(1, at(lengths)[:, None].to(device))
+            share = self.num_targets(range(len(self.sizes))) / len(self.sizes)  # a mean over rows, not tokens
+            sums[f"{EXPLAINED}/{name}"] = share * (1 - error / self._variances[name]).sum()
+        return sums
 
 
 @dataclass

@@ -70,7 +70,9 @@ class OneOfTwo(Distributed):
     def backward(self, model: nn.Module, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, *_: Any
+    ) -> float:
         trained = [p for p in model.parameters() if p.grad is not None]
         whole = self.sum(torch.cat([p.grad.flatten() for p in trained if p.grad is not None]))
         for p, gradient in zip(trained, whole.split([p.numel() for p in trained]), strict=True):

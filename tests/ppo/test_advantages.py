@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.ppo.advantages import gae, group, group_deviations, response_returns, rloo
+from rlhf_tasks.ppo.advantages import (
+    estimate_gae,
+    gae,
+    group,
+    group_deviations,
+    response_returns,
+    rloo,
+)
+from rlhf_tasks.ppo.metrics import prompt_share
+from tests import small
+from tests.ppo.toy import rollout_of
 
 GENERATOR = torch.Generator().manual_seed(1)
 REWARDS, VALUES = torch.randn(5, 6, generator=GENERATOR), torch.randn(5, 6, generator=GENERATOR)
@@ -99,3 +110,58 @@ def test_the_state_after_the_last_real_token_has_the_given_value() -> None:
     first = 0 + 0.9 * 2 - 0.5 + 0.9 * 0.8 * last
     assert advantages.flatten().tolist() == pytest.approx([first, last, only, 0])
     assert returns.flatten().tolist() == pytest.approx([first + 0.5, last + 2, only + 1, 0])
+
+
+# -------------------- a critic's own λ, and what stands in for a critic that knows nothing
+
+
+def estimate(values: Tensor, **advantages: Any) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of REWARDS, in two groups of two and a row of zeros' worth left out."""
+    rows = slice(0, 4)
+    responses = [[7] * length for length in LENGTHS[rows]]
+    rollout = rollout_of([[4]] * 4, responses, 6, torch.zeros(4), values=values[rows] * MASK[rows])
+    config = small.ppo(advantages={"kind": "gae", "samples_per_prompt": 2, **advantages})
+    return estimate_gae(REWARDS[rows] * MASK[rows], rollout, config)
+
+
+def test_the_critic_learns_returns_by_its_own_lambda() -> None:
+    advantages, _ = estimate(VALUES, lam=0.8)
+    both = estimate(VALUES, lam=0.8, lam_value=1.0)
+    assert torch.equal(both[0], advantages)
+    by_outcome = (REWARDS * MASK)[:4].flip(1).cumsum(1).flip(1) * MASK[:4]
+    torch.testing.assert_close(both[1], by_outcome)
+
+
+def test_lambda_grows_with_the_length_of_the_response() -> None:
+    """1 − 1/(α·l), and 0 where that is negative; the returns keep their λ."""
+    advantages, returns = estimate(VALUES, lam=0.8, lam_length=0.5)
+    assert torch.equal(returns, estimate(VALUES, lam=0.8)[1])
+    for row, length in enumerate(LENGTHS[:4]):
+        lam = max(0.0, 1 - 1 / (0.5 * length))
+        expected = slow(REWARDS[row, :length].tolist(), VALUES[row, :length].tolist(), 1.0, lam)
+        assert advantages[row, :length].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("fallback", ["batch", "group"])
+def test_a_critic_that_explains_nothing_is_no_baseline(fallback: str) -> None:
+    by_outcome = (REWARDS * MASK).flip(1).cumsum(1).flip(1)
+    knowing, misled = by_outcome + 0.01 * VALUES, -by_outcome
+    assert torch.equal(estimate(knowing, fallback=fallback)[0], estimate(knowing)[0])
+    advantages, returns = estimate(misled, fallback=fallback)
+    whole = response_returns(REWARDS[:4], MASK[:4])
+    expected = whole - whole.mean() if fallback == "batch" else rloo(whole, 2)
+    torch.testing.assert_close(advantages, expected.float()[:, None] * MASK[:4])
+    assert torch.equal(returns, estimate(misled)[1]), "the critic goes on learning"
+
+
+def test_the_share_of_variance_between_prompts_is_the_one_that_was_drawn() -> None:
+    """Prompts' means of variance 1, responses around them of variance 3: a quarter."""
+    generator = torch.Generator().manual_seed(3)
+    means = torch.randn(4000, generator=generator)
+    returns = (means + 3**0.5 * torch.randn(4, 4000, generator=generator)).flatten()
+    share, low, high = prompt_share(returns, 4)
+    assert low < 0.25 < high
+    assert high - low < 0.05
+    assert share == pytest.approx(0.25, abs=0.02)
+    assert prompt_share(torch.randn(16000, generator=generator), 4)[0] < 0.02
+    assert prompt_share(torch.ones(8), 4)[0] == 0.0

@@ -501,3 +501,40 @@ def test_no_step_is_taken_on_a_loss_that_is_nan(tmp_path: Path) -> None:
     assert written["advantages"].isnan().sum() == 1
     assert torch.equal(written["returns"], rollout.returns)
     assert sorted(written["rows"]) == list(range(16))
+
+
+def critic_of(one: Toy) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in one.actor_critic.critic.parameters()])
+
+
+def policy_of(one: Toy) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in one.actor_critic.policy.parameters()])
+
+
+def learnt(rollout: Rollout, **critic: Any) -> Toy:
+    one = toy(advantages={"kind": "gae", "critic": {"kind": "separate", "init": "sft", **critic}}, **ONE_STEP)
+    one.learn(rollout)
+    return one
+
+
+def test_further_steps_of_the_critic_leave_the_policy_alone(rollout: Rollout) -> None:
+    once, thrice = learnt(rollout), learnt(rollout, steps=3)
+    assert torch.equal(policy_of(once), policy_of(thrice))
+    state, other = (one.state.optimizer.state for one in (once, thrice))
+    steps = [float(x["step"]) for x in state.values()], [float(x["step"]) for x in other.values()]
+    assert set(steps[0]) == {1.0}
+    assert set(steps[1]) == {1.0, 3.0}
+    assert not torch.equal(critic_of(once), critic_of(thrice))
+
+
+def test_the_critic_has_a_norm_a_rate_and_an_eps_of_its_own(rollout: Rollout) -> None:
+    """With a norm of its own a large value loss no longer shortens the policy's step."""
+    small_loss, large_loss = (
+        policy_of(learnt(rollout, max_grad_norm=1.0, vf_coef=coef)) for coef in (0.1, 1000.0)
+    )
+    assert torch.equal(small_loss, large_loss)
+    one = learnt(rollout, learning_rate=0.5, schedule="constant", adam_eps=1e-3)
+    groups = one.state.optimizer.param_groups
+    of_critic = groups[one.state.num_policy_groups :]
+    assert {(group["lr"], group["eps"]) for group in of_critic} == {(0.5, 1e-3)}
+    assert {(group["lr"], group["eps"]) for group in groups[: one.state.num_policy_groups]} == {(1e-3, 1e-5)}

@@ -1,0 +1,167 @@
+"""Stage value: the critic that PPO starts from, where `ppo.advantages.critic.init` is `value`.
+
+It is trained on Monte Carlo returns of the SFT model, which PPO starts from too: at the start the KL from the
+SFT model is 0, so that a return is the score alone. So runs of PPO with another KL penalty share the critic.
+VC-PPO, arXiv 2503.01491, section 4.1.
+
+n prompts · k responses to each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Split, ValueView
+from rlhf_tasks.config.ppo import NoEosTrick
+from rlhf_tasks.data import columns
+from rlhf_tasks.data.batches import read_table, token_ids
+from rlhf_tasks.data.tokenizer import load_tokenizer
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_causal, load_reward
+from rlhf_tasks.models.lora import add_lora
+from rlhf_tasks.models.passes import TokenBudget
+from rlhf_tasks.models.stop_tokens import close_responses, ends_of, has_ended
+from rlhf_tasks.ppo.critic import new_critic
+from rlhf_tasks.ppo.metrics import prompt_share
+from rlhf_tasks.ppo.rewards import ScoreScaler, truncated_scores
+from rlhf_tasks.ppo.rollout import Prompts, interleave, raise_on_all_ranks
+from rlhf_tasks.ppo.sampler import LocalSampler
+from rlhf_tasks.project import hashing
+from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import build as build_scorers
+from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import checkpoint
+from rlhf_tasks.training.distributed import Distributed
+from rlhf_tasks.training.supervised import evaluate, save, train
+from rlhf_tasks.training.tasks import ValueTargets
+
+HELD_OUT_SHARE = 8  # train prompts to one validation prompt
+NONE_MADE = """\
+# No critic
+
+`ppo.advantages.critic.init` of params.yaml is not `value`: PPO's critic, if there is one, starts elsewhere.
+"""
+
+
+def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
+    """Write models/value, the weights of the lowest loss on responses to validation prompts.
+
+    Reads data/prompts, models/sft, the model of `value.init`, and what the scorers of `ppo.scorers` name.
+    Metrics on those responses: the explained variance, also at the first, middle and last token, and the
+    share of the outcomes' variance that lies between prompts. Where no critic is made there are none, and the
+    folder holds only a README.
+    """
+    dist, settings = Distributed(config.launch, config.seed), config.value
+    if config.critic_init != "value":
+        if dist.is_main:
+            with whole(paths.value) as folder:
+                (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
+        dist.barrier()
+        return {}
+
+    # 1. Responses of the SFT model and their outcomes. The same generator draws for both splits.
+    tokenizer, policy = load_tokenizer(paths.sft), load_causal(paths.sft)
+    ends = ends_of(policy, tokenizer, [config.stop_token])
+    dist.freeze(policy)
+    reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None
+    if reward is not None:
+        dist.put(reward)
+    prompts = {split: _choose_prompts(paths, config, split) for split in ("train", "validation")}
+    scorers = build_scorers(
+        config.scorers,
+        tokenizer,
+        reward_model=reward,
+        max_tokens=settings.micro_batch_tokens,
+        root=paths.root,
+        placement=dist,
+        columns=prompts["train"].columns,
+    )
+    sampler = LocalSampler(
+        dist,
+        policy,
+        torch.Generator(dist.device).manual_seed(config.seed),
+        num_samples=settings.samples_per_prompt,
+        batch_size=None,
+        temperature=config.temperature,
+        max_new_tokens=config.response_length,
+        pad=tokenizer.pad_token_id,
+        ends=ends,
+    )
+    scaler = ScoreScaler(config.score_scaling)
+    targets = dict[str, ValueTargets]()
+    for split, rows in prompts.items():
+        with console.part(f"responses to {split} prompts"):
+            responses = sampler.sample(rows.queries, 0).responses
+        all_rows = rows.repeat(settings.samples_per_prompt)
+        local = dist.shard_rows(range(len(all_rows)))
+        closed = close_responses(tokenizer, [responses[i] for i in local], ends)
+        to_score = all_rows.take(local).responses(closed, tokenizer)
+        parts = raise_on_all_ranks(dist, lambda: scorers.parts(to_score), {"rows": local})  # noqa: B023
+        scores: Tensor = scorers.total(interleave(dist.all_gather_object(parts)))
+        rule = config.truncation
+        outcomes = truncated_scores(
+            scaler(scores),
+            torch.tensor([has_ended(response, ends) for response in responses]),
+            rule.kind,
+            missing_eos_score=0.0 if isinstance(rule, NoEosTrick) else rule.missing_eos_score,
+        )
+        targets[split] = ValueTargets(
+            all_rows.queries, responses, outcomes, config.gamma, tokenizer.pad_token_id, split == "validation"
+        )
+        if not targets[split].variance:
+            raise UserError(
+                f"all {len(responses)} responses to {split} prompts have one score, {float(outcomes[0]):g}: "
+                "a critic has nothing to learn; use other scorers, or another ppo.advantages.critic.init"
+            )
+
+    # 2. The critic, trained until it explains no more of the held-out returns.
+    critic = new_critic(paths, settings.init, config.seed)
+    if settings.lora is not None:
+        critic.model = add_lora(critic.model, settings.lora, seed=config.seed)
+    with checkpoint.open_snapshots(dist, paths, config, "value") as snapshots:
+        state = train(
+            dist,
+            critic,
+            targets["train"],
+            settings,
+            seed=config.seed,
+            name="value",
+            tracker=tracker,
+            snapshots=snapshots,
+            validation=targets["validation"],
+            num_evaluations=settings.num_epochs * settings.evals_per_epoch,
+            patience=settings.patience,
+        )
+
+    # 3. Its metrics, and the checkpoint.
+    metrics = evaluate(dist, critic, targets["validation"], TokenBudget(settings.micro_batch_tokens))
+    share, low, high = prompt_share(targets["validation"].outcomes, settings.samples_per_prompt)
+    metrics |= {"prompt_share": share, "prompt_share/low": low, "prompt_share/high": high}
+    metrics |= {"steps_trained": state.step, "step_kept": state.best_step}
+    parents = {"sft": contracts.fingerprint(paths.sft)}
+    inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
+    if config.has_reward_model:
+        inputs["models/reward"] = contracts.fingerprint(paths.reward)
+    card = contracts.model_card(
+        "Critic",
+        task="value-model",
+        parameters=config.declared,
+        inputs=inputs,
+        how="The value of every state of a response: the outcome that the SFT model reaches from there, "
+        "trained on Monte Carlo returns to the minimum on validation prompts; PPO's critic starts from it.",
+    )
+    save(dist, critic.model, tokenizer, paths.value, contracts.identity("value", parents), card)
+    return metrics
+
+
+def _choose_prompts(paths: Paths, config: ValueView, split: Split) -> Prompts:
+    """Random prompts; of validation an eighth as many as of training."""
+    rows, count = read_table(paths, "prompts", split), config.value.num_prompts
+    count = count if split == "train" else -(-count // HELD_OUT_SHARE)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))
+    rows, tokenizer = rows.take(order[:count].sort().values.numpy()), load_tokenizer(paths.sft)
+    return Prompts(rows.texts("prompt"), token_ids(tokenizer, rows)[0], columns.of_rows(rows))
