@@ -62,7 +62,7 @@ def test_progress_without_a_terminal_shows_every_tenth_seconds_apart_and_if_fast
 def test_a_stage_prints_its_number_and_writes_tables_to_a_log(clock: Clock, tmp_path: Path) -> None:
     out, log = io.StringIO(), tmp_path / "logs/ppo.log"
     console = Console(out)
-    with console.stage("ppo", 6, 9):
+    with console.stage("ppo", 7, 10):
         with console.log_to(log):
             console.table("samples", ["query", "score"], [["two\nlines", 20000.0]])
             console.remark("bf16")
@@ -71,11 +71,11 @@ def test_a_stage_prints_its_number_and_writes_tables_to_a_log(clock: Clock, tmp_
                 with console.progress(description, 1, unit="epochs") as bar:
                     clock.now += 2.0
                     bar.advance(1)
-        assert console.name("ppo") == "6/9 ppo"
+        assert console.name("ppo") == "7/10 ppo"
     assert out.getvalue().splitlines() == [
         "a guard acted",
-        "6/9 ppo  100% of 1 epoch  in 2s",
-        "6/9 ppo  judge gold  100% of 1 epoch  in 2s",
+        "7/10 ppo  100% of 1 epoch  in 2s",
+        "7/10 ppo  judge gold  100% of 1 epoch  in 2s",
     ]
     written = log.read_text(encoding="utf-8").splitlines()
     assert written[:5] == ["samples", "query | score", "two lines | 20000", "bf16", "a guard acted"]
@@ -89,7 +89,7 @@ def test_a_stage_writes_its_own_progress_for_whoever_started_it(
     file = tmp_path / "progress.json"
     monkeypatch.setenv(console.PROGRESS, str(file))
     made = Console(io.StringIO())
-    with made.stage("ppo", 6, 9), made.progress("ppo", 8, unit="episodes") as bar:
+    with made.stage("ppo", 7, 10), made.progress("ppo", 8, unit="episodes") as bar:
         bar.skip(2)
         clock.now += 3.0
         with made.progress("judge gold", 4) as inner:
@@ -133,24 +133,24 @@ def test_a_silent_stage_says_after_ten_seconds_what_it_does_and_in_a_log_ever_mo
     out = io.StringIO()
     shown = Console(out)
     written_at = []
-    with shown.stage("sft", 3, 9), shown.part("loading SmolLM2-135M"):
+    with shown.stage("sft", 3, 10), shown.part("loading SmolLM2-135M"):
         for clock.now in range(1, 200):
             before = out.getvalue()
             shown.show_life()
             if out.getvalue() != before:
                 written_at.append(clock.now)
     assert written_at == [10, 30, 70, 130, 190]
-    assert out.getvalue().splitlines()[0] == "3/9 sft  loading SmolLM2-135M  10s so far"
-    with shown.stage("sft", 3, 9):
+    assert out.getvalue().splitlines()[0] == "3/10 sft  loading SmolLM2-135M  10s so far"
+    with shown.stage("sft", 3, 10):
         clock.now += 12
         shown.show_life()
-    assert out.getvalue().endswith("3/9 sft  at work  12s so far\n"), "where nothing has named itself"
+    assert out.getvalue().endswith("3/10 sft  at work  12s so far\n"), "where nothing has named itself"
 
 
 def test_the_line_of_life_names_a_part_within_a_meter_and_how_much_of_both_is_done(clock: Clock) -> None:
     out = io.StringIO()
     shown = Console(out)
-    with shown.stage("ppo", 6, 9), shown.progress("ppo", 8192, unit="episodes") as episodes:
+    with shown.stage("ppo", 7, 10), shown.progress("ppo", 8192, unit="episodes") as episodes:
         episodes.advance(2048)
         with shown.part("sampling", 64, "responses") as responses:
             clock.now += 12.0
@@ -158,20 +158,20 @@ def test_the_line_of_life_names_a_part_within_a_meter_and_how_much_of_both_is_do
             with shown.progress("judge gpt", 2, unit="replies"):
                 clock.now += 4.0
                 shown.show_life()
-    line = "6/9 ppo  25% of 8,192 episodes  128/s  sampling  12% of 64 responses  judge gpt  0% of 2 replies"
+    line = "7/10 ppo  25% of 8,192 episodes  128/s  sampling  12% of 64 responses  judge gpt  0% of 2 replies"
     assert out.getvalue().splitlines()[0] == f"{line}  4s so far", "a meter within a meter is a part"
 
 
 def test_a_log_shows_a_short_part_as_its_meter(clock: Clock) -> None:
     out = io.StringIO()
     shown = Console(out)
-    with shown.stage("reward", 5, 9), shown.progress("reward", 3, unit="epochs") as epochs:
+    with shown.stage("reward", 5, 10), shown.progress("reward", 3, unit="epochs") as epochs:
         epochs.advance(0.1, loss=0.5)
         clock.now += 12.0
         with shown.part("gradients", 1, "micro-batches"):
             clock.now += 1.0
             shown.show_life()
-    assert out.getvalue() == "5/9 reward  3% of 3 epochs  6m17s left  loss 0.5\n"
+    assert out.getvalue() == "5/10 reward  3% of 3 epochs  6m17s left  loss 0.5\n"
 
 
 def test_a_terminal_has_one_live_line_with_share_and_time_left(
@@ -182,7 +182,7 @@ def test_a_terminal_has_one_live_line_with_share_and_time_left(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")
     shown = Console(out)
-    with shown.stage("ppo", 6, 9), shown.progress("ppo", 8, unit="episodes") as bar:
+    with shown.stage("ppo", 7, 10), shown.progress("ppo", 8, unit="episodes") as bar:
         clock.now += 3.0
         bar.advance(2, kl=0.5)
         with shown.part("sampling [a]", 64, "responses"):

@@ -46,9 +46,9 @@ LINES: Mapping[str, int] = {
     "stages": 1940,
     "judging": 2800,
     "promotion": 1380,
-    "tracking": 1885,  # judges by the model that they read; a store that follows its project
+    "tracking": 1850,  # judges by the model that they read; a store that follows its project
     "report": 890,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models
-    "project": 2622,  # what a stage reads anew, which flows say too; results that a cache lost; a copied service
+    "project": 2622,  # what a stage reads anew, which flows say too; lost results; a copied service
     "presets": 210,
     "../flows": 2645,  # why a stage runs, and a cancellation that is one sentence
 }
