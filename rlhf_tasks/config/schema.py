@@ -386,7 +386,7 @@ class Value(Optimization):
     """
 
     num_prompts: t.PositiveInt = 1024
-    """Number of train prompts that are responded to, at most; an eighth as many of the validation prompts."""
+    """Number of train prompts that are responded to, at most; a quarter as many of the validation prompts."""
     samples_per_prompt: Annotated[int, Field(ge=2, le=1024)] = 4
     """Responses to each prompt; from two on it shows how much a prompt says of the score."""
     init: Literal["reward", "sft", "base"] = "sft"

@@ -39,7 +39,7 @@ from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.supervised import evaluate, save, train
 from rlhf_tasks.training.tasks import ValueTargets
 
-HELD_OUT_SHARE = 8  # train prompts to one validation prompt
+HELD_OUT_SHARE = 4  # train prompts to one validation prompt
 NONE_MADE = """\
 # No critic
 
@@ -159,7 +159,7 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
 
 def _choose_prompts(paths: Paths, config: ValueView, split: Split) -> Prompts:
-    """Random prompts; of validation an eighth as many as of training."""
+    """Random prompts; of validation a quarter as many as of training."""
     rows, count = read_table(paths, "prompts", split), config.value.num_prompts
     count = count if split == "train" else -(-count // HELD_OUT_SHARE)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))
