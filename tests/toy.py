@@ -168,8 +168,8 @@ def run(stage: Stage, settings: config.Config, tracker: NullTracker | None = Non
 
 
 def run_stages(settings: config.Config, *stages: Stage) -> None:
-    """By default all stages up to the reward models."""
-    default: tuple[Stage, ...] = ("prepare", "base", "sft", "preferences", "reward")
+    """By default all stages before PPO."""
+    default: tuple[Stage, ...] = ("prepare", "base", "sft", "preferences", "reward", "value")
     for stage in stages or default:
         run(stage, settings)
 

@@ -29,7 +29,12 @@ class Written:
 
     @classmethod
     def of(cls, project: Path, stage: str) -> Written:
-        folders = {"reward": ("reward", "reward_heldout"), "ppo": ("policy",), "sft": ("sft",)}
+        folders = {
+            "reward": ("reward", "reward_heldout"),
+            "ppo": ("policy",),
+            "sft": ("sft",),
+            "value": ("value",),
+        }
         weights = {
             f"{folder}/{name}": value
             for folder in folders[stage]

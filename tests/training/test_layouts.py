@@ -67,17 +67,19 @@ def ran(stage: Stage) -> tuple[layouts.Written, list[float]]:
     return layouts.Written.of(Path(), stage), norms
 
 
-def assert_same_as_one_process(toy_project: Path, stage: Stage, layout: str, changes: dict[str, Any]) -> None:
+def assert_same_as_one_process(
+    toy_project: Path, stage: Stage, layout: str, changes: dict[str, Any], **others: dict[str, Any]
+) -> None:
     layouts.partition_small_weights(toy_project)
     key = f"{stage} {changes}"
     if key not in ALONE:
         shutil.copytree(toy_project, toy_project.parent / "alone")
         os.chdir(toy_project.parent / "alone")
-        toy.write_params(**{stage: changes})
+        toy.write_params(**{stage: changes}, **others)
         assert runner.run(stage, Paths()) == 0
         ALONE[key] = ran(stage)
         os.chdir(toy_project)
-    toy.write_params(launch=launched(layout), **{stage: changes})
+    toy.write_params(launch=launched(layout), **{stage: changes}, **others)
     assert rlhf(stage).stdout.count(f"{stage}  done in") == 1, "the first rank alone speaks"
     found, norms = ran(stage)
     expected, expected_norms = ALONE[key]
@@ -94,13 +96,26 @@ def test_supervised_stages_learn_in_every_layout_what_they_learn_in_one_process(
     assert_same_as_one_process(toy_project, stage, layout, SUPERVISED)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
+def test_stage_value_learns_in_every_layout_what_it_learns_in_one_process(
+    toy_project: Path, layout: str
+) -> None:
+    changes = SUPERVISED | {"num_prompts": 16, "samples_per_prompt": 2, "learning_rate": 3e-3}
+    assert_same_as_one_process(
+        toy_project, "value", layout, changes, ppo={"advantages.critic.init": "value", **ALL_ENDS}
+    )
+
+
 def engine(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts: the stand-in, with these options."""
     return {"sampler": started(*options, **changes)}
 
 
+ALL_ENDS = {"truncation": {"kind": "none"}}
 LORA = {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}}
 SHORTER = {"kind": "function", "name": "shorter", "function": "shorter:scores"}
+OF_CRITIC = {"steps": 2, "max_grad_norm": 0.1, "schedule": "constant", "adam_eps": 1e-6}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "engine": engine(),
@@ -113,6 +128,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
     },
     "lora": LORA | {"gradient_checkpointing": True},
+    "critic": {f"advantages.critic.{key}": value for key, value in OF_CRITIC.items()},
     "shared": {"advantages.critic.kind": "shared", "ptx": {"coef": 0.1, "text": None}},
     "select-by-judge": {"select_by": {"judge": SHORTER, "max_failure_share": 0.5}},
 }
@@ -121,8 +137,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *cases(FEATURES, LAYOUTS, quick={("plain", "ddp")}),
+        *cases([name for name in FEATURES if name != "critic"], LAYOUTS, quick={("plain", "ddp")}),
         *cases(["plain"], OFFLOADED, quick=()),
+        *cases(["critic"], ("ddp", "fsdp2"), quick=()),
     ],
 )
 def test_ppo_learns_in_every_layout_what_it_learns_in_one_process(
