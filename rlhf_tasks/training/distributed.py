@@ -340,6 +340,8 @@ class Distributed:
             return self._step_deepspeed(model)
         norms = list[float]()
         for part, most in apart or [(model, max_grad_norm)]:
+            if all(weight.grad is None for weight in part.parameters()):
+                continue  # the policy, in a step of the critic alone
             if self._is_fsdp2:
                 norms.append(sharding.clip_gradients(part, most, self.sum))
             else:
