@@ -35,7 +35,7 @@ FLOORS: Mapping[str, int] = {
 }
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
-    "cli": 820,
+    "cli": 825,
     "config": 2450,
     "data": 2550,
     "data/readers": 2450,
