@@ -70,7 +70,6 @@ def test_a_refused_policy_and_unknown_times_are_said(
 
 
 def test_next_commands_work_in_the_shell_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make` has .venv/bin on its own PATH, and says what that of the shell is."""
     programs = tmp_path / "my project/.venv/bin"
     for folder in (programs, tmp_path / "other"):
         folder.mkdir(parents=True)
