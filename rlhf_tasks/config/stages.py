@@ -7,7 +7,7 @@ stage depends. So a change of a judge retrains nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from rlhf_tasks.config import schema as s
@@ -158,6 +158,14 @@ class ValueView(ModelView):
     temperature: float = field(metadata={KEY: "ppo.temperature"})
     stop_token: Literal["eos"] | int = field(metadata={KEY: "ppo.stop_token"})
     has_reward_model: bool = field(metadata={KEY: "reward.train"})
+
+    @classmethod
+    def of(cls, config: s.Config) -> Self:
+        """Without a critic to train, nothing but that is read: another scorer does not run the stage again."""
+        view, init = super().of(config), "ppo.advantages.critic.init"
+        if view.critic_init == "value":
+            return view
+        return replace(view, declared={key: view.declared[key] for key in (init,) if key in view.declared})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -295,10 +295,12 @@ def test_a_stage_view_has_the_declared_sections_and_no_other() -> None:
 
 @pytest.mark.parametrize("stage", config.STAGES)
 def test_the_declared_parameters_are_those_that_the_stage_reads(stage: config.Stage) -> None:
-    declared = small.view(stage).declared
+    critic = {"ppo.advantages.critic": {"kind": "separate", "init": "value"}}
+    declared = small.view(stage, critic).declared
     reads = config.VIEWS[stage].reads()
     assert all(any(key == r or key.startswith(f"{r}.") for r in reads) for key in declared)
     assert {key.split(".")[0] for key in declared} == {r.split(".")[0] for r in reads}
+    assert list(small.view("value").declared) == ["ppo.advantages.critic.init"], "where it trains nothing"
 
 
 @pytest.mark.parametrize("function", ["gspo", "mine:", "mine:a.b", "mine: gspo", "ppo_clip:"])

@@ -6,6 +6,7 @@ Stage `inputs` is the real one.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -31,7 +32,8 @@ for out in json.loads({outs!r})[name]:
     elif path.suffix == ".csv":
         text = f"step,episode,train/loss\\n1,1,{{seed}}\\n"
     else:
-        text = json.dumps({{"seed": int(seed), "passed": False, "summary": "planted"}})
+        verdict = {{"passed": False, "summary": "planted"}} if out.startswith("evaluation/") else {{}}
+        text = json.dumps({{"seed": int(seed), **verdict}})
     if not path.suffix:
         path.mkdir()
         path /= "file"
@@ -87,7 +89,8 @@ class Chain:
     def set_seed(self, seed: int) -> None:
         file = self.root / "params.yaml"
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        changed = [f"seed: {seed}\n" if line.startswith("seed:") else line for line in lines]
+        number = f"seed: {seed} "  # a comment follows
+        changed = [re.sub(r"^seed: \d+ ", number, line) for line in lines]
         file.write_text("".join(changed), encoding="utf-8")
 
 

@@ -199,7 +199,7 @@ def test_a_run_says_its_percentage_and_the_time_left_once_a_minute(
 
         def reproduce(self, stage: str, gpus: Sequence[str] = ()) -> None:
             for share in (0.25, 0.5, 0.75):
-                self.follow({"share": share, "work": f"{share:.0%} of 3 epochs", "left": 15.0})
+                self.follow({"share": share, "work": f"{share:.0%} of 3 epochs", "left": 30 * (1 - share)})
 
     values = config.load(root / "params.yaml")
 

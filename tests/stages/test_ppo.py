@@ -189,7 +189,7 @@ def test_metrics_have_the_fields_names_and_samples_their_columns(models_here: Pa
 
 def test_the_stage_trains_without_a_critic(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a critic nor its metrics are made; the first rollouts come from the SFT model."""
-    monkeypatch.setattr(ppo, "add_score_head", None)
+    monkeypatch.setattr(ppo, "new_critic", None)
     before = contracts.fingerprint(POLICY)
     metrics, history = run(**{f"ppo.{key}": value for key, value in without_critic("group").items()})
     assert contracts.fingerprint(POLICY) != before

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.models.passes import TokenBudget
@@ -84,6 +85,7 @@ def test_a_lock_that_a_killed_build_left_is_named(
     """DeepSpeed would wait for it for ever, without a word."""
     lock = tmp_path / "py311_cpu/deepspeed_shm_comm/lock"
     lock.parent.mkdir(parents=True)
+    console.set_quiet(False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     show_build_locks()
     assert capsys.readouterr().out == ""
