@@ -120,6 +120,8 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
     # 2. The critic, trained until it explains no more of the held-out returns.
     critic = new_critic(paths, settings.init, config.seed)
+    if settings.init != "reward":  # a head that starts at zero: it begins at the mean outcome
+        critic.set_mean(-float(targets["train"].outcomes.mean()))
     if settings.lora is not None:
         critic.model = add_lora(critic.model, settings.lora, seed=config.seed)
     with checkpoint.open_snapshots(dist, paths, config, "value") as snapshots:
