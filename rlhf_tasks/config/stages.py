@@ -161,7 +161,7 @@ class ValueView(ModelView):
 
     @classmethod
     def of(cls, config: s.Config) -> Self:
-        """Without a critic to train, nothing but that is read: another scorer does not run the stage again."""
+        """Without a critic to train, only that is read: another scorer does not run the stage again."""
         view, init = super().of(config), "ppo.advantages.critic.init"
         if view.critic_init == "value":
             return view
