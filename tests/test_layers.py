@@ -36,14 +36,14 @@ FLOORS: Mapping[str, int] = {
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
     "cli": 830,
-    "config": 2560,
+    "config": 2570,
     "data": 2550,
     "data/readers": 2450,
     "models": 2390,
     "scoring": 970,
     "training": 2950,
     "ppo": 3330,
-    "stages": 1940,
+    "stages": 1975,
     "judging": 2800,
     "promotion": 1380,
     "tracking": 1850,  # judges by the model that they read; a store that follows its project

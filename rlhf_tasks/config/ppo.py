@@ -72,9 +72,10 @@ class SeparateCritic(ValueLoss):
     weights down: of a new head the trunk's is 1e-7 to 1e-6."""
     max_grad_norm: t.PositiveFloat | None = None
     """Largest L2 norm of the critic's gradient alone; null: `ppo.max_grad_norm` for policy and critic
-    together."""
+    together, in further `steps` for the critic."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Optimizer steps of the critic on each minibatch, of which the policy takes the first with it."""
+    """Optimizer steps of the critic on each minibatch, of which the policy takes the first with it. With
+    several processes each of them costs a pass of the policy too."""
     warmup: CriticWarmup | None = None
     """Training of the critic alone before the first update; null: none."""
     lora: Lora | None = None
@@ -83,6 +84,8 @@ class SeparateCritic(ValueLoss):
     def problems(self) -> Iterator[str]:
         if self.warmup is not None and self.vf_coef == 0:
             yield "warmup: with vf_coef=0 the critic learns nothing; raise vf_coef, or set warmup to null"
+        if self.steps > 1 and self.vf_coef == 0:
+            yield "steps: with vf_coef=0 the critic learns nothing; raise vf_coef, or set steps to 1"
         if self.warmup is not None and self.init == "value":
             yield "warmup: init=value is a critic that was trained alone; set warmup to null"
 
@@ -111,7 +114,7 @@ class Gae(Section):
     (arXiv 2503.01491); null: lam."""
     lam_length: t.PositiveFloat | None = None
     """α of a λ of the advantages that grows with the response's length l: 1 − 1/(α·l), at least 0
-    (arXiv 2504.05118, where α is 0.05); null: lam for all."""
+    (arXiv 2504.05118, where α is 0.05), while lam is that of the critic's returns; null: lam for both."""
     fallback: Literal["batch", "group"] | None = None
     """Baseline of a rollout in which the critic explains no variance of the Monte Carlo returns: their mean
     over the `batch`, or over the other responses to the prompt (`group`), as without a critic; null: the
@@ -530,6 +533,11 @@ class Ppo(Section):
             yield (
                 f"truncation.kind={self.truncation.kind} needs the value of a critic, and advantages.kind="
                 f"{self.advantages.kind} has none; set it to eos_trick_replace, eos_trick_subtract or none"
+            )
+        if self.falls_back and (self.gamma < 1 or self.truncation.kind.startswith("bootstrap")):
+            yield (
+                "advantages.fallback compares the scores of whole responses; set advantages.gamma to 1, and "
+                "truncation.kind to eos_trick_replace, eos_trick_subtract or none, or fallback to null"
             )
         if self.critic_init == "value" and (
             self.whiten_rewards or self.truncation.kind.startswith("bootstrap")

@@ -382,7 +382,7 @@ class Value(Optimization):
     """The critic that PPO starts from with `critic.init: value`, trained on Monte Carlo returns.
 
     They are the discounted scores of responses that the SFT model samples as PPO will, under PPO's rule for
-    cut ones.
+    cut ones. AdamW's eps is `adam_eps` here.
     """
 
     num_prompts: t.PositiveInt = 1024
@@ -677,7 +677,7 @@ class Config(Section):
             "base.batch_size": self.base.batch_size,
             "sft.batch_size": self.sft.batch_size,
             "reward.batch_size": self.reward.batch_size,
-            "value.batch_size": self.value.batch_size,
+            **({"value.batch_size": self.value.batch_size} if self.ppo.critic_init == "value" else {}),
             "ppo.rollout_batch_size / num_mini_batches": rollout // self.ppo.num_mini_batches,
             "ppo.rollout_batch_size / samples_per_prompt": rollout // self.ppo.samples_per_prompt,
         }.items():

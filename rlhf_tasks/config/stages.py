@@ -157,6 +157,7 @@ class ValueView(ModelView):
     response_length: int = field(metadata={KEY: "ppo.response_length"})
     temperature: float = field(metadata={KEY: "ppo.temperature"})
     stop_token: Literal["eos"] | int = field(metadata={KEY: "ppo.stop_token"})
+    gradient_checkpointing: bool = field(metadata={KEY: "ppo.gradient_checkpointing"})
     has_reward_model: bool = field(metadata={KEY: "reward.train"})
 
     @classmethod

@@ -37,16 +37,10 @@ def check(config: PpoView, paths: Paths) -> None:
         contracts.check_same_tokenizer(paths.sft, paths.value)
         contracts.check_parent(paths.value, "sft", paths.sft)
     _check_reward_models(config, paths)
-    _check_verifiers(settings.scorers, paths)
+    check_verifiers(settings.scorers, paths)
     if settings.select_by is not None:
         _check_selection_judge(settings.select_by.judge, settings.scorers, paths)
-    tokenizer = load_tokenizer(paths.sft)
-    stop = settings.stop_token
-    ids = tokenizer.get_vocab().values()
-    if stop != "eos" and stop not in ids:
-        raise UserError(
-            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(ids)}, ids 0 to {max(ids)}"
-        )
+    check_stop_token(settings.stop_token, paths)
     if settings.truncation.kind.startswith("bootstrap"):
         _warn_of_bootstrapping(settings)
 
@@ -78,7 +72,16 @@ def _check_reward_models(config: PpoView, paths: Paths) -> None:
         known[digest] = folder
 
 
-def _check_verifiers(scorers: Sequence[Scorer], paths: Paths) -> None:
+def check_stop_token(stop: int | str, paths: Paths) -> None:
+    """Check that `ppo.stop_token` is a token of the SFT model."""
+    ids = load_tokenizer(paths.sft).get_vocab().values()
+    if stop != "eos" and stop not in ids:
+        raise UserError(
+            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(ids)}, ids 0 to {max(ids)}"
+        )
+
+
+def check_verifiers(scorers: Sequence[Scorer], paths: Paths) -> None:
     verifiers = [Verifier(one.checks, one.format) for one in scorers if one.kind == "verifier"]
     for split in SPLITS_USED if verifiers else ():
         rows = read_table(paths, "prompts", split)

@@ -9,8 +9,11 @@ n prompts · k responses to each.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Split, ValueView
@@ -20,10 +23,12 @@ from rlhf_tasks.data.batches import read_table, token_ids
 from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import load_causal, load_reward
+from rlhf_tasks.models.load import load_causal, load_reward, recompute_activations
 from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.passes import TokenBudget
+from rlhf_tasks.models.sampling import BATCH_SIZE
 from rlhf_tasks.models.stop_tokens import close_responses, ends_of, has_ended
+from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.critic import new_critic
 from rlhf_tasks.ppo.metrics import prompt_share
 from rlhf_tasks.ppo.rewards import ScoreScaler, truncated_scores
@@ -37,7 +42,7 @@ from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.supervised import evaluate, save, train
-from rlhf_tasks.training.tasks import ValueTargets
+from rlhf_tasks.training.tasks import EXPLAINED, ValueTargets
 
 HELD_OUT_SHARE = 4  # train prompts to one validation prompt
 NONE_MADE = """\
@@ -63,65 +68,21 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         dist.barrier()
         return {}
 
-    # 1. Responses of the SFT model and their outcomes. The same generator draws for both splits.
-    tokenizer, policy = load_tokenizer(paths.sft), load_causal(paths.sft)
-    ends = ends_of(policy, tokenizer, [config.stop_token])
-    dist.freeze(policy)
-    reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None
-    if reward is not None:
-        dist.put(reward)
-    prompts = {split: _choose_prompts(paths, config, split) for split in ("train", "validation")}
-    scorers = build_scorers(
-        config.scorers,
-        tokenizer,
-        reward_model=reward,
-        max_tokens=settings.micro_batch_tokens,
-        root=paths.root,
-        placement=dist,
-        columns=prompts["train"].columns,
-    )
-    sampler = LocalSampler(
-        dist,
-        policy,
-        torch.Generator(dist.device).manual_seed(config.seed),
-        num_samples=settings.samples_per_prompt,
-        batch_size=None,
-        temperature=config.temperature,
-        max_new_tokens=config.response_length,
-        pad=tokenizer.pad_token_id,
-        ends=ends,
-    )
-    scaler = ScoreScaler(config.score_scaling)
-    targets = dict[str, ValueTargets]()
-    for split, rows in prompts.items():
-        with console.part(f"responses to {split} prompts"):
-            responses = sampler.sample(rows.queries, 0).responses
-        all_rows = rows.repeat(settings.samples_per_prompt)
-        local = dist.shard_rows(range(len(all_rows)))
-        closed = close_responses(tokenizer, [responses[i] for i in local], ends)
-        to_score = all_rows.take(local).responses(closed, tokenizer)
-        parts = raise_on_all_ranks(dist, lambda: scorers.parts(to_score), {"rows": local})  # noqa: B023
-        scores: Tensor = scorers.total(interleave(dist.all_gather_object(parts)))
-        rule = config.truncation
-        outcomes = truncated_scores(
-            scaler(scores),
-            torch.tensor([has_ended(response, ends) for response in responses]),
-            rule.kind,
-            missing_eos_score=0.0 if isinstance(rule, NoEosTrick) else rule.missing_eos_score,
-        )
-        targets[split] = ValueTargets(
-            all_rows.queries, responses, outcomes, config.gamma, tokenizer.pad_token_id, split == "validation"
-        )
-        if not targets[split].variance:
-            raise UserError(
-                f"all {len(responses)} responses to {split} prompts have one score, {float(outcomes[0]):g}: "
-                "a critic has nothing to learn; use other scorers, or another ppo.advantages.critic.init"
-            )
+    # 1. Responses of the SFT model and their outcomes.
+    preconditions.check_stop_token(config.stop_token, paths)
+    preconditions.check_verifiers(config.scorers, paths)
+    if config.has_reward_model:
+        contracts.check_same_tokenizer(paths.sft, paths.reward)
+        contracts.check_parent(paths.reward, "sft", paths.sft)
+    tokenizer = load_tokenizer(paths.sft)
+    targets = _collect_targets(dist, config, paths, tokenizer)
 
     # 2. The critic, trained until it explains no more of the held-out returns.
     critic = new_critic(paths, settings.init, config.seed)
     if settings.init != "reward":  # a head that starts at zero: it begins at the mean outcome
         critic.set_mean(-float(targets["train"].outcomes.mean()))
+    if config.gradient_checkpointing:
+        recompute_activations(critic.model)
     if settings.lora is not None:
         critic.model = add_lora(critic.model, settings.lora, seed=config.seed)
     with checkpoint.open_snapshots(dist, paths, config, "value") as snapshots:
@@ -143,6 +104,11 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     metrics = evaluate(dist, critic, targets["validation"], TokenBudget(settings.micro_batch_tokens))
     share, low, high = prompt_share(targets["validation"].outcomes, settings.samples_per_prompt)
     metrics |= {"prompt_share": share, "prompt_share/low": low, "prompt_share/high": high}
+    if metrics[EXPLAINED] <= 0:
+        console.say(
+            f"the critic explains nothing of the held-out returns ({metrics[EXPLAINED]:.3f}), and would add "
+            "noise: raise value.num_prompts or value.num_epochs, or change value.learning_rate"
+        )
     metrics |= {"steps_trained": state.step, "step_kept": state.best_step}
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
@@ -160,10 +126,78 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     return metrics
 
 
-def _choose_prompts(paths: Paths, config: ValueView, split: Split) -> Prompts:
-    """Random prompts; of validation a quarter as many as of training."""
+def _collect_targets(
+    dist: Distributed, config: ValueView, paths: Paths, tokenizer: PreTrainedTokenizerBase
+) -> dict[Split, ValueTargets]:
+    """Responses of the SFT model and their outcomes, for both splits from one generator of random numbers.
+
+    Raises:
+        UserError: if there are fewer prompts than processes, or all responses have one score.
+    """
+    settings, policy, rule = config.value, load_causal(paths.sft), config.truncation
+    ends = ends_of(policy, tokenizer, [config.stop_token])
+    dist.freeze(policy)
+    reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None
+    if reward is not None:
+        dist.put(reward)
+    splits: tuple[Split, Split] = ("train", "validation")
+    prompts = {split: _choose_prompts(dist, paths, config, split) for split in splits}
+    scorers = build_scorers(
+        config.scorers,
+        tokenizer,
+        reward_model=reward,
+        max_tokens=settings.micro_batch_tokens,
+        root=paths.root,
+        placement=dist,
+        columns=prompts["train"].columns,
+    )
+    sampler = LocalSampler(
+        dist,
+        policy,
+        torch.Generator(dist.device).manual_seed(config.seed),
+        num_samples=settings.samples_per_prompt,
+        batch_size=BATCH_SIZE,
+        temperature=config.temperature,
+        max_new_tokens=config.response_length,
+        pad=tokenizer.pad_token_id,
+        ends=ends,
+    )
+    scaler, targets = ScoreScaler(config.score_scaling), dict[Split, ValueTargets]()
+    for split, one_each in prompts.items():
+        with console.part(f"responses to {split} prompts"):
+            responses = sampler.sample(one_each.queries, 0).responses
+        rows = one_each.repeat(settings.samples_per_prompt)
+        local = dist.shard_rows(range(len(rows)))
+        closed = close_responses(tokenizer, [responses[i] for i in local], ends)
+        to_score = rows.take(local).responses(closed, tokenizer)
+        parts = raise_on_all_ranks(dist, partial(scorers.parts, to_score), {"rows": local})
+        scores: Tensor = scorers.total(interleave(dist.all_gather_object(parts)))
+        outcomes = truncated_scores(
+            scaler(scores),
+            torch.tensor([has_ended(response, ends) for response in responses]),
+            rule.kind,
+            missing_eos_score=0.0 if isinstance(rule, NoEosTrick) else rule.missing_eos_score,
+        )
+        if bool(outcomes.min() == outcomes.max()):
+            raise UserError(
+                f"all {len(responses)} responses to {split} prompts have one score, {float(outcomes[0]):g}: "
+                "a critic has nothing to learn; use other scorers, or another ppo.advantages.critic.init"
+            )
+        targets[split] = ValueTargets(
+            rows.queries, responses, outcomes, config.gamma, tokenizer.pad_token_id, split == "validation"
+        )
+    return targets
+
+
+def _choose_prompts(dist: Distributed, paths: Paths, config: ValueView, split: Split) -> Prompts:
+    """Random prompts, a multiple of the processes; of validation a quarter as many as of training."""
     rows, count = read_table(paths, "prompts", split), config.value.num_prompts
-    count = count if split == "train" else -(-count // HELD_OUT_SHARE)
+    count = min(len(rows), count if split == "train" else -(-count // HELD_OUT_SHARE))
+    if not (count := count - count % dist.world_size):
+        raise UserError(
+            f"stage value has fewer {split} prompts than processes; raise value.num_prompts, give more data, "
+            "or lower launch.num_processes"
+        )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))
     rows, tokenizer = rows.take(order[:count].sort().values.numpy()), load_tokenizer(paths.sft)
     return Prompts(rows.texts("prompt"), token_ids(tokenizer, rows)[0], columns.of_rows(rows))

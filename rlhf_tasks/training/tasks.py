@@ -108,7 +108,8 @@ class ValueTargets:
     def __post_init__(self) -> None:
         self.sizes = sizes(self.queries, self.responses)
         self._lengths = torch.tensor([len(response) for response in self.responses])
-        targets = [self.outcomes[i] * self._discounts(l, l) for i, l in enumerate(self._lengths.tolist())]
+        outcomes = self.outcomes.double()
+        targets = [outcomes[i] * self._discounts(l, l) for i, l in enumerate(self._lengths.tolist())]
         self.variance = float(torch.cat(targets).var(correction=0))
         picked = {name: at(self._lengths) for name, at in POSITIONS.items()}
         self._variances = {
@@ -121,7 +122,7 @@ class ValueTargets:
     def _discounts(self, length: int, width: int) -> Tensor:
         """(width,): γ^(length − 1 − t), 0 after the end."""
         steps = length - 1 - torch.arange(width)
-        return torch.where(steps >= 0, self.gamma ** steps.clamp_min(0), 0.0)
+        return torch.where(steps >= 0, self.gamma ** steps.clamp_min(0).double(), 0.0)
 
     def num_targets(self, rows: Sequence[int]) -> float:
         return sum(len(self.responses[i]) for i in rows)
@@ -134,7 +135,7 @@ class ValueTargets:
         lengths, width = self._lengths[list(rows)], values.shape[1]
         discounts = torch.stack([self._discounts(length, width) for length in lengths.tolist()])
         mask = (torch.arange(width) < lengths[:, None]).to(device)
-        targets = (self.outcomes[list(rows), None] * discounts).to(device)
+        targets = (self.outcomes[list(rows), None] * discounts).float().to(device)
         squares = torch.where(mask, (values - targets) ** 2, 0)
         sums = {
             "loss": 0.5 * squares.sum(),
@@ -143,7 +144,8 @@ class ValueTargets:
         for name, at in POSITIONS.items() if self.by_position else ():
             error = squares.detach().gather(1, at(lengths)[:, None].to(device))
             share = self.num_targets(range(len(self.sizes))) / len(self.sizes)  # a mean over rows, not tokens
-            sums[f"{EXPLAINED}/{name}"] = share * (1 - error / self._variances[name]).sum()
+            variance = self._variances[name]  # 0 where a low γ leaves nothing of the outcome
+            sums[f"{EXPLAINED}/{name}"] = share * (1 - error / variance if variance else 0 * error).sum()
         return sums
 
 

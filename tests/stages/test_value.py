@@ -150,6 +150,8 @@ def test_a_critic_of_another_sft_model_is_refused(settings: config.Config) -> No
         ({"ppo.truncation": {"kind": "bootstrap"}}, "truncation rule"),
         ({"ppo.advantages.critic.warmup": {"max_updates": 2}}, "trained alone"),
         ({"ppo.advantages.fallback": "group"}, "samples_per_prompt"),
+        ({"ppo.advantages.fallback": "batch", "ppo.advantages.gamma": 0.9}, "whole responses"),
+        ({"ppo.advantages.critic.steps": 2, "ppo.advantages.critic.vf_coef": 0.0}, "learns nothing"),
         ({"ppo.advantages.critic.steps": 2, "launch.parallelism": "zero3"}, "as one"),
         ({"value.init": "reward"}, "value.init"),
     ],
