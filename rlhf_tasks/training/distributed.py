@@ -457,9 +457,8 @@ def free_memory(device: torch.device) -> float:
 
 def show_build_locks() -> None:
     """Name the locks for which DeepSpeed waits: for ever if the process that compiled was killed."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root())).glob("**/lock"):
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))  # of torch, where it compiles
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache / "torch_extensions")).glob("**/lock"):
         console.say(f"DeepSpeed waits while another process compiles for it; if none does, remove {lock}")
 
 
