@@ -43,8 +43,11 @@ def preset(
     if not given and not changes:
         console.table("presets", ["name", "what it is"], [[n, presets.summary(n)] for n in presets.names()])
         return 0
+    if any(change.partition("=")[0].strip() == "preset" for change in changes):
+        raise UserError("preset is what `rlhf preset NAME` writes; give the preset's name without --set")
     changed = presets.apply(given, FILE, changes)
-    console.say("\n  ".join([f"{FILE}: {len(changed)} values changed", *changed]))
+    count = f"{len(changed)} value{'s' * (len(changed) != 1)}"
+    console.say("\n  ".join([f"{FILE}: {count} changed", *changed]))
     if given:
         with suppress(UserError):  # there is no commit, or its file is not valid
             _, alone, _ = presets.combine(git.show(Path(), "HEAD", str(FILE)), given, changes)

@@ -88,7 +88,11 @@ def test_a_runs_name_is_its_preset_and_what_differs(project: Path, rlhf: Command
         toy.git(project, "checkout", "-q", "params.yaml")
         rlhf(f"preset {changes}")
         assert run.run_name(Paths(), config.load(Paths().params))[:-5] == name
-    rlhf("preset --set preset=smok")
+    assert "without --set" in rlhf("preset --set preset=smok", status=2).err
+    toy.git(project, "checkout", "-q", "params.yaml")
+    file = project / "params.yaml"
+    lines = [line for line in file.read_text("utf-8").splitlines() if not line.startswith("preset:")]
+    file.write_text("\n".join(["preset: smok", *lines]), encoding="utf-8")
     assert "there is no preset 'smok'; give one of" in rlhf("run", status=2).err
 
 
