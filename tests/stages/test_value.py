@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from rlhf_tasks import config
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.heads import score_head
 from rlhf_tasks.models.load import load_reward
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import value
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.tasks import ValueTargets
 from tests import small, toy
@@ -102,8 +104,7 @@ def test_a_critic_learns_what_the_prefix_tells_and_ppo_starts_from_it(settings: 
     assert "models/value" in (Paths().policy / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_outcome_is_scored_as_ppo_scores_it(settings: config.Config) -> None:
-    """Cut responses get the score of the truncation rule; without discount it is every state's return."""
+def test_runs_of_ppo_with_another_penalty_share_the_critic(settings: config.Config) -> None:
     view = config.VIEWS["value"].of(settings)
     assert view.declared["ppo.advantages.critic.init"] == "value"
     changed = settings.model_copy(
@@ -123,6 +124,16 @@ def test_without_need_there_is_a_readme_and_no_metric(models_here: Path, advanta
     small.write_params(Path(), {**given, **dummy})
     assert toy.run("value", config.load()) == {}
     assert [file.name for file in Paths().value.iterdir()] == ["README.md"]
+
+
+def test_cut_responses_get_the_score_of_the_truncation_rule(settings: config.Config) -> None:
+    rule = {"kind": "eos_trick_replace", "missing_eos_score": -1.5}
+    small.write_params(Path(), {**SMALL, "ppo.truncation": rule})
+    view, tokenizer = config.VIEWS["value"].of(config.load()), load_tokenizer(Paths().sft)
+    for targets in value._collect_targets(small.distributed(), view, Paths(), tokenizer).values():
+        is_cut = [response[-1] != tokenizer.eos_token_id for response in targets.responses]
+        assert [outcome == -1.5 for outcome in targets.outcomes.tolist()] == is_cut
+        assert set(is_cut) == {True, False}
 
 
 def test_equal_scores_are_refused_before_training(settings: config.Config) -> None:
