@@ -129,7 +129,7 @@ def test_without_need_there_is_a_readme_and_no_metric(models_here: Path, advanta
 def test_cut_responses_get_the_score_of_the_truncation_rule(settings: config.Config) -> None:
     rule = {"kind": "eos_trick_replace", "missing_eos_score": -1.5}
     small.write_params(Path(), {**SMALL, "ppo.truncation": rule})
-    view, tokenizer = config.VIEWS["value"].of(config.load()), load_tokenizer(Paths().sft)
+    view, tokenizer = config.ValueView.of(config.load()), load_tokenizer(Paths().sft)
     for targets in value._collect_targets(small.distributed(), view, Paths(), tokenizer).values():
         is_cut = [response[-1] != tokenizer.eos_token_id for response in targets.responses]
         assert [outcome == -1.5 for outcome in targets.outcomes.tolist()] == is_cut
