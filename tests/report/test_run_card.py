@@ -76,6 +76,7 @@ def test_next_commands_work_in_the_shell_of_the_user(tmp_path: Path, monkeypatch
         (folder / "rlhf").touch(0o755)
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
     monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.delenv(run_card.SHELL_PATH, raising=False)  # that of `make test`
     assert run_card.command() == "rlhf"
     for path in (tmp_path, tmp_path / "other"):  # no such program, or another one
         monkeypatch.setenv(run_card.SHELL_PATH, str(path))
