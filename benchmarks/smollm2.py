@@ -190,6 +190,16 @@ WITH_CRITIC = RLOO | {
     "ppo.advantages": "{kind: gae, samples_per_prompt: 8, critic: {init: sft}}",
     "ppo.whiten_advantages": "true",
 }
+CRITIC = "learning_rate: 1.0e-4, schedule: constant, adam_eps: 1.0e-8, max_grad_norm: 1.0, vf_coef: 1.0"
+
+
+def with_critic(init: str, lam_value: str) -> dict[str, str]:
+    """PPO whose critic has an optimizer of its own and begins as the SFT model or as stage value's."""
+    critic = f"{{init: {init}, cliprange_value: null, {CRITIC}}}"
+    gae = f"{{kind: gae, samples_per_prompt: 8, lam_value: {lam_value}, critic: {critic}}}"
+    return RLOO | BF16 | {"ppo.advantages": gae, "ppo.whiten_advantages": "true"}
+
+
 FROM_REWARD = "{kind: gae, samples_per_prompt: 8, critic: {init: reward}}"
 WITH_LORA = RLOO | {"ppo.lora": "{r: 16, alpha: 32.0}", "ppo.learning_rate": "3e-4"}
 TABLES = {
@@ -199,6 +209,10 @@ TABLES = {
             "RLOO, bf16": RLOO | BF16,
             "PPO with a critic, bf16": WITH_CRITIC | BF16,
             "RLOO, LoRA r = 16, bf16": WITH_LORA | BF16,
+            "PPO, stage value, λ of the critic 1": with_critic("value", "1.0"),
+            "PPO, stage value, λ of the critic 0.95": with_critic("value", "0.95"),
+            "PPO, new critic, λ of the critic 1": with_critic("sft", "1.0"),
+            "PPO, new critic, λ of the critic 0.95": with_critic("sft", "0.95"),
         },
         constraints_cell,
         constraints_table,

@@ -37,7 +37,7 @@ from rlhf_tasks.models.load import num_bytes
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.stop_tokens import close_responses, has_ended
-from rlhf_tasks.models.tensors import NonFiniteError, whiten
+from rlhf_tasks.models.tensors import NonFiniteError, masked_moments, whiten
 from rlhf_tasks.ppo.advantages import group_deviations, monte_carlo_returns, response_returns
 from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
@@ -144,6 +144,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
             # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks: the moments are
             # those of the whole batch, so that they do not depend on its cut into minibatches.
             advantages, returns = setup.estimator(rewards, rollout, config)
+            deviation = float(masked_moments(advantages, mask)[1].sqrt())
             if config.whiten_advantages:
                 advantages = whiten(advantages, mask)
             if config.advantage_clip is not None:
@@ -157,13 +158,16 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 kl_coef=state.kl_coef,
                 reward_kl_coef=reward_kl_coef,
             )
-            rollout_metrics |= response_metrics(rollout)
+            rollout_metrics |= response_metrics(rollout) | {"val/advantage_std": deviation}
             if config.critic is not None:
                 explained = explained_variance(returns, rollout.values, mask)
                 by_outcome = monte_carlo_returns(rewards, rollout, config.gamma)
                 explained_mc = explained_variance(by_outcome, rollout.values, mask)
                 rollout_metrics["val/explained_variance"] = explained
                 rollout_metrics["val/explained_variance_mc"] = explained_mc
+                rollout_metrics["val/explained_variance_first"] = explained_variance(
+                    by_outcome[:, :1], rollout.values[:, :1], mask[:, :1]
+                )
                 if config.falls_back:
                     rollout_metrics["val/critic_is_baseline"] = float(explained_mc > 0)
             if num_samples > 1:
