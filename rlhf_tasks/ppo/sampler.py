@@ -87,7 +87,7 @@ class LocalSampler:
 
     def respond(self, queries: Sequence[Ids], seed: int, update: int) -> list[Ids]:
         generator = torch.Generator(self._dist.device).manual_seed(seed)
-        return self._sample(queries, 1, generator, BATCH_SIZE).responses
+        return self._sample(queries, 1, generator, min(self._batch_size or BATCH_SIZE, BATCH_SIZE)).responses
 
     @torch.no_grad()
     def _sample(
@@ -95,6 +95,9 @@ class LocalSampler:
     ) -> Samples:
         """`n` responses to each query, of which each rank samples those to its share of the queries."""
         dist, local = self._dist, self._dist.shard_rows(queries)
+
+        def lower(size: int) -> None:
+            self._batch_size = size
 
         def sample_local() -> Samples:
             with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
@@ -104,6 +107,7 @@ class LocalSampler:
                     generator=generator,
                     batch_size=batch_size,
                     num_samples=n,
+                    lower=lower,
                     share=Share(dist.rank, dist.world_size, n * len(queries)),
                     **self._how,
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.models.passes import TokenBudget
-from rlhf_tasks.training.distributed import Distributed, show_build_locks
+from rlhf_tasks.training.distributed import Distributed, join_gpus, show_build_locks
 from tests import small
 
 BATCH = collate(*small.rows(6, longest=7), small.PAD)
@@ -41,6 +42,26 @@ def test_ranks_make_equally_many_passes_and_every_row_counts_once(
     counted = [row for parts in found for part in parts if part.scale for row in part.rows]
     assert sorted(counted) == [0, 1, 2, 3, 4]
     assert all(part.rows for parts in found for part in parts), "a pass without rows is none"
+
+
+def test_objects_of_workers_on_gpus_travel_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a rank which waits for them does not keep its GPU busy; tensors travel by NCCL."""
+    calls = list[tuple[Any, ...]]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((device,)))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+
+    def meet(backend: str, device_id: torch.device, **_: Any) -> None:
+        calls.append((backend, device_id))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    join_gpus()
+    assert not calls, "a stage in one process meets nobody"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    join_gpus()
+    device = torch.device("cuda", 1)
+    assert calls == [(device,), ("cpu:gloo,cuda:nccl", device)]
 
 
 # -------------------------------------------------------------------------------------------- bf16
