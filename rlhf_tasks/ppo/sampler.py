@@ -6,12 +6,13 @@ B responses of all ranks · k responses to each prompt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config.ppo import VllmSampler
@@ -100,7 +101,8 @@ class LocalSampler:
             self._batch_size = size
 
         def sample_local() -> Samples:
-            with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
+            full = sharding.full_params(self._policy, dist.device)
+            with full as policy, keep_casts(policy), dist.autocast():
                 return sample(
                     policy,
                     local,
@@ -116,6 +118,24 @@ class LocalSampler:
         parts = dist.all_gather_object((found.responses, found.logprobs))
         responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
         return Samples(responses, logprobs)
+
+
+@contextmanager
+def keep_casts(model: nn.Module) -> Iterator[None]:
+    """Within the block autocast keeps its 16-bit copies of all weights.
+
+    By default it keeps those of weights that train: of frozen ones, such as those below adapters, it would
+    make copies for every token.
+    """
+    floats = filter(Tensor.is_floating_point, model.parameters())
+    frozen = [weight for weight in floats if not weight.requires_grad]
+    for weight in frozen:
+        weight.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
 
 
 class ServedSampler:
