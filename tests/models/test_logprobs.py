@@ -134,7 +134,8 @@ def test_a_head_for_gpus_computes_what_a_linear_layer_does(
     draw = partial(torch.randn, generator=generator, requires_grad=True)
     inputs = [draw(shape), draw(7, 8), *([draw(7)] if has_bias else [])]
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
-    found = logprobs._Tf32Linear.apply(*inputs, *([] if has_bias else [None]))
+    apply: Any = logprobs._Tf32Linear.apply
+    found = apply(*inputs, *([] if has_bias else [None]))
     expected = F.linear(*inputs)
     torch.testing.assert_close(found, expected)
     weights = torch.randn(found.shape, generator=generator)

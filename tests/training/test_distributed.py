@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate
@@ -117,7 +118,7 @@ class RoundedWeights(TorchDispatchMode):
     """Counts how often one of these weights is copied to 16 bits."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.weights, self.count = {weight.data_ptr() for weight in model.parameters()}, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,11 +130,12 @@ class RoundedWeights(TorchDispatchMode):
 def test_a_sampler_rounds_a_frozen_weight_once_and_not_for_every_token(bf16: Distributed) -> None:
     """Autocast keeps the copies of weights that train; with adapters hardly any does."""
     found = list[tuple[int, Any]]()
-    for prepare in (lambda model: model, lambda model: model.requires_grad_(False)):
-        model = prepare(small.causal())
+    for learns in (True, False):
+        model: nn.Module = small.causal()
+        model.requires_grad_(learns)
         sampler = LocalSampler(
             bf16,
-            model,
+            cast(PreTrainedModel, model),
             torch.Generator().manual_seed(1),
             num_samples=1,
             batch_size=None,
