@@ -41,14 +41,14 @@ LINES: Mapping[str, int] = {
     "data/readers": 2450,
     "models": 2440,  # the output layer by TF32 on a GPU
     "scoring": 975,
-    "training": 2970,  # objects by gloo beside NCCL
+    "training": 2995,  # objects by gloo beside NCCL; tokens of a pass by layout, which another GPU keeps
     "ppo": 3370,  # frozen weights that are cast once, the rollout on the device, two metrics
     "stages": 1975,
     "judging": 2800,
     "promotion": 1380,
     "tracking": 1850,  # judges by the model that they read; a store that follows its project
     "report": 890,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models
-    "project": 2622,  # what a stage reads anew, which flows say too; lost results; a copied service
+    "project": 2630,  # what a stage reads anew, which flows say too; lost results; a copied service
     "presets": 210,
     "../flows": 2655,  # why a stage runs, a cancellation that is one sentence, GPUs by number
 }
