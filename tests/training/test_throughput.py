@@ -39,7 +39,12 @@ def test_the_share_is_of_the_peak_of_all_gpus(
 def test_an_update_of_ppo_is_counted_by_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32: sampling, the reference, the critic's values; two epochs of both."""
     counted = list[tuple[float, float]]()
-    monkeypatch.setattr("rlhf_tasks.ppo.reporting.speed", lambda dist, *work: counted.append(work[:2]) or {})
+
+    def count(dist: Any, num_tokens: float, operations: float, seconds: float) -> dict[str, float]:
+        counted.append((num_tokens, operations))
+        return {}
+
+    monkeypatch.setattr("rlhf_tasks.ppo.reporting.speed", count)
     one = toy(num_ppo_epochs=2)
     next(one.updates)
     policy, critic = (
