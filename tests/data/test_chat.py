@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from rlhf_tasks.config import Data, Model, Split
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.data.chat import DATE, Rendering
-from rlhf_tasks.data.readers.shapes import Line, Table
+from rlhf_tasks.data.readers.readings import Line, Table
 from rlhf_tasks.data.readers.tables import Part, assemble
 from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Row
 from rlhf_tasks.data.splits import complete, fill_splits

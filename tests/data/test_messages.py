@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data.chat import Rendering
-from rlhf_tasks.data.readers.shapes import Line, Table
+from rlhf_tasks.data.readers.readings import Line, Table
 from rlhf_tasks.data.readers.tables import Part, assemble
 from rlhf_tasks.data.rows import Problems, Role, Row, check_texts
 from rlhf_tasks.data.tokenizer import scratch_rendering

@@ -12,7 +12,8 @@ import pytest
 from rlhf_tasks.config import Data
 from rlhf_tasks.data import chat
 from rlhf_tasks.data.readers import shapes
-from rlhf_tasks.data.readers.shapes import Line, Reading, Table, dialogue
+from rlhf_tasks.data.readers.cells import dialogue
+from rlhf_tasks.data.readers.readings import Line, Reading, Table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import inputs
 from tests import small
@@ -337,7 +338,7 @@ def test_votes_of_another_kind_are_read_by_an_entry_that_names_them(tmp_path: Pa
         ("{name: x}", r"is no shape; give a list of shapes with name, columns"),
         (
             "- {name: x, columns: {ticket: text}}",
-            "By `makes`, the columns are row: prompt or completion, prompt",
+            "By `makes`, its columns are row: prompt or completion, prompt",
         ),
         *(
             (f"- {{name: x, columns: {{prompt: {spec}}}{more}}}", "is no shape; give a list of shapes")
