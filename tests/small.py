@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,9 @@ from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.heads import TokenScores
 from rlhf_tasks.models.load import add_score_head, from_scratch, save_checkpoint
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import runner
+from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.distributed import Distributed
 
 ROOT = Path(__file__).parents[1]
@@ -238,6 +242,15 @@ def together(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def view(stage: config.Stage, changes: Mapping[str, Any] | None = None) -> Any:
     return config.VIEWS[stage].of(config.validate(params(changes), "test"))
+
+
+def run(
+    stage: config.Stage, changes: Mapping[str, Any] | None = None, tracker: NullTracker | None = None
+) -> dict[str, float]:
+    """The metrics of a stage in the working folder, with these changes to the shipped parameters."""
+    module = importlib.import_module(runner.module_of(stage))
+    metrics: dict[str, float] = module.run(view(stage, changes), Paths(), tracker or NullTracker(stage))
+    return metrics
 
 
 def write_rows(root: Path, role: str, split: str, rows: Sequence[Mapping[str, str]]) -> None:

@@ -43,7 +43,7 @@ POLICY, SAMPLES = Paths().policy, Paths().ppo_samples
 
 def run(**changes: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
     tracker = NullTracker("ppo")
-    return ppo.run(small.view("ppo", SETTINGS | changes), Paths(), tracker), tracker.history()
+    return small.run("ppo", SETTINGS | changes, tracker), tracker.history()
 
 
 @pytest.mark.parametrize("role", ["reward", "reward_heldout"])

@@ -16,7 +16,6 @@ from rlhf_tasks.models.heads import TokenScores
 from rlhf_tasks.models.load import load_causal, load_reward, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
-from rlhf_tasks.tracking import NullTracker
 from tests import families, small
 from tests.models.test_checks import unmask, wrap
 from tests.stages.test_ppo import SETTINGS
@@ -36,7 +35,7 @@ def run_with(
     model = families.causal(family, vocab_size=len(words), eos_token_id=words.eos_token_id, **changes)
     save_checkpoint(model, words, folder, identity={}, card="a card")
     given = SETTINGS | dict(small.WITHOUT_REWARD) | {"ppo.advantages.critic.kind": value_model, **settings}
-    ppo.run(small.view("ppo", given), Paths(), NullTracker("ppo"))
+    small.run("ppo", given)
 
 
 @pytest.mark.slow
@@ -65,7 +64,7 @@ def test_a_held_out_reward_model_that_answers_otherwise_in_a_batch_is_refused(
 
     monkeypatch.setattr(ppo, "load_reward", load_unmasked)
     with pytest.raises(UserError, match="models/reward_heldout fails the check before training"):
-        ppo.run(small.view("ppo", SETTINGS), Paths(), NullTracker("ppo"))
+        small.run("ppo", SETTINGS)
 
 
 def test_positions_that_depend_on_the_longest_row_are_refused(models_here: Path) -> None:
