@@ -243,7 +243,6 @@ def _unwrap(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _are_objects(value: Any) -> bool:
-    """Whether it is a list of objects alone."""
     return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 

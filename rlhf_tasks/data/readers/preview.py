@@ -114,7 +114,6 @@ def _histogram(sizes: Sequence[int]) -> str:
 
 
 def words(prompt: str, response: str) -> tuple[Sequence[str], Sequence[str]]:
-    """Words in place of tokens."""
     return prompt.split(), response.split()
 
 
