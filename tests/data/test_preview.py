@@ -52,11 +52,8 @@ def test_what_it_writes_is_read_again(rlhf: Command) -> None:
     assert "the folder is not empty" in rlhf("data", *words, status=2).err
 
 
-def test_unpaired_labels_are_refused_with_the_ways_on(rlhf: Command) -> None:
-    assert "data.format to label_pairs" in rlhf("data", CASES / "16_kto/train.jsonl", status=2).err
-
-
 def test_without_a_usable_row_it_ends_with_2(rlhf: Command) -> None:
+    assert "data.format to label_pairs" in rlhf("data", CASES / "16_kto/train.jsonl", status=2).err
     Path("empty.csv").write_text("prompt,completion\nhow?,\n", "utf-8")
     said = rlhf("data empty.csv", status=2)
     assert "completion is empty" in said.out
