@@ -223,7 +223,7 @@ def run(
     settings: config.Config | Mapping[str, Any] | None = None,
     tracker: NullTracker | None = None,
 ) -> dict[str, float]:
-    """The metrics of a stage in the working folder, by a config or changes of the shipped one. All are finite."""
+    """The metrics, all finite, of a stage in the working folder, by a config or by changes of params.yaml."""
     if not isinstance(settings, config.Config):
         settings = config.validate(params(settings), "test")
     module, its_view = importlib.import_module(runner.module_of(stage)), config.VIEWS[stage].of(settings)
