@@ -93,8 +93,8 @@ CHANGING = ("gemma2", "cohere", "granite", "minicpm3", "modernbert-decoder")
 
 def other(family: str, seed: int = 0) -> PreTrainedModel:
     """A causal LM of another family, random, without dropout."""
-    sizes = {"vocab_size": VOCAB, "initializer_range": 0.5, "bos_token_id": EOS}
-    return families.causal(family, seed, **sizes | OTHERS[family])
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.5, "bos_token_id": EOS}
+    return families.causal(family, seed, **sizes | {**OTHERS[family]})
 
 
 def in_float64(family: str) -> PreTrainedModel:

@@ -70,7 +70,7 @@ def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails() -> No
 
 
 def test_unseen_kinds_are_in_the_test_split_only() -> None:
-    sizes = {"num_prompts": 2000, "num_validation": 95, "num_test": 140}
+    sizes: dict[str, Any] = {"num_prompts": 2000, "num_validation": 95, "num_test": 140}
     every = constraints(3, **sizes)["prompts"]
     rows = {split: of_split(every, split) for split in SPLITS}
     assert len({row["topic"] for row in rows["train"]}) > 300
