@@ -9,13 +9,24 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rlhf_tasks.errors import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE_HERE = (6, 9)  # exit statuses of nvidia-smi: no device is found, no driver is loaded
 ANSWER_SECONDS = 120.0  # without a process on it, a GPU takes a while to wake up
+
+
+def variables(gpus: Sequence[str]) -> dict[str, str]:
+    """What lets a program see these GPUs alone; empty for none, so that it sees those of this process.
+
+    They are given by number where `nvidia-smi` lists them: vLLM takes no UUIDs (its issue 41848).
+    """
+    if not gpus:
+        return {}
+    numbers = {gpu: str(i) for i, gpu in enumerate(visible({}))}
+    return {VISIBLE: ",".join(numbers.get(gpu, gpu) for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def visible(environment: Mapping[str, str] = os.environ) -> list[str]:

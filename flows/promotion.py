@@ -67,8 +67,7 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
             with Slots() as slots:
                 if service.gpu_slots:
                     slots.hold(service.gpu_slots, get_run_logger().info)
-                gpus = {devices.VISIBLE: ",".join(slots.held)} if slots.held else {}
-                status, lines = run(command, environment=environment | gpus)
+                status, lines = run(command, environment=environment | devices.variables(slots.held))
     except subprocesses.INTERRUPTS as interrupt:
         get_run_logger().info("stopped; Retry decides")
         return Cancelled(message=subprocesses.STOPPED, data=interrupt)

@@ -77,7 +77,6 @@ class Dvc:
             OutOfTime: at the deadline.
         """
         command = [sys.executable, "-P", "-m", "dvc", "--wait-for-lock", "repro", "--single-item", stage]
-        seen = {devices.VISIBLE: ",".join(gpus)} if gpus else {}
         with tempfile.TemporaryDirectory(prefix="rlhf-flow-") as scratch:
             report, progress = Path(scratch) / "failure.json", Path(scratch) / "progress.json"
             files = {failures.FAILURE: str(report), console.PROGRESS: str(progress)}
@@ -92,7 +91,7 @@ class Dvc:
             status, lines = subprocesses.run(
                 command,
                 self.folder,
-                {**self.environment, **seen, **files},
+                {**self.environment, **devices.variables(gpus), **files},
                 self.grace_seconds,
                 deadline=self.deadline,
                 follow=follow,

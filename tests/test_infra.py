@@ -141,9 +141,18 @@ def test_a_job_requests_its_gpus_and_has_restricted_rights() -> None:
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
     assert container["resources"]["requests"]["nvidia.com/gpu"] == 4
+    assert "rdma/hca" not in container["resources"]["limits"]
     assert manifest["spec"]["backoffLimit"] == 0, "Prefect retries, not Kubernetes"
     assert {"parallelism", "completions"} <= set(pod), "Prefect's worker refuses a template without them"
     assert_restricted(pod)
+
+
+def test_a_job_may_ask_for_rdma_and_for_the_right_to_pin_memory() -> None:
+    values = {"rdma": 1, "capabilities": ["IPC_LOCK"]}
+    manifest = apply_values(template()["job_configuration"], values)["job_manifest"]
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["rdma/hca"] == container["resources"]["requests"]["rdma/hca"] == 1
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
 
 
 def assert_restricted(pod: dict[str, Any]) -> None:

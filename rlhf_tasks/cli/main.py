@@ -22,7 +22,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.cli import data, params, promote, review, run, serve
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import OutsideFault
-from rlhf_tasks.project import dvc_files, inputs
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import auto, failures, launch, signals
@@ -64,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    if not any(name.endswith("_ALLOC_CONF") for name in os.environ):  # with it, rows of other lengths fit too
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if not context.is_worker():  # accelerate would wait for the group that a cluster's shell speaks of
         for name in filter(launch.RANKS.fullmatch, [*os.environ]):
             del os.environ[name]
@@ -131,7 +133,7 @@ def run_inputs() -> int:
     try:
         with signals.listening(dvc_files.INPUTS):  # which says how much of a model it has hashed
             paths = Paths()
-            inputs.write(paths, auto.resolve(config.load(paths.params), paths.root))
+            auto.write_inputs(paths, config.load(paths.params))
     except Exception as error:
         failures.report(error)
         raise

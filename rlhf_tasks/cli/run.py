@@ -39,7 +39,7 @@ def run(
         return run_in_checkout()
     settings = config.load(paths.params)
     with signals.listening(dvc_files.INPUTS):
-        inputs.write(paths, auto.resolve(settings, paths.root))  # for `dvc status`
+        auto.write_inputs(paths, settings)  # for `dvc status`
     reasons, seconds = explain_changes(paths), durations.read(paths.home)
     total = len({*dvc_files.graph(paths.root)} - {dvc_files.INPUTS})
     if dry:

@@ -31,6 +31,8 @@ from rlhf_tasks.data.rows import read as read_rows
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
 from rlhf_tasks.project.paths import Paths
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -149,16 +151,21 @@ class SharedPrefixBatch(Batch):
 
 
 def collate_groups(
-    queries: Sequence[Ids], responses: Sequence[Ids], groups: Sequence[Sequence[int]], pad: int
+    queries: Sequence[Ids],
+    responses: Sequence[Ids],
+    groups: Sequence[Sequence[int]],
+    pad: int,
+    device: torch.device = CPU,
 ) -> Batch:
     """The responses of all groups, one after another; each group shares a row, after its common query.
 
     Where no group has several it is `collate`; for no groups it is a row of padding, for a pass whose result
-    nobody reads.
+    nobody reads. The mask is made on the `device`: it is larger than all else that is copied there.
     """
     rows = [i for group in groups for i in group]
     if len(rows) == len(groups):
-        return collate([queries[i] for i in rows] or [[pad]], [responses[i] for i in rows] or [[pad]], pad)
+        known, answers = [queries[i] for i in rows], [responses[i] for i in rows]
+        return collate(known or [[pad]], answers or [[pad]], pad).to(device)
     width, width_r = max(group_sizes(queries, responses, groups)), max(len(responses[i]) for i in rows)
     ids = torch.full((len(groups), width), pad, dtype=torch.long)
     segments, positions = torch.full_like(ids, -1), torch.zeros_like(ids)
@@ -179,8 +186,11 @@ def collate_groups(
             answered[number, first:], columns[number, first] = True, last
             columns[number, first + 1 :] = torch.arange(start + here.start, start + here.stop)
             stop, number = here.stop, number + 1
+    ids, answered, segments, positions, columns = (
+        x.to(device) for x in (ids, answered, segments, positions, columns)
+    )
     a, b = segments[:, :, None], segments[:, None, :]
-    sees = torch.ones(width, width, dtype=torch.bool).tril() & ((b == 0) | (a == b))
+    sees = torch.ones(width, width, dtype=torch.bool, device=device).tril() & ((b == 0) | (a == b))
     return SharedPrefixBatch(ids, sees[:, None], answered, segments, positions, columns)
 
 

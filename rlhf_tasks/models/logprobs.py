@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -65,6 +66,8 @@ def token_stats(
     mask, labels = batch.response_mask, batch.responses[batch.response_mask]  # (B, R), (N,)
     call_head = head.forward
     linear = _LINEAR.get(getattr(call_head, "__func__", None))
+    if linear is F.linear and _may_round(head.weight):
+        linear = _Tf32Linear.apply
     makes_all = linear is None or head in _ADJUSTED
     states: list[Tensor] = []
     given: list[tuple[Tensor, int]] = []  # what the head returned; its version counts changes in place
@@ -161,6 +164,50 @@ def _stats(logits: Tensor, labels: Tensor, temperature: float, entropy_grad: boo
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -torch.einsum("nv,nv->n", logp.exp(), logp)
     return torch.stack([chosen, entropy, (chosen >= logp.amax(-1)).to(z.dtype)], dim=1)
+
+
+def _may_round(weight: Tensor) -> bool:
+    """Whether a float32 matmul may use TF32: on a GPU, in a pass whose other layers have fewer bits still."""
+    rounds = torch.is_autocast_enabled(weight.device.type) or weight.dtype.itemsize < 4
+    return weight.device.type == "cuda" and rounds
+
+
+class _Tf32Linear(torch.autograd.Function):
+    """`F.linear` with operands of TF32, whose products have 11 significant bits and are summed in float32.
+
+    A plain float32 matmul takes about eight times as long on a GPU. All of torch must not be set so: rotary
+    positions above 2048 would be rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(…, H), (V, H), (V,) → (…, V)."""
+        ctx.save_for_backward(hidden, weight)
+        with _tf32():
+            return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of states, weight and bias, where they are needed."""
+        (hidden, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        rows, states = grad.flatten(0, -2), hidden.flatten(0, -2)
+        with _tf32():
+            return (
+                grad @ weight if needs[0] else None,
+                rows.T @ states if needs[1] else None,
+                rows.sum(0) if needs[2] else None,
+            )
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def read_rows(
 
     def read(numbers: list[int]) -> None:
         read_groups = [groups[number] for number in numbers]
-        values = compute(collate_groups(queries, responses, read_groups, pad).to(device))
+        values = compute(collate_groups(queries, responses, read_groups, pad, device))
         if read_groups:
             result[[row for group in read_groups for row in group]] = values.double().cpu()
 

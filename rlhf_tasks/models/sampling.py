@@ -9,7 +9,7 @@ B batch · Q query · R response · V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,7 @@ def sample(
     num_samples: int = 1,
     share: Share | None = None,
     meter: Meter | None = None,
+    lower: Callable[[int], object] = int,
 ) -> Samples:
     """Sample responses to each query from softmax(logits / temperature), by default all at once.
 
@@ -83,7 +84,7 @@ def sample(
     `batch_size` by rounding only. With `share` the numbers of all ranks are drawn, from generators of the
     same state: a response does not depend on the rank that samples it either. Queries of similar length
     share a batch, so that little is padded. If the GPU is out of memory, half as many rows are sampled at a
-    time from there on.
+    time from there on, of which `lower` is told.
 
     Raises:
         NonFiniteError: if the model's logits are NaN or infinite.
@@ -102,6 +103,7 @@ def sample(
         if (size := min(size, len(order) - start) // 2) == 0:
             raise torch.OutOfMemoryError("while it samples one row")
         console.say(f"out of memory: {size} responses are sampled at a time now")
+        lower(size)
 
     with nullcontext(meter) if meter else console.part("sampling", len(order), "responses") as counted:
         for attempt in attempts(shrink):

@@ -1,6 +1,7 @@
-"""A rollout: responses sampled from the policy, and every number that PPO learns from, on the CPU.
+"""A rollout: responses sampled from the policy, and every number that PPO learns from.
 
-All ranks hold all of it: so the number of ranks changes no advantage, no metric and no step.
+It is made on the CPU, and the epochs read a copy on the device. All ranks hold all of it: so the number of
+ranks changes no advantage, no metric and no step.
 
 B responses · R response length. In each (B, R) tensor a row starts with the first token of its response;
 `mask` is True on real response tokens, EOS included.
@@ -9,14 +10,14 @@ B responses · R response length. In each (B, R) tensor a row starts with the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import Batch, collate_groups, group_rows, group_sizes
+from rlhf_tasks.data.batches import CPU, Batch, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.logprobs import response_logprobs
@@ -82,9 +83,13 @@ class Rollout:
         groups = group_rows(self.queries, self.responses, rows, budget.max_tokens, shares=shares)
         return dist.split(group_sizes(self.queries, self.responses, groups), groups, budget)
 
-    def batch(self, groups: Sequence[Sequence[int]]) -> Batch:
+    def to(self, device: torch.device) -> Rollout:
+        """The same, with the numbers of tokens on a device."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in MicroBatch._fields})
+
+    def batch(self, groups: Sequence[Sequence[int]], device: torch.device = CPU) -> Batch:
         """The token ids of these groups of rows, padded."""
-        return collate_groups(self.queries, self.responses, groups, self.pad)
+        return collate_groups(self.queries, self.responses, groups, self.pad, device)
 
     def read(
         self,
@@ -99,15 +104,14 @@ class Rollout:
             with attempt:
                 for micro in self.split(dist, rows, budget):
                     with dist.autocast():
-                        parts = compute(self.batch(micro.groups).to(dist.device))
+                        parts = compute(self.batch(micro.groups, dist.device))
                     if micro.scale:  # else it is a pass that other ranks need
                         for whole, part in zip(into, parts, strict=True):
                             whole[micro.rows, : part.shape[1]] = part.float().cpu()
 
-    def select(self, rows: Sequence[int], width: int, device: torch.device) -> MicroBatch:
+    def select(self, rows: Tensor, width: int) -> MicroBatch:
         """What the losses read of these rows, (b, width) each; `width` is the longest of their responses."""
-        columns = (getattr(self, name)[list(rows), :width].to(device) for name in MicroBatch._fields)
-        return MicroBatch(*columns)
+        return MicroBatch(*(getattr(self, name)[rows, :width] for name in MicroBatch._fields))
 
 
 class Reference(Protocol):

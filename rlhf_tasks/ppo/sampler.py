@@ -6,12 +6,13 @@ B responses of all ranks · k responses to each prompt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config.ppo import VllmSampler
@@ -87,7 +88,7 @@ class LocalSampler:
 
     def respond(self, queries: Sequence[Ids], seed: int, update: int) -> list[Ids]:
         generator = torch.Generator(self._dist.device).manual_seed(seed)
-        return self._sample(queries, 1, generator, BATCH_SIZE).responses
+        return self._sample(queries, 1, generator, min(self._batch_size or BATCH_SIZE, BATCH_SIZE)).responses
 
     @torch.no_grad()
     def _sample(
@@ -96,14 +97,19 @@ class LocalSampler:
         """`n` responses to each query, of which each rank samples those to its share of the queries."""
         dist, local = self._dist, self._dist.shard_rows(queries)
 
+        def lower(size: int) -> None:
+            self._batch_size = size
+
         def sample_local() -> Samples:
-            with sharding.full_params(self._policy, dist.device) as policy, dist.autocast():
+            full = sharding.full_params(self._policy, dist.device)
+            with full as policy, keep_casts(policy), dist.autocast():
                 return sample(
                     policy,
                     local,
                     generator=generator,
                     batch_size=batch_size,
                     num_samples=n,
+                    lower=lower,
                     share=Share(dist.rank, dist.world_size, n * len(queries)),
                     **self._how,
                 )
@@ -112,6 +118,24 @@ class LocalSampler:
         parts = dist.all_gather_object((found.responses, found.logprobs))
         responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
         return Samples(responses, logprobs)
+
+
+@contextmanager
+def keep_casts(model: nn.Module) -> Iterator[None]:
+    """Within the block autocast keeps its 16-bit copies of all weights.
+
+    By default it keeps those of weights that train: of frozen ones, such as those below adapters, it would
+    make copies for every token.
+    """
+    floats = filter(Tensor.is_floating_point, model.parameters())
+    frozen = [weight for weight in floats if not weight.requires_grad]
+    for weight in frozen:
+        weight.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
 
 
 class ServedSampler:

@@ -178,6 +178,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                     rollout_metrics["val/group_deviation"] = float(deviations.mean())
             rollout = replace(rollout, advantages=advantages, returns=returns)
             require_finite(rollout_metrics, rollout)
+            placed = rollout.to(dist.device)
 
             # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
             steps, grad_norms, num_epochs = list[TokenSums](), list[float](), 0
@@ -189,13 +190,13 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                     for rows in minibatches:
                         # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
                         ptx_rows = state.ptx.take(len(rows)) if state.ptx and not is_warmup else []
-                        steps.append(accumulate_gradients(setup, state, rollout, rows, ptx_rows, is_warmup))
+                        steps.append(accumulate_gradients(setup, state, placed, rows, ptx_rows, is_warmup))
 
                         # 8. The optimizer step, with the norm of the gradient clipped. The critic may take
                         # more of them on the minibatch: it learns a target, not an advantage that goes stale.
                         grad_norms.append(take_step(setup, state, rollout, rows))
                         for _ in range(separate.steps - 1):
-                            accumulate_gradients(setup, state, rollout, rows, [], is_warmup, critic_only=True)
+                            accumulate_gradients(setup, state, placed, rows, [], is_warmup, critic_only=True)
                             state.actor_critic.policy.zero_grad(set_to_none=True)  # AdamW skips what has none
                             take_step(setup, state, rollout, rows)
                         meter.advance()
@@ -371,8 +372,8 @@ def accumulate_gradients(
     dist = setup.dist
     # A token's weight is that in the loss of the whole minibatch, of all ranks: so the sum over micro-batches
     # is the same, however they are cut.
-    weights = torch.zeros(rollout.mask.shape)  # (B, R)
-    weights[list(rows)] = token_weights(rollout.mask[list(rows)], setup.config.loss_reduction)
+    index, weights = torch.tensor(rows, device=dist.device), torch.zeros_like(rollout.logprobs)  # (B, R)
+    weights[index] = token_weights(rollout.mask[index], setup.config.loss_reduction)
     for attempt in dist.attempts(state.budget, state.optimizer):
         with attempt:
             # What a failed attempt has added counts nowhere, and its graph is dropped.
@@ -412,9 +413,9 @@ def ppo_losses(
     and FSDP2 want one pass of all weights.
     """
     dist, config = setup.dist, setup.config
-    batch = rollout.batch(micro.groups).to(dist.device)
-    old = rollout.select(micro.rows, batch.num_response_columns, dist.device)  # what the rollout recorded
-    weight = micro.scale * weights[micro.rows, : batch.num_response_columns].to(dist.device)  # (b, r)
+    batch, index = rollout.batch(micro.groups, dist.device), torch.tensor(micro.rows, device=dist.device)
+    old = rollout.select(index, batch.num_response_columns)  # what the rollout recorded
+    weight = micro.scale * weights[index, : batch.num_response_columns]  # (b, r)
     splits = critic_has_own_pass(setup, state)
 
     def policy_loss() -> tuple[Tensor, TokenSums]:

@@ -275,8 +275,12 @@ class VllmServer:
         self._version += 1
         self._vocab = int(weights.config.get_text_config().vocab_size)
         write_text(self._folder / OWNER, processes.name_of(psutil.Process()))
+        state = weights.state_dict()
+        if not self._sampling.is_float32:  # the server would round them as it reads them
+            rounded = {x.data_ptr(): x.bfloat16() for x in state.values() if x.is_floating_point()}
+            state = {name: rounded.get(x.data_ptr(), x) for name, x in state.items()}  # tied ones stay tied
         with whole(self._weights) as folder:
-            weights.save_pretrained(folder)
+            weights.save_pretrained(folder, state_dict=state)
             self._tokenizer.save_pretrained(folder)
         if self._client is None:
             self._begin()

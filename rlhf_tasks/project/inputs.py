@@ -20,7 +20,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,8 +111,11 @@ class Fingerprint:
 
 
 @console.part("collecting the inputs")
-def write(paths: Paths, settings: Config) -> None:
+def write(paths: Paths, settings: Config, sizes: Set[str] = frozenset()) -> None:
     """Write inputs/STAGE.json for every stage of dvc.yaml that has parameters; none of them is `auto`.
+
+    Of `sizes`, the parameters that only cut the work to this machine, a stage keeps what it had in its last
+    run, unless something else has changed too: another GPU must not train anew.
 
     Raises:
         UserError: naming everything that does not exist.
@@ -122,6 +125,10 @@ def write(paths: Paths, settings: Config) -> None:
     if problems := dict.fromkeys(problem for _, several in collected.values() for problem in several):
         raise UserError("; ".join(problems))
     for stage, (inputs, _) in collected.items():
+        known = used(paths.root, stage) if sizes & inputs.values.keys() else inputs
+        kept = {**inputs.values, **{key: known.values[key] for key in sizes & known.values.keys()}}
+        if (kept, inputs.files, inputs.packages) == (known.values, known.files, known.packages):
+            inputs = known
         tree = {key: value for key, value in vars(inputs).items() if key != "deps"}
         atomic.write_text(paths.inputs(stage), json.dumps(tree, indent=2, sort_keys=True) + "\n")
 

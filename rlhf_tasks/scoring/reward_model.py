@@ -27,6 +27,8 @@ class Placement(Protocol):
     """Where a stage computes with models that it does not train: on its device, or sharded over processes."""
 
     device: torch.device
+    is_float32: bool
+    """Whether passes compute in float32, and not in bfloat16."""
 
     def put(self, model: nn.Module) -> None:
         """Put a model there."""
@@ -41,7 +43,7 @@ class Placement(Protocol):
 
 
 class RewardModel:
-    """A reward model as a scorer: the score of each row's last real token, in the model's own precision."""
+    """A reward model as a scorer: the score of each row's last real token, in the stage's precision."""
 
     def __init__(
         self,
@@ -51,13 +53,14 @@ class RewardModel:
         placement: Placement | None = None,
         retokenize: Retokenizer | None = None,
     ) -> None:
-        """`placement` is where the model is or will be put; None: where it is now.
+        """`placement` is where the model is or will be put; None: where it is now, in its own precision.
 
         Without `retokenize`, ids that the rows hold are those of this tokenizer.
         """
         self.model, self._tokenizer, self._retokenize = model.eval(), tokenizer, retokenize
         self._budget, self._device = TokenBudget(max_tokens), next(model.parameters()).device
         self._run_batches: RunBatches = TokenBudget.each
+        self._rounds = placement is not None and not placement.is_float32
         if placement is not None:
             self._device, self._run_batches = placement.device, placement.run_batches
 
@@ -65,16 +68,17 @@ class RewardModel:
         queries, responses = self._retokenize(rows) if self._retokenize else rows.ids(self._tokenizer)
         shares = supports_shared_prefix(self.model.model)
         groups = group_rows(queries, responses, range(len(rows)), self._budget.max_tokens, shares=shares)
-        return read_rows(
-            lambda batch: self.model(batch, ends_only=True),
-            queries,
-            responses,
-            groups=groups,
-            pad=self._tokenizer.pad_token_id,
-            device=self._device,
-            budget=self._budget,
-            run=self._run_batches,
-        ).float()
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._rounds):
+            return read_rows(
+                lambda batch: self.model(batch, ends_only=True),
+                queries,
+                responses,
+                groups=groups,
+                pad=self._tokenizer.pad_token_id,
+                device=self._device,
+                budget=self._budget,
+                run=self._run_batches,
+            ).float()
 
 
 def load(folder: Path, device: torch.device) -> RewardModel:

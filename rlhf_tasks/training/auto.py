@@ -33,6 +33,7 @@ MOST_TOKENS = {"cpu": 4096, "cuda": 65_536}  # beyond these a pass gets no faste
 LEAST_TOKENS = 256
 LARGE = (4096, 32, 14_336)  # of a model whose shape is not known: Llama 3 8B's
 ACTIVATIONS_SHARE = 1 / 8  # of the device's memory; weights, moments and caches need the rest
+SHARDED_SHARE = 1 / 4  # where GPUs share the weights: each pass exchanges all of them
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -66,6 +67,12 @@ def resolve(
                 tokens = choose_tokens(settings, root, number_format, name)
             changed[name] = section.model_copy(update={"micro_batch_tokens": tokens})
     return settings.model_copy(update=changed)
+
+
+def write_inputs(paths: Paths, settings: Config) -> None:
+    """Write inputs/STAGE.json of every stage, with what `auto` stands for; errors as in `inputs.write`."""
+    sizes = {key for key in keys(settings) if key != PRECISION}
+    inputs.write(paths, resolve(settings, paths.root), sizes)
 
 
 def resolve_for(paths: Paths, stage: Stage, settings: Config, *, check: bool = True) -> Config:
@@ -123,14 +130,27 @@ def choose_tokens(
     memory = min((gpu.total_memory for gpu in gpus()), default=None)
     hidden, layers, intermediate = _shape(settings, root, section) or LARGE
     numbers = layers * (9 * hidden + 3 * intermediate)  # in and out of all linear layers, at most
-    a_token = numbers * (2 if number_format == "bf16" else 4)
-    return fit_tokens(memory or machine_memory(), a_token, MOST_TOKENS["cuda" if memory else "cpu"])
+    width, launch = 2 if number_format == "bf16" else 4, settings.launch
+    if memory is None:
+        return fit_tokens(machine_memory(), width * numbers, MOST_TOKENS["cpu"])
+    is_sharded = launch.parallelism in ("fsdp2", "zero3") and launch.num_processes > 1
+    a_token = width * numbers
+    if section in ("value", "ppo") and settings.ppo.gradient_checkpointing:
+        a_token = checkpointed_bytes(a_token, hidden, layers)
+    return fit_tokens(memory, a_token, is_sharded=is_sharded)
 
 
-def fit_tokens(memory: float, bytes_of_a_token: int, most: int = MOST_TOKENS["cuda"]) -> int:
-    """The tokens whose activations fill an eighth of the memory in bytes: a power of two, so that machines
-    of about the same memory agree."""
-    tokens = int(ACTIVATIONS_SHARE * memory / bytes_of_a_token)
+def checkpointed_bytes(of_token: int, hidden: int, layers: int) -> int:
+    """A token's activations where layers keep their float32 input alone, and one at a time all of its own."""
+    return 4 * layers * hidden + of_token // layers
+
+
+def fit_tokens(
+    memory: float, bytes_of_a_token: int, most: int = MOST_TOKENS["cuda"], *, is_sharded: bool = False
+) -> int:
+    """The tokens whose activations fill an eighth of the memory in bytes, or a quarter beside shards: a power
+    of two, so that machines of about the same memory agree."""
+    tokens = int((SHARDED_SHARE if is_sharded else ACTIVATIONS_SHARE) * memory / bytes_of_a_token)
     return max(LEAST_TOKENS, min(most, 1 << max(tokens.bit_length() - 1, 0)))
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
@@ -78,12 +78,16 @@ class Distributed:
         if launch.parallelism in ("zero2", "zero3"):
             show_build_locks()
         tune_malloc()
-        self.is_float32, self._is_ddp = launch.precision != "bf16", launch.parallelism == "ddp"
+        join_gpus()
+        self.is_float32 = launch.precision != "bf16"
+        # a gradient is a view of what DDP exchanges, not a copy; buffers, such as frequencies, never change
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
         self.accelerator = Accelerator(
             mixed_precision="no" if self.is_float32 else "bf16",
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE), ddp],
         )
         self.device: torch.device = self.accelerator.device
+        self._has_cpu_kernels = launch.parallelism == "ddp" and self.device.type == "cpu"
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.is_deepspeed:
             # ZeRO-3 partitions whole models in `prepare`: into one that transformers creates in partitions,
@@ -153,7 +157,7 @@ class Distributed:
         if self.world_size == 1:
             return value
         box = [value]
-        torch.distributed.broadcast_object_list(box, src=0, device=self.device)
+        torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
 
     def barrier(self) -> None:
@@ -172,7 +176,7 @@ class Distributed:
         differ from 1 before the first step.
         """
         model.eval()
-        if self._is_ddp:
+        if self._has_cpu_kernels:
             accelerate(model)
         if self._is_fsdp2:  # the optimizer gets the sharded weights in place of the whole ones
             whole = list(model.parameters())
@@ -215,7 +219,7 @@ class Distributed:
             return
         if self._mesh is None:
             model.to(self.device)
-            if self._is_ddp:
+            if self._has_cpu_kernels:
                 accelerate(model)
         else:
             sharding.shard(model, self._mesh, offload=self._offload, computes_in=self._computes_in)
@@ -453,6 +457,20 @@ def free_memory(device: torch.device) -> float:
         return math.inf
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def join_gpus() -> None:
+    """Let the workers on GPUs meet: tensors travel by NCCL, and objects by gloo.
+
+    A rank that waits by NCCL, as for a judge, keeps its GPU busy, which a server of vLLM may share.
+    accelerate and DeepSpeed take the process group that they find.
+    """
+    worker = os.environ.get("LOCAL_RANK")
+    if worker is None or not torch.cuda.is_available() or torch.distributed.is_initialized():
+        return
+    device = torch.device("cuda", int(worker))
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE, device_id=device)
 
 
 def show_build_locks() -> None:

@@ -31,7 +31,7 @@ from rlhf_tasks.models.load import scratch_config
 from rlhf_tasks.models.logprobs import GPU_LOGITS
 from rlhf_tasks.project import packaged
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training.auto import fit_tokens
+from rlhf_tasks.training.auto import checkpointed_bytes, fit_tokens
 
 Parallelism = Literal["ddp", "zero2", "fsdp2", "zero3"]  # from the simplest to those that spread most
 SHARDING = ("fsdp2", "zero3")
@@ -128,24 +128,33 @@ class Run:
     is_bf16: bool = True
     has_reward_model: bool = True  # models/reward and models/reward_heldout are loaded
     offload: bool = False
+    auto_tokens_of: float | None = None  # GPU's bytes by which `micro_batch_tokens: auto` is chosen
     chunk: int = GPU_LOGITS  # logits that the training passes make at a time
 
     @classmethod
     def of_params(cls, config: Config, policy: Sizes, num_gpus: int, gpu: float) -> Run:
         """PPO as params.yaml has it, of this policy, on GPUs of so many bytes."""
-        ppo, is_bf16 = config.ppo, config.launch.precision != "fp32"
-        if ppo.micro_batch_tokens == AUTO:
-            tokens = fit_tokens(gpu, (BF16 if is_bf16 else FP32) * policy.activations)
-            ppo = ppo.model_copy(update={"micro_batch_tokens": tokens})
         return cls(
             policy=policy,
-            ppo=ppo,
+            ppo=config.ppo,
             longest=config.data.max_prompt_tokens,
             num_gpus=num_gpus,
-            is_bf16=is_bf16,
+            is_bf16=config.launch.precision != "fp32",
+            auto_tokens_of=gpu if config.ppo.micro_batch_tokens == AUTO else None,
             has_reward_model=config.reward.train,
             offload=config.launch.offload,
         )
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a pass; what `auto` stands for in this layout."""
+        if self.auto_tokens_of is None:
+            return self.ppo.micro_batch_tokens
+        a_token = self.width * self.policy.activations
+        if self.ppo.gradient_checkpointing:
+            a_token = checkpointed_bytes(a_token, self.policy.hidden, self.policy.layers)
+        is_sharded = self.parallelism in SHARDING and self.num_gpus > 1
+        return fit_tokens(self.auto_tokens_of, a_token, is_sharded=is_sharded)
 
     @property
     def width(self) -> int:
@@ -202,7 +211,7 @@ def memory(run: Run) -> dict[str, float]:
         parts |= {name: parts[name] - size for name, size in moved.items()}
 
     row, batch = run.longest + ppo.response_length, ppo.rollout_batch_size
-    tokens = min(max(ppo.micro_batch_tokens, row), max(1, batch // ppo.num_mini_batches // n) * row)
+    tokens = min(max(run.micro_batch_tokens, row), max(1, batch // ppo.num_mini_batches // n) * row)
     # one process frees the policy's activations before the critic's pass; ranks need both in one pass
     has_two = ppo.critic is not None and ppo.critic.kind == "separate"
     passes = 2 if has_two and (n > 1 or run.parallelism != "ddp") else 1
@@ -284,5 +293,6 @@ def describe(run: Run, gpu: float, machine: float) -> dict[str, Any]:
         "launch.parallelism": chosen.parallelism,
         "launch.offload": chosen.offload,
         "ppo.gradient_checkpointing": chosen.ppo.gradient_checkpointing,
+        "ppo.micro_batch_tokens": chosen.micro_batch_tokens,
         **{f"GB of {name}": round(size / GB, 2) for name, size in memory(chosen).items()},
     }

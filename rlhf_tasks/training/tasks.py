@@ -181,8 +181,8 @@ class PreferencePairs:
         )
         if self.shares_prefix:
             pairs = [[i, i + len(rows)] for i in range(len(rows))]
-            batch = collate_groups(queries * 2, chosen + rejected, pairs, self.pad)
-            scores, _ = model(batch.to(device))
+            batch = collate_groups(queries * 2, chosen + rejected, pairs, self.pad, device)
+            scores, _ = model(batch)
             return pair_sums(scores[::2], scores[1::2], self.margin, self.centering_coef)
         batch = collate(queries * 2, chosen + rejected, self.pad)
         scores, of_lm = model(batch.to(device), len(rows) if self.lm_coef else 0)

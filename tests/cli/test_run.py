@@ -49,7 +49,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("dvc.yaml").write_text(DVC_YAML.format(python=sys.executable), encoding="utf-8")
     Path("stage.py").write_text(STAGE, encoding="utf-8")
     Path("given").write_text("one", encoding="utf-8")
-    monkeypatch.setattr(inputs, "write", lambda paths, settings: None)
+    monkeypatch.setattr(inputs, "write", lambda *given: None)
     console.set_quiet(False)
     return tmp_path
 

@@ -40,6 +40,12 @@ def test_a_run_gets_no_other_devices_than_its_worker_was_given(
     assert devices.visible({} if given is None else {devices.VISIBLE: given}) == expected
 
 
+def test_programs_are_given_gpus_by_number_and_parts_by_name(show_gpus: ShowGpus) -> None:
+    show_gpus(LISTING)
+    assert devices.variables([THIRD, PART])[devices.VISIBLE] == f"2,{PART}"
+    assert devices.variables([]) == {}, "they see what this process sees"
+
+
 def test_a_machine_without_gpus_has_none(show_gpus: ShowGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     show_gpus("No devices were found\n")
     assert devices.visible() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -121,6 +122,35 @@ def test_every_weight_gets_the_gradient_that_full_logits_give(family: str, has_a
     for name, gradient in gradients[0].items():
         bound = 1e-2 if has_autocast and "head" not in name else 1e-4  # 2⁻⁷ is a step of bfloat16 at 1
         torch.testing.assert_close(gradient, gradients[1][name], atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_head_for_gpus_computes_what_a_linear_layer_does(
+    shape: tuple[int, ...], has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU computes it in float32; the precision that it asks for ends with each matmul."""
+    generator, asked = torch.Generator().manual_seed(1), list[str]()
+    draw = partial(torch.randn, generator=generator, requires_grad=True)
+    inputs = [draw(shape), draw(7, 8), *([draw(7)] if has_bias else [])]
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    apply: Any = logprobs._Tf32Linear.apply
+    found = apply(*inputs, *([] if has_bias else [None]))
+    expected = F.linear(*inputs)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(found.shape, generator=generator)
+    torch.testing.assert_close(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (found, expected)))
+    assert asked == ["high", "highest"] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", *ADJUSTING])
+def test_a_pass_of_16_bits_takes_that_head(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = packed(token_stats(model_of(family), BATCH, 0.7))
+    monkeypatch.setattr(logprobs, "_may_round", lambda weight: True)
+    calls = mock.Mock(wraps=logprobs._Tf32Linear.apply)
+    monkeypatch.setattr(logprobs._Tf32Linear, "apply", calls)
+    torch.testing.assert_close(packed(token_stats(model_of(family), BATCH, 0.7)), expected)
+    assert calls.called
 
 
 def exact_head(head: torch.nn.Linear) -> Callable[[Tensor], Tensor]:

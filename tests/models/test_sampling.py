@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf_tasks.data.tokenizer import Ids, response_texts
+from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.models import sampling
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses, sample_token
+from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.models.tensors import NonFiniteError
+from rlhf_tasks.ppo.sampler import LocalSampler
 from tests import families, small
 from tests.small import EOS, FAMILIES, PAD, Family
 
@@ -211,6 +213,22 @@ def test_half_as_many_rows_are_sampled_where_the_memory_is_full(monkeypatch: pyt
     monkeypatch.setattr(sampling, "_decode", hungry)
     assert respond(batch_size=8) == expected
     assert tried == [5, 2, 2, 1]
+    tried.clear()
+    queries = encode(small.tokenizer(), prompts)
+    sampler = LocalSampler(
+        small.distributed(),
+        small.causal(),
+        torch.Generator().manual_seed(3),
+        num_samples=1,
+        batch_size=None,
+        max_new_tokens=4,
+        temperature=1.0,
+        ends=ends_of(small.causal(), small.tokenizer()),
+        pad=PAD,
+    )
+    assert sampler.sample(queries, 0).responses == expected
+    sampler.sample(queries, 1)
+    assert tried == [5, 2, 2, 1, 2, 2, 1], "the next rollout begins with what fits"
     largest = 0
     with pytest.raises(torch.OutOfMemoryError):
         respond()

@@ -483,7 +483,7 @@ def test_adams_moments_decay_by_its_betas(rollout: Rollout) -> None:
 def test_no_step_is_taken_on_a_loss_that_is_nan(tmp_path: Path) -> None:
     one = toy(**ONE_STEP, faults=tmp_path)
     rollout, _ = one.estimate()
-    rollout.advantages[0, 0] = math.nan
+    rollout.importance[0, 0] = math.nan  # which enters the loss alone
     before = one.weights
     with pytest.raises(GuardTripped, match="non_finite: the gradient is NaN or infinite"):
         one.learn(rollout)
@@ -491,7 +491,7 @@ def test_no_step_is_taken_on_a_loss_that_is_nan(tmp_path: Path) -> None:
     (file,) = tmp_path.iterdir()
     written = torch.load(file, weights_only=False)
     assert len(written["responses"]) == 16
-    assert written["advantages"].isnan().sum() == 1
+    assert written["importance"].isnan().sum() == 1
     assert torch.equal(written["returns"], rollout.returns)
     assert sorted(written["rows"]) == list(range(16))
 

@@ -8,12 +8,14 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.errors import UserError
@@ -155,6 +157,19 @@ def test_a_folder_for_the_weights_holds_those_in_use_and_is_empty_at_the_end(tmp
         assert not stored(home)
     assert list(shared.iterdir()) == []
     assert [path.suffix for path in home.iterdir()] == [".log"]
+
+
+def test_a_server_that_computes_in_bf16_is_given_weights_of_bf16(tmp_path: Path) -> None:
+    """Half of the bytes; it would round float32 ones itself."""
+    model = small.causal()
+    with connected(tmp_path) as (one, _):
+        one._sampling = replace(SAMPLING, is_float32=False)
+        one.load(model)
+        [file] = tmp_path.rglob("model.safetensors")
+        found = load_file(file)
+        assert found
+        assert all(torch.equal(x, model.state_dict()[name].bfloat16()) for name, x in found.items())
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
 
 
 # ------------------------------------------------------------------------ servers that fail

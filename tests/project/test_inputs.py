@@ -101,7 +101,7 @@ def rerun(record: Path) -> Callable[..., set[str]]:
         before = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
         set_values(record, values or {})
         write(record, files)
-        inputs.write(Paths(record), auto.resolve(config.load(Path("params.yaml")), record))
+        auto.write_inputs(Paths(record), config.load(Path("params.yaml")))
         after = {file.stem: file.read_text(encoding="utf-8") for file in Path("inputs").glob("*.json")}
         return {name for name, text in after.items() if text != before.get(name)} - {"report"}
 
@@ -418,7 +418,7 @@ def test_an_unfinished_run_is_refused_by_name_where_auto_stood_for_something_els
         pass
     # What the message tells to write makes the stage look for that run's snapshots.
     set_values(record, there)
-    inputs.write(paths, auto.resolve(config.load(), Path()))
+    auto.write_inputs(paths, config.load())
     as_told = config.VIEWS["sft"].of(auto.resolve(config.load(), Path()))
     assert lineage.fingerprint(paths, "sft", as_told.declared).flat() == manifest["identity"]
     manifest["identity"]["sft.patience"] = 99

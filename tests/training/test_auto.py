@@ -14,6 +14,7 @@ import torch
 
 from rlhf_tasks import config
 from rlhf_tasks.errors import ConfigError
+from rlhf_tasks.project import inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import auto
 from tests.conftest import Command
@@ -52,6 +53,27 @@ def test_an_eighth_of_the_memory_holds_the_activations(
     monkeypatch.setattr(auto, "machine_memory", lambda: memory)
     settings = config.Config.model_validate({"model": {"base": "given"}})
     assert auto.choose_tokens(settings, tmp_path, number_format) == tokens
+
+
+@pytest.mark.parametrize(
+    ("launch", "checkpointing", "tokens"),
+    [
+        ({}, True, 8192),  # 4 · 32 · 4096 + 0.16 MB of one layer = 0.68 MB; an eighth of 80 GB holds 14,607
+        ({"parallelism": "fsdp2", "num_processes": 8}, False, 2048),
+        ({"parallelism": "fsdp2", "num_processes": 16}, True, 16_384),
+        ({"parallelism": "zero2", "num_processes": 8}, False, 1024),  # every GPU has all weights
+    ],
+)
+def test_a_layout_whose_passes_exchange_weights_makes_fewer_and_larger_ones(
+    launch: dict[str, Any], checkpointing: bool, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 80 GB with a model of 8B in bf16; only PPO's models recompute activations."""
+    monkeypatch.setattr(auto, "gpus", lambda: [SimpleNamespace(total_memory=80 * GB)])
+    ppo = {"gradient_checkpointing": checkpointing}
+    settings = config.Config.model_validate(
+        {"model": {"base": "org/of-the-hub", "revision": "a" * 40}} | {"launch": launch, "ppo": ppo}
+    )
+    assert auto.choose_tokens(settings, tmp_path, "bf16", "ppo") == tokens
 
 
 HUB = {"base": "org/of-the-hub", "revision": "a" * 40}
@@ -142,6 +164,28 @@ def test_the_record_holds_the_tokens_in_force_and_a_stage_uses_them(
             auto.resolve_for(paths, stage, settings, check=False)
     (tmp_path / "inputs/ppo.json").unlink()
     assert auto.resolve_for(paths, "ppo", settings).ppo.micro_batch_tokens == auto.LEAST_TOKENS
+
+
+def test_another_machine_does_not_train_anew_for_other_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command
+) -> None:
+    """A stage keeps its tokens until something else that it reads changes."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    toy.write_params(tmp_path, ppo={"micro_batch_tokens": "auto"})
+    (tmp_path / "given").mkdir(exist_ok=True)
+    rlhf("inputs")
+    paths = Paths(tmp_path)
+    last = {stage: inputs.read_record(paths, stage) or inputs.Fingerprint() for stage in config.VIEWS}
+    monkeypatch.setattr(inputs, "used", lambda root, stage: last[stage])
+    monkeypatch.setattr(auto, "machine_memory", lambda: 1000)
+    rlhf("inputs")
+    assert {stage: inputs.read_record(paths, stage) for stage in last} == last
+    toy.write_params(tmp_path, ppo={"micro_batch_tokens": "auto", "kl_coef": 0.5})
+    rlhf("inputs")
+    record = inputs.read_record(paths, "ppo")
+    assert record is not None
+    assert record.values["ppo.micro_batch_tokens"] == auto.LEAST_TOKENS
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "all"])

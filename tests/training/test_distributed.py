@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.models.passes import TokenBudget
-from rlhf_tasks.training.distributed import Distributed, show_build_locks
+from rlhf_tasks.ppo.sampler import LocalSampler
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.reward_model import RewardModel
+from rlhf_tasks.training.distributed import Distributed, join_gpus, show_build_locks
 from tests import small
 
 BATCH = collate(*small.rows(6, longest=7), small.PAD)
@@ -41,6 +48,26 @@ def test_ranks_make_equally_many_passes_and_every_row_counts_once(
     counted = [row for parts in found for part in parts if part.scale for row in part.rows]
     assert sorted(counted) == [0, 1, 2, 3, 4]
     assert all(part.rows for parts in found for part in parts), "a pass without rows is none"
+
+
+def test_objects_of_workers_on_gpus_travel_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a rank which waits for them does not keep its GPU busy; tensors travel by NCCL."""
+    calls = list[tuple[Any, ...]]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((device,)))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+
+    def meet(backend: str, device_id: torch.device, **_: Any) -> None:
+        calls.append((backend, device_id))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    join_gpus()
+    assert not calls, "a stage in one process meets nobody"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    join_gpus()
+    device = torch.device("cuda", 1)
+    assert calls == [(device,), ("cpu:gloo,cuda:nccl", device)]
 
 
 # -------------------------------------------------------------------------------------------- bf16
@@ -77,6 +104,53 @@ def test_the_head_of_a_reward_model_keeps_float32_in_bf16(bf16: Distributed) -> 
     bf16.freeze(scores)
     with bf16.autocast():
         assert torch.equal(scores._score(hidden), exact)
+
+
+def test_a_scorers_reward_model_computes_in_the_precision_of_the_stage(bf16: Distributed) -> None:
+    model, words = small.scores(), small.tokenizer()
+    rows = Responses.of_ids(["w1 w2"] * 2, [[3, 4]] * 2, [[5, 6, small.EOS], [7]], words, {})
+    exact, rounded = (RewardModel(model, words, placement=where)(rows) for where in (None, bf16))
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, atol=0.05, rtol=0)
+
+
+class RoundedWeights(TorchDispatchMode):
+    """Counts how often one of these weights is copied to 16 bits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.weights, self.count = {weight.data_ptr() for weight in model.parameters()}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copy = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16
+        self.count += is_copy and args[0].data_ptr() in self.weights
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_sampler_rounds_a_frozen_weight_once_and_not_for_every_token(bf16: Distributed) -> None:
+    """Autocast keeps the copies of weights that train; with adapters hardly any does."""
+    found = list[tuple[int, Any]]()
+    for learns in (True, False):
+        model: nn.Module = small.causal()
+        model.requires_grad_(learns)
+        sampler = LocalSampler(
+            bf16,
+            cast(PreTrainedModel, model),
+            torch.Generator().manual_seed(1),
+            num_samples=1,
+            batch_size=None,
+            max_new_tokens=12,
+            temperature=1.0,
+            ends=(small.VOCAB + 1,),
+            pad=small.PAD,
+        )
+        flags = [weight.requires_grad for weight in model.parameters()]
+        with RoundedWeights(model) as rounded:
+            samples = sampler.sample([[3, 4]], 0)
+        found.append((rounded.count, samples.responses))
+        assert [weight.requires_grad for weight in model.parameters()] == flags
+    assert found[0] == found[1]
+    assert 0 < found[0][0] <= len(flags)
 
 
 def test_a_lock_that_a_killed_build_left_is_named(
