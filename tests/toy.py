@@ -150,11 +150,10 @@ def foreign(
     return Path(folder)
 
 
-def run_stages(settings: config.Config, *stages: Stage) -> None:
-    """By default all stages before PPO."""
+def run_stages(settings: config.Config, *stages: Stage) -> dict[str, float]:
+    """By default all stages before PPO; the metrics of the last one."""
     default: tuple[Stage, ...] = ("prepare", "base", "sft", "preferences", "reward", "value")
-    for stage in stages or default:
-        run(stage, settings)
+    return [run(stage, settings) for stage in stages or default][-1]
 
 
 def copy_project() -> None:
