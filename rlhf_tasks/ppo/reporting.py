@@ -18,6 +18,7 @@ from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
 from rlhf_tasks.ppo.metrics import Metrics, standardized_gaps
 from rlhf_tasks.ppo.rollout import Prompts, Rollout
 from rlhf_tasks.ppo.state import PpoState, Setup
+from rlhf_tasks.training.throughput import pass_operations, speed
 
 NUM_ROLLOUTS = 32  # of an update, that are kept to be read
 UNFINISHED = {
@@ -52,6 +53,21 @@ def report_warmup(setup: Setup, state: PpoState, warmup: CriticWarmup, rollout_m
         f"ppo: the critic warms up, update {number} of at most {warmup.max_updates}: value loss {loss:.4g}"
     )
     return metrics
+
+
+def measure_speed(
+    setup: Setup, state: PpoState, rollout: Rollout, num_epochs: int, seconds: float
+) -> Metrics:
+    """`throughput.speed` of an update: sampling, the passes of policy, reference and critic, the epochs.
+
+    Reward models are not counted, nor a sampler's server.
+    """
+    policy, critic = state.actor_critic.policy, state.actor_critic.critic
+    passes = state.sampler.is_policy + (not state.sampler.is_policy or not setup.dist.is_float32)
+    of_token = pass_operations(*[policy] * (passes + 1), critic)  # the reference is like the policy
+    of_token += num_epochs * pass_operations(state.actor_critic, gradients=True)
+    num_tokens = sum(len(ids) for ids in [*rollout.queries, *rollout.responses])
+    return speed(setup.dist, num_tokens, of_token * num_tokens, seconds)
 
 
 def report_update(

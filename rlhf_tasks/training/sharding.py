@@ -109,9 +109,10 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
 
 
-def num_parameters(model: nn.Module) -> int:
-    """The number of all ranks' parameters together."""
-    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in model.parameters())
+def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
+    """The number of all ranks' parameters together, or of those that train."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad or not trained]
+    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
 
 
 # --------------------------------------------------------------------------------------- reading

@@ -7,6 +7,7 @@ was stopped is resumed to the same bytes.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.tasks import EXPLAINED, Sums, Task
+from rlhf_tasks.training.throughput import pass_operations, speed
 
 Metrics = dict[str, float]
 SHOWN = ("loss", "accuracy", EXPLAINED)  # on the progress bar, where a task has them
@@ -109,6 +111,7 @@ def train(
     # `trained` is the model as DDP, ZeRO or FSDP2 wraps it: all passes go through it.
     trained, optimizer = dist.prepare(model, adamw(model, settings), settings.max_grad_norm)
     moments = 2 * num_bytes(model, trained=True)
+    operations = pass_operations(model, gradients=True)  # for a token
     # a snapshot that does not fit on the disk is found now, and not when the first one is due
     snapshots.reserve(num_bytes(model), num_bytes(model) * (2 if patience else 1) + moments)
     order = torch.Generator().manual_seed(seed)
@@ -138,7 +141,7 @@ def train(
             if number == 0 or not batches:  # a run that is resumed within an epoch draws its batches again
                 order.set_state(state.epoch_start)
                 batches = list(epoch_batches(task.sizes, settings.batch_size, order))
-            rows = batches[number]
+            rows, start = batches[number], time.perf_counter()
             num_targets = task.num_targets(rows)
             rate = learning_rate(settings, state.step, num_steps)
             set_learning_rate(optimizer, rate)
@@ -164,6 +167,8 @@ def train(
             state.step += 1
             metrics = {f"train/{key}": value / num_targets for key, value in add_up(dist, parts).items()}
             metrics |= {"train/grad_norm": grad_norm, "lr": rate} | budget_metrics(state.budget)
+            num_tokens = sum(task.sizes[i] for i in rows)
+            metrics |= speed(dist, num_tokens, operations * num_tokens, time.perf_counter() - start)
             tracker.metrics({prefix + key: value for key, value in metrics.items()}, step=state.step)
 
             # 4. Validation, which decides what weights are kept. The last step has one too, whatever the

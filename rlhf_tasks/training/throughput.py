@@ -1,0 +1,59 @@
+"""How fast a stage is on GPUs, and what share of their peak rate that is.
+
+The share is the model FLOPs utilization of PaLM (arXiv 2204.02311, appendix B): 2 operations for each
+parameter and token of a pass, 4 more for its gradients. What is done twice to save memory, and the scores of
+attention, are not counted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.distributed import Distributed
+
+FORWARD, BACKWARD = 2, 4  # operations for each parameter and token; frozen weights take half of the second
+PEAKS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A40": 150.0,
+    "A10": 125.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
+"""10¹² operations a second in bfloat16, dense, by what the name of a GPU holds; NVIDIA's data sheets."""
+
+
+def pass_operations(*models: nn.Module, gradients: bool = False) -> float:
+    """Operations for each token that all of these models read, and with the gradients of what they train."""
+    total = 0.0
+    for model in models:
+        whole = sharding.num_parameters(model)
+        total += FORWARD * whole
+        if gradients:  # of the states, and of the weights that train
+            trained = sharding.num_parameters(model, trained=True)
+            total += BACKWARD / 2 * (whole + trained)
+    return total
+
+
+def speed(dist: Distributed, num_tokens: float, operations: float, seconds: float) -> dict[str, float]:
+    """Metrics `time/…` of some work of all ranks: tokens a second and GPU, and the share of the peak rate.
+
+    There are none on a CPU, and no share of a GPU whose peak is not known.
+    """
+    if dist.device.type != "cuda":
+        return {}
+    gpu_seconds = seconds * dist.world_size
+    metrics = {"time/tokens_per_second_per_gpu": num_tokens / gpu_seconds}
+    name = torch.cuda.get_device_name(dist.device)
+    if peak := next((rate for kind, rate in PEAKS.items() if kind in name), None):
+        metrics["time/mfu"] = operations / gpu_seconds / (1e12 * peak)
+    return metrics
