@@ -114,7 +114,6 @@ def apply(
 
 
 def name_in(pool: str, name: str) -> str:
-    """The name of a deployment for a work pool."""
     return name if pool == settings.POOL else f"{name}-{pool}"
 
 

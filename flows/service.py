@@ -65,7 +65,6 @@ class ProjectService:
         return Daemon(name, self.home / "service")
 
     def url(self, name: str) -> str:
-        """The address of a program."""
         return f"http://{HOST}:{self.daemon(name).record()['port']}"
 
     def _lock(self) -> FileLock:

@@ -47,7 +47,6 @@ def limit_of(device: str) -> str:
 
 
 def find_limit(client: SyncPrefectClient, name: str) -> GlobalConcurrencyLimitResponse | None:
-    """The concurrency limit of this name, if there is one."""
     with suppress(ObjectNotFound):
         return client.read_global_concurrency_limit_by_name(name)
     return None
@@ -68,7 +67,6 @@ class Slots:
 
     @property
     def held(self) -> list[str]:
-        """The GPUs that the run has."""
         return [gpu for gpu, _ in self._leases if gpu]
 
     def num_slots(self, stage: str, values: Config) -> int:

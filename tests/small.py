@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ import torch
 from accelerate.state import AcceleratorState
 from ruamel.yaml import YAML
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks import config
@@ -31,7 +33,11 @@ from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.heads import TokenScores
 from rlhf_tasks.models.load import add_score_head, from_scratch, save_checkpoint
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import runner
+from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.distributed import Distributed
+from tests import families
 
 ROOT = Path(__file__).parents[1]
 Family = Literal["gpt_neox", "llama", "qwen2", "gpt2"]
@@ -71,52 +77,24 @@ def causal(family: Family = "llama", seed: int = 0, words: Tokenizer | None = No
     return model
 
 
-SIZES: Mapping[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.5,
-    "pad_token_id": PAD,
-    "bos_token_id": EOS,
-    "eos_token_id": EOS,
-}
-OPT: Mapping[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": None,
-    "ffn_dim": 32,
-    "word_embed_proj_dim": 8,
-    "do_layer_norm_before": False,
-}
-"""The shape of OPT-350m: the head reads states of another width than the layers'."""
 OTHERS: Mapping[str, Mapping[str, Any]] = {
-    "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
+    "gemma2": {"final_logit_softcapping": 2.0},
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 3.0},
-    "minicpm3": {"q_lora_rank": 8, "kv_lora_rank": 8, "dim_model_base": 8},
-    "modernbert-decoder": {},
-    "opt": OPT,
-    "llama4_text": {"intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 8},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "codegen": {"num_attention_heads": 4, "rotary_dim": 4},
-    "xglm": {"ffn_dim": 32, "attention_heads": 2},
-    "ctrl": {"dff": 32},
+    "opt": {"word_embed_proj_dim": 8, "do_layer_norm_before": False},
+    "llama4_text": {"floor_scale": 8192, "attention_chunk_size": 8192},
+    **{name: {} for name in ("minicpm3", "modernbert-decoder", "olmoe", "codegen", "xglm", "ctrl")},
 }
-"""Families whose head, classifier or width is not as llama's, with what they need besides SIZES."""
+"""Families whose head, classifier or width is not as llama's, and what makes it so; OPT as OPT-350m, whose
+head reads states of another width than the layers'."""
 CHANGING = ("gemma2", "cohere", "granite", "minicpm3", "modernbert-decoder")
 """Those that change the states before the head, or the logits after it."""
 
 
 def other(family: str, seed: int = 0) -> PreTrainedModel:
     """A causal LM of another family, random, without dropout."""
-    sizes = {key: value for key, value in {**SIZES, **OTHERS[family]}.items() if value is not None}
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.float32)
-    made: PreTrainedModel = model.eval()
-    return made
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.5, "bos_token_id": EOS}
+    return families.causal(family, seed, **sizes | {**OTHERS[family]})
 
 
 def in_float64(family: str) -> PreTrainedModel:
@@ -238,6 +216,20 @@ def together(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def view(stage: config.Stage, changes: Mapping[str, Any] | None = None) -> Any:
     return config.VIEWS[stage].of(config.validate(params(changes), "test"))
+
+
+def run(
+    stage: config.Stage,
+    settings: config.Config | Mapping[str, Any] | None = None,
+    tracker: NullTracker | None = None,
+) -> dict[str, float]:
+    """The metrics, all finite, of a stage in the working folder, by a config or by changes of params.yaml."""
+    if not isinstance(settings, config.Config):
+        settings = config.validate(params(settings), "test")
+    module, its_view = importlib.import_module(runner.module_of(stage)), config.VIEWS[stage].of(settings)
+    metrics: dict[str, float] = module.run(its_view, Paths(), tracker or NullTracker(stage))
+    assert all(map(math.isfinite, metrics.values())), stage
+    return metrics
 
 
 def write_rows(root: Path, role: str, split: str, rows: Sequence[Mapping[str, str]]) -> None:

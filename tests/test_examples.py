@@ -12,7 +12,6 @@ import pytest
 from examples import judge as own_judge
 from examples import reward
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import judge, ppo
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.small import ROOT
@@ -41,12 +40,8 @@ def test_ppo_optimizes_the_reward_and_the_judge_selects_and_judges(models_here: 
     shutil.copytree(ROOT / "examples", models_here / "examples")
     selection = {"judge": SHORTER, "max_failure_share": 0.5}
     tracker = NullTracker("ppo")
-    ppo.run(
-        small.view("ppo", SETTINGS | {"ppo.scorers": [BREVITY], "ppo.select_by": selection}), Paths(), tracker
-    )
+    small.run("ppo", SETTINGS | {"ppo.scorers": [BREVITY], "ppo.select_by": selection}, tracker)
     samples = pq.read_table(Paths().ppo_samples / "samples.parquet").to_pylist()
     assert samples
-    metrics = judge.run(
-        small.view("judge", {"judge.judges": [small.GOLD, SHORTER]}), Paths(), NullTracker("judge")
-    )
+    metrics = small.run("judge", {"judge.judges": [small.GOLD, SHORTER]})
     assert 0 <= metrics["shorter/policy_vs_sft/win_rate"] <= 1

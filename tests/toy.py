@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,10 +20,7 @@ from transformers import (
 )
 
 from rlhf_tasks import config
-from rlhf_tasks.config import VIEWS, Stage
-from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import runner
-from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.config import Stage
 from tests import small
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +28,8 @@ WORDS = ["red", "blue", "green", "grey", "pink", "gold", "black", "white"]
 THINGS = ["cat", "dog", "cup", "hat", "car", "pen", "key", "box"]
 FAMILIES = ("gpt_neox", "llama", "qwen2", "gpt2")
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+run = small.run
 
 SMALL: Mapping[str, Any] = {
     "data": {
@@ -114,25 +111,19 @@ def tokenizer(*, pad: str | None = "<pad>", **changes: Any) -> PreTrainedTokeniz
 
 
 def shape(family: str, words: PreTrainedTokenizerBase, **changes: Any) -> Any:
-    sizes = (
-        {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
-        if family == "gpt2"
-        else {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "max_position_embeddings": 64,
-        }
-    )
-    if family in ("llama", "qwen2"):
-        sizes["num_key_value_heads"] = 2
-    special: dict[str, Any] = {
+    sizes: dict[str, Any] = {
+        "vocab_size": len(words),
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
         "eos_token_id": words.eos_token_id,
         "pad_token_id": words.pad_token_id,
         "bos_token_id": None,
     }
-    return AutoConfig.for_model(family, **({"vocab_size": len(words)} | sizes | special | changes))
+    return AutoConfig.for_model(family, **sizes | changes)
 
 
 def foreign(
@@ -159,19 +150,10 @@ def foreign(
     return Path(folder)
 
 
-def run(stage: Stage, settings: config.Config, tracker: NullTracker | None = None) -> dict[str, float]:
-    """The metrics of one stage, in this process; the runner refuses those that are not finite."""
-    module = importlib.import_module(runner.module_of(stage))
-    metrics: dict[str, float] = module.run(VIEWS[stage].of(settings), Paths(), tracker or NullTracker(stage))
-    assert all(map(math.isfinite, metrics.values())), stage
-    return metrics
-
-
-def run_stages(settings: config.Config, *stages: Stage) -> None:
-    """By default all stages before PPO."""
+def run_stages(settings: config.Config, *stages: Stage) -> dict[str, float]:
+    """By default all stages before PPO; the metrics of the last one."""
     default: tuple[Stage, ...] = ("prepare", "base", "sft", "preferences", "reward", "value")
-    for stage in stages or default:
-        run(stage, settings)
+    return [run(stage, settings) for stage in stages or default][-1]
 
 
 def copy_project() -> None:

@@ -51,7 +51,6 @@ def of_row(columns: Columns, number: int) -> dict[str, Any]:
 
 
 def take(columns: Columns, rows: Sequence[int]) -> dict[str, list[Any]]:
-    """The columns of these rows."""
     return {name: [values[i] for i in rows] for name, values in columns.items()}
 
 

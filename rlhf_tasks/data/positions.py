@@ -47,7 +47,6 @@ def read_config(model: Model, longest_prompt: int) -> PretrainedConfig | None:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """The number of positions that a config declares."""
     text = config.get_text_config(decoder=True)
     return getattr(text, "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings", None)
 

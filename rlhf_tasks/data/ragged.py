@@ -28,7 +28,6 @@ class Ragged(Sequence[list[int]]):
         self.extend(rows)
 
     def extend(self, rows: Iterable[Sequence[int]]) -> None:
-        """Add rows at the end."""
         rest = iter(rows)
         while some := list(itertools.islice(rest, BATCH)):
             self._ends.extend((np.cumsum([len(row) for row in some]) + self._ends[-1]).tolist())

@@ -246,7 +246,6 @@ class Problems:
         self._bad.setdefault(("", id(record)), BadRow(where, record)).faults.append((reason, detail))
 
     def add_row(self, batch: RowBatch, i: int, reason: Reason, detail: str) -> None:
-        """Add a fault of a row."""
         key = batch.role, int(batch.numbers[i])
         if key not in self._bad:
             row = batch._replace(table=batch.table.slice(i, 1)).rows[0]
@@ -302,7 +301,6 @@ class Problems:
 
 
 def batches(corpus: Corpus) -> Iterator[RowBatch]:
-    """All rows of a corpus."""
     for tables in corpus.values():
         for rows in tables.values():
             yield from rows.batches()

@@ -61,7 +61,6 @@ class Request:
 
 
 def names() -> list[str]:
-    """The names of all presets."""
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 

@@ -72,7 +72,6 @@ def files(root: Path, revision: str, under: str) -> list[str]:
 
 
 def show(root: Path, revision: str, path: str) -> str:
-    """The text of a file in a commit."""
     return output(root, "show", f"{revision}:./{path}", strip=False)
 
 

@@ -63,7 +63,6 @@ class Paths:
         return self.data / role
 
     def table(self, role: str, split: Split) -> Path:
-        """The rows of one split."""
         return self.rows(role) / f"{split}.parquet"
 
     # ----------------------------------------------------------------------------- checkpoints

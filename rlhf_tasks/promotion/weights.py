@@ -70,7 +70,6 @@ def _restore(root: Path, target: Path, md5: str, tags: Mapping[str, str]) -> Pat
 
 
 def is_cached(root: Path, md5: str) -> bool:
-    """Whether the DVC cache has the folder."""
     cache = _cache(root)
     return cache is not None and dvc_cli.cached_file(cache, md5).exists()
 

@@ -20,7 +20,6 @@ MOST = 2  # changes
 
 
 def show(paths: Paths, settings: Config) -> None:
-    """Print the card of the results in a project."""
     rows = dict(_rows(paths, settings))
     width = max(map(len, rows), default=0) + 2
     console.say("\n".join(f"{title:{width}}{text}" for title, text in rows.items()))

@@ -151,7 +151,6 @@ def _read(stage: Stage) -> Mapping[str, Any]:
 
 @cache
 def metrics(stage: Stage) -> tuple[Metric, ...]:
-    """The metrics of a stage."""
     return tuple(Metric(stage=stage, **entry) for entry in _read(stage).get("metrics", ()))
 
 

@@ -44,7 +44,6 @@ class Pipeline:
         self._record, self._settings, self._parent, self._sender = record, settings, parent, sender
 
     def tags(self, values: Mapping[str, str]) -> None:
-        """Tag the run."""
         self._record.append("tags", values=dict(values))
 
     def results(self, paths: Paths) -> None:

@@ -227,7 +227,6 @@ class Delivery:
             _remove_tag(to.client, to.parent, EXPERIMENT)  # `dvc exp run` saves none if a stage fails
 
     def _send(self, to: Connection, events: Sequence[Event]) -> None:
-        """Send these events."""
         points = [event for event in events if event["kind"] == "metrics"]
         self._send_points(to, to.run, points)
         if self._header["stage"] == "ppo":

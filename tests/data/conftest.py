@@ -14,7 +14,7 @@ from rlhf_tasks.config import Split
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.data.chat import Rendering, Unusable
 from rlhf_tasks.data.readers import files
-from rlhf_tasks.data.readers.shapes import Line, Reading
+from rlhf_tasks.data.readers.readings import Line, Reading
 from rlhf_tasks.data.readers.tables import Part, assemble
 from rlhf_tasks.data.rows import Corpus, Problems, Role, Row, Writer
 from rlhf_tasks.data.splits import fill_splits

@@ -12,7 +12,7 @@ import pytest
 from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data.chat import Unusable, tools_of
 from rlhf_tasks.data.readers import files, shapes, tables
-from rlhf_tasks.data.readers.shapes import Line, Table
+from rlhf_tasks.data.readers.readings import Line, Table, split_of
 from rlhf_tasks.data.rows import ROLES, SPLITS, TEXTS, Problems, Role
 from rlhf_tasks.errors import UserError
 from tests.data.conftest import converted
@@ -63,7 +63,7 @@ def readings(given: Given, problems: Problems, **data: Any) -> tuple[Rows, dict[
         made = converted(reading)
         left_out |= dict(made.left_out)
         for line, values in made.rows:
-            place = rows.setdefault(reading.role, {}).setdefault(shapes.split_of(line.values) or split, [])
+            place = rows.setdefault(reading.role, {}).setdefault(split_of(line.values) or split, [])
             try:
                 place.append(plain(reading.role, values))
             except Unusable as fault:

@@ -1,26 +1,31 @@
-"""Chat templates of the kinds that models have, and the texts that a model reads and writes under them."""
+"""Chat templates of the kinds that models have: what a model reads and writes under them; plain prompts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Data, Model, Split
 from rlhf_tasks.data import tokenizer
-from rlhf_tasks.data.chat import DATE, Rendering
-from rlhf_tasks.data.readers.shapes import Line, Table
+from rlhf_tasks.data.chat import DATE, Rendering, marks_of, template
+from rlhf_tasks.data.readers.readings import Line, Table
 from rlhf_tasks.data.readers.tables import Part, assemble
-from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Row
+from rlhf_tasks.data.rows import CONVERSATION, Corpus, Problems, Role, Row, check_texts
 from rlhf_tasks.data.splits import complete, fill_splits
-from rlhf_tasks.data.tokenizer import load_tokenizer
+from rlhf_tasks.data.tokenizer import load_tokenizer, scratch_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.contracts import check_same_tokenizer
+from tests import small
+from tests.data.conftest import as_lists, jsonl, load
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
+TURN = "<user>hi<eos>\n<assistant>"
+Setting = Literal["auto", "always", "never"]
 ASKS = "{% if add_generation_prompt %}<assistant>%s{% endif %}"
 PLAIN = TURNS + ASKS.replace("%s", "")
 OPENS_THOUGHTS = (  # as DeepSeek-R1: an answer is written without its thoughts
@@ -80,68 +85,174 @@ def read(rendering: Rendering, *rows: dict[str, Any]) -> tuple[Corpus, str]:
     return corpus, problems.report() if problems else ""
 
 
-def only(rendering: Rendering, row: dict[str, Any], role: Any = "sft") -> Row:
+def only(rendering: Rendering, row: dict[str, Any]) -> Row:
     corpus, report = read(rendering, row)
     assert not report
-    [found] = corpus[role]["train"]
+    [found] = [row for tables in corpus.values() for rows in tables.values() for row in rows]
     return {key: value for key, value in found.items() if key != "source"}
 
 
-def test_parts_of_text_are_one_text_and_other_parts_are_refused(rendering: Any) -> None:
-    parts = [{"type": "text", "text": "hi "}, {"type": "text", "text": "there"}]
-    row = only(rendering(PLAIN), {"messages": [user(parts), assistant([{"type": "text", "text": "yes"}])]})
-    assert row == {"prompt": "<user>hi there<eos>\n<assistant>", "completion": "yes"}
-    image = [*parts, {"type": "image_url", "image_url": "x"}]
-    _, report = read(rendering(PLAIN), {"messages": [user(image), assistant("yes")]})
-    assert "t:1: malformed: messages[0].content has parts of type image_url, not text" in report
+CALL = {"id": "c", "type": "function", "function": {"name": "warmth", "arguments": '{"at": "home"}'}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "warmth", "description": None, "parameters": {"type": "object"}},
+}
+ASKED = [
+    user("how warm?"),
+    assistant(None, tool_calls=[CALL], name=None),
+    {"role": "tool", "tool_call_id": "c", "content": '{"value": 23.5}'},
+    assistant("23.5 degrees", tool_calls=None),
+]
 
 
-def test_a_prompt_as_text_beside_answers_as_messages_is_the_users_message(rendering: Any) -> None:
-    expected = {"prompt": "<user>hi<eos>\n<assistant>", "completion": "yes"}
-    assert only(rendering(PLAIN), {"prompt": "hi", "completion": [assistant("yes")]}) == expected
-    pair = {"prompt": "hi", "chosen": [assistant("yes")], "rejected": [assistant("no")]}
-    found = only(rendering(PLAIN), pair, "preferences")
-    assert found == {"prompt": expected["prompt"], "chosen": "yes", "rejected": "no"}
+HI, YES = user("hi"), assistant("yes")
+HI_YES = {"prompt": "<user>hi<eos>\n<assistant>", "completion": "yes"}
+PARTS = [{"type": "text", "text": "hi "}, {"type": "text", "text": "there"}]
+START = [HI, YES, user("joke?")]
+ANSWERS: dict[str, Any] = {"chosen": [assistant("ha")], "rejected": [assistant("no")]}
+WHOLE: dict[str, Any] = {name: [*START, *answer] for name, answer in ANSWERS.items()}
+PAIR = {
+    "prompt": "<user>hi<eos>\n<assistant>yes<eos>\n<user>joke?<eos>\n<assistant>",
+    "chosen": "ha",
+    "rejected": "no",
+}
+THOUGHT = HI_YES["prompt"] + "<think>\n"
+OLD_THOUGHTS = [HI, assistant("<think>\na\n</think>\n\nyes"), user("so?")]
+WARMTH = (
+    '<tool>{"type": "function", "function": {"name": "warmth", "parameters": {"type": "object"}}}\n'
+    "<user>how warm?<eos>\n<assistant>"
+)
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    ("template", "row", "expected"),
     [
-        (assistant("yes"), "\n</think>\n\nyes"),
-        (assistant("<think>\nhm\n</think>\n\nyes"), "hm\n</think>\n\nyes"),
-        (assistant("yes", reasoning_content="hm"), "hm\n</think>\n\nyes"),
+        (PLAIN, {"messages": [HI, YES]}, HI_YES),
+        (PLAIN, {"prompt": [HI], "completion": [YES]}, HI_YES),
+        (PLAIN, {"prompt": [HI], "completion": "yes"}, HI_YES),
+        (PLAIN, {"prompt": "hi", "completion": [YES]}, HI_YES),
+        (
+            PLAIN,
+            {"messages": [user(PARTS), assistant([{"type": "text", "text": "yes"}])]},
+            HI_YES | {"prompt": "<user>hi there<eos>\n<assistant>"},
+        ),
+        (PLAIN, {"prompt": "hi", **ANSWERS}, PAIR | {"prompt": HI_YES["prompt"]}),
+        (PLAIN, WHOLE, PAIR),
+        (PLAIN, {"prompt": "joke?", **WHOLE}, PAIR),
+        (PLAIN, {"prompt": START, **WHOLE}, PAIR),
+        (PLAIN, {"prompt": START, **ANSWERS}, PAIR),
+        *(
+            (OPENS_THOUGHTS, {"messages": [HI, answer]}, {"prompt": THOUGHT, "completion": expected})
+            for answer, expected in [
+                (YES, "\n</think>\n\nyes"),
+                (assistant("<think>\nhm\n</think>\n\nyes"), "hm\n</think>\n\nyes"),
+                (assistant("yes", reasoning_content="hm"), "hm\n</think>\n\nyes"),
+            ]
+        ),
+        (
+            STRIPS_THOUGHTS,
+            {"messages": [*OLD_THOUGHTS, assistant("<think>\nb\n</think>\n\nno")]},
+            {
+                "prompt": "<user>hi<eos>\n<assistant>yes<eos>\n<user>so?<eos>\n<assistant>",
+                "completion": "<think>\nb\n</think>\n\nno",
+            },
+        ),
+        (
+            DEFAULT_SYSTEM,
+            {"messages": [HI, YES]},
+            HI_YES | {"prompt": "<system>Be kind.<eos>\n" + HI_YES["prompt"]},
+        ),
+        (
+            TOOLS,
+            {"messages": ASKED, "tools": [TOOL]},
+            {
+                "prompt": WARMTH + '<call>warmth at=home<eos>\n<tool>"{\\"value\\": 23.5}"<eos>\n<assistant>',
+                "completion": "23.5 degrees",
+            },
+        ),
+        (
+            TOOLS,
+            {"messages": ASKED[:2], "tools": [TOOL]},
+            {"prompt": WARMTH, "completion": "<call>warmth at=home"},
+        ),
     ],
 )
-def test_a_prompt_that_begins_the_thoughts_is_continued_by_them(
-    answer: dict[str, Any], expected: str, rendering: Any
+def test_a_row_is_what_the_model_sees_and_what_it_writes(
+    template: str, row: dict[str, Any], expected: dict[str, str], rendering: Any
 ) -> None:
-    row = only(rendering(OPENS_THOUGHTS), {"messages": [user("hi"), answer]})
-    assert row == {"prompt": "<user>hi<eos>\n<assistant><think>\n", "completion": expected}
+    """Thoughts of the history are left out, those of the answer are kept; no answer has its EOS."""
+    assert only(rendering(template), row) == expected
 
 
-def test_thoughts_of_the_history_are_stripped_and_those_of_the_answer_are_kept(rendering: Any) -> None:
-    talk = [user("hi"), assistant("<think>\na\n</think>\n\nyes"), user("so?")]
-    row = only(rendering(STRIPS_THOUGHTS), {"messages": [*talk, assistant("<think>\nb\n</think>\n\nno")]})
-    assert row["prompt"] == "<user>hi<eos>\n<assistant>yes<eos>\n<user>so?<eos>\n<assistant>"
-    assert row["completion"] == "<think>\nb\n</think>\n\nno"
+WHOSE = "the chat template of the tokenizer of m"
 
 
-def test_a_template_that_demands_alternation_names_itself(rendering: Any) -> None:
-    rows = [
-        {"messages": [user("hi"), user("you"), assistant("yes")]},
-        {"messages": [user("a"), assistant("b")]},
-    ]
-    corpus, report = read(rendering(ALTERNATES), *rows)
-    assert len(corpus["sft"]["train"]) == 1
-    expected = "the chat template of the tokenizer of m rejects it: Roles must alternate user/assistant"
-    assert f"t:1: malformed: {expected}" in report
-    assert "rejects it: division by zero" in read(rendering("{{ 1 / 0 }}"), rows[1])[1]
+@pytest.mark.parametrize(
+    ("template", "row", "fault"),
+    [
+        (PLAIN, {"prompt": " ", "completion": [assistant("x")]}, "empty"),
+        (PLAIN, {"prompt": [{"role": "user"}], "completion": "x"}, "malformed"),
+        (PLAIN, {"prompt": ["hi"], "completion": "x"}, "malformed"),
+        (PLAIN, {"prompt": [user(" ")], "completion": "x"}, "empty"),
+        (PLAIN, {"prompt": [HI], "completion": [assistant("")]}, "empty"),
+        (PLAIN, {"prompt": [HI], "completion": [assistant("\udc80")]}, "not_utf8"),
+        (PLAIN, {"messages": [assistant("hi"), {"role": "system", "content": "x"}]}, "malformed"),
+        (PLAIN, {"chosen": [user("a"), YES], "rejected": [user("b"), YES]}, "malformed"),
+        (
+            PLAIN,
+            {"messages": [user([*PARTS, {"type": "image_url", "image_url": "x"}]), YES]},
+            "malformed: messages[0].content has parts of type image_url, not text",
+        ),
+        (
+            ALTERNATES,
+            {"messages": [HI, user("you"), YES]},
+            f"malformed: {WHOSE} rejects it: Roles must alternate user/assistant",
+        ),
+        ("{{ 1 / 0 }}", {"messages": [HI, YES]}, f"malformed: {WHOSE} rejects it: division by zero"),
+        ("{{ messages | length }}: {{ messages }}", {"prompt": [HI], "completion": "x"}, "malformed"),
+        (
+            ONLY_TALK + ASKS.replace("%s", ""),
+            {"messages": [HI, {"role": "tool", "content": "23.5"}, YES]},
+            f"malformed: {WHOSE} leaves out message 1 (role tool)",
+        ),
+    ],
+)
+def test_a_conversation_that_cannot_be_used_is_a_bad_row(
+    template: str, row: dict[str, Any], fault: str, rendering: Any
+) -> None:
+    corpus, report = read(rendering(template), row)
+    assert not any(len(rows) for tables in corpus.values() for rows in tables.values())
+    reason = fault.partition(":")[0]
+    assert report.startswith(f"1 row(s) of the data cannot be used (1 {reason}):\n  t:1: {fault}")
 
 
-def test_a_default_system_prompt_is_part_of_the_prompt(rendering: Any) -> None:
-    row = only(rendering(DEFAULT_SYSTEM), {"messages": [user("hi"), assistant("yes")]})
-    assert row["prompt"] == "<system>Be kind.<eos>\n<user>hi<eos>\n<assistant>"
-    assert row["completion"] == "yes"
+def test_a_row_that_a_template_rejects_leaves_the_others(rendering: Any) -> None:
+    rows = [{"messages": [HI, user("you"), YES]}, {"messages": [HI, YES]}]
+    assert len(read(rendering(ALTERNATES), *rows)[0]["sft"]["train"]) == 1
+
+
+def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(rendering: Any) -> None:
+    corpus, _ = read(rendering(PLAIN), {"chosen": [HI, YES], "rejected": [HI, YES]})
+    problems = Problems()
+    check_texts(corpus, "<eos>", problems)
+    assert {name: n for name, n in problems.counts().items() if n} == {"chosen_is_rejected": 1}
+
+
+def test_messages_without_a_chat_template_are_refused() -> None:
+    with pytest.raises(UserError, match="a tokenizer trained from scratch has no chat template"):
+        read(scratch_rendering(), {"messages": [HI, YES]})
+
+
+def test_eos_text_at_an_answers_end_is_dropped_as_the_token_is_added_later() -> None:
+    row = only(scratch_rendering(), {"prompt": "q", "chosen": " a<eos>\n", "rejected": " b <eos> c"})
+    assert (row["chosen"], row["rejected"]) == (" a", " b <eos> c")
+
+
+def test_bos_is_put_before_plain_prompts_once_and_not_before_rendered_ones(rendering: Any) -> None:
+    with_bos = Rendering(bos="<s>", eos="<eos>", chat=rendering(PLAIN).chat, tokenizer="t")
+    rows = [{"prompt": text, "completion": "x"} for text in ("q", "<s>q")]
+    assert [only(with_bos, row)["prompt"] for row in rows] == ["<s>q", "<s>q"]
+    assert only(with_bos, {"prompt": [user("q")], "completion": "x"})["prompt"].startswith("<user>")
 
 
 @pytest.mark.parametrize("template", [TODAY, DATE_STRING])
@@ -160,31 +271,6 @@ def test_the_date_of_a_template_is_that_of_the_tokenizer(
     assert "01 Feb 2023" in loaded.chat([user("hi")], True)
 
 
-CALL = {"id": "c", "type": "function", "function": {"name": "warmth", "arguments": '{"at": "home"}'}}
-TOOL = {
-    "type": "function",
-    "function": {"name": "warmth", "description": None, "parameters": {"type": "object"}},
-}
-ASKED = [
-    user("how warm?"),
-    assistant(None, tool_calls=[CALL], name=None),
-    {"role": "tool", "tool_call_id": "c", "content": '{"value": 23.5}'},
-    assistant("23.5 degrees", tool_calls=None),
-]
-
-
-def test_tools_and_their_calls_reach_the_template(rendering: Any) -> None:
-    row = only(rendering(TOOLS), {"messages": ASKED, "tools": [TOOL]})
-    assert row["prompt"] == (
-        '<tool>{"type": "function", "function": {"name": "warmth", "parameters": {"type": "object"}}}\n'
-        "<user>how warm?<eos>\n<assistant><call>warmth at=home<eos>\n"
-        '<tool>"{\\"value\\": 23.5}"<eos>\n<assistant>'
-    )
-    assert row["completion"] == "23.5 degrees"
-    called = only(rendering(TOOLS), {"messages": ASKED[:2], "tools": [TOOL]})
-    assert called["completion"] == "<call>warmth at=home"
-
-
 @pytest.mark.parametrize("row", [{"messages": ASKED}, {"messages": [ASKED[0], ASKED[3]], "tools": [TOOL]}])
 def test_tools_that_a_template_does_not_write_are_refused(row: dict[str, Any], rendering: Any) -> None:
     message = r"`tools` or `tool_calls`, which the chat template of the tokenizer of m"
@@ -192,17 +278,11 @@ def test_tools_that_a_template_does_not_write_are_refused(row: dict[str, Any], r
         read(rendering(PLAIN), row)
 
 
-def test_a_message_that_a_template_leaves_out_is_refused(rendering: Any) -> None:
-    talk = [user("hi"), {"role": "tool", "content": "23.5"}, assistant("yes")]
-    _, report = read(rendering(ONLY_TALK + ASKS.replace("%s", "")), {"messages": talk})
-    assert "the chat template of the tokenizer of m leaves out message 1 (role tool)" in report
-
-
 # ------------------------------------------------------------------------------------------- every turn
 
 
 def test_every_turn_of_the_assistant_is_a_demonstration_of_what_it_saw(rendering: Any) -> None:
-    talk = [user("hi"), assistant("<think>\na\n</think>\n\nyes"), user("so?"), assistant("no")]
+    talk = [*OLD_THOUGHTS, assistant("no")]
     corpus, _ = read(replace(rendering(STRIPS_THOUGHTS), train_on="all"), {"messages": talk})
     first, last = corpus["sft"]["train"]
     assert first["completion"] == "<think>\na\n</think>\n\nyes"
@@ -265,8 +345,8 @@ def base(chat_model: Path, tmp_path: Path) -> Any:
     return of
 
 
-def made_ready(folder: Path) -> Rendering:
-    ready = tokenizer.load_base(Model(base=str(folder), scratch=None))
+def made_ready(folder: Path, setting: Setting = "auto") -> Rendering:
+    ready = tokenizer.load_base(Model(base=str(folder), scratch=None), Data(chat=setting))
     return tokenizer.ready_rendering(ready, "m")
 
 
@@ -305,3 +385,170 @@ def test_marks_for_training_decide_what_a_demonstration_is(base: Any) -> None:
     assert row["prompt"].endswith("<|im_start|>assistant\nmood: calm\n")
     _, report = read(rendering, {"messages": [user("a"), assistant("b", train=False)]})
     assert "marks nothing of the completion for training" in report
+
+
+# ------------------------------------------------------------------------------------------ plain prompts
+
+
+def texts(path: Path, rendering: Rendering, role: Role) -> list[dict[str, Any]]:
+    problems = Problems()
+    data = Data(source="files", path=str(path))
+    sizes = {"validation": 0, "test": 0}
+    rows = as_lists(load(path, data, rendering, problems, seed=1, sizes=sizes))[role]["train"]
+    assert not problems
+    return [
+        {key: row[key] for key in row if key in ("prompt", "completion", "chosen", "rejected")}
+        for row in rows
+    ]
+
+
+PLAIN_TEXTS: dict[Role, dict[str, Any]] = {
+    "sft": {"prompt": "hi", "completion": " yes"},
+    "preferences": {"prompt": "hi", "chosen": " yes", "rejected": " no"},
+    "prompts": {"prompt": "hi"},
+}
+
+
+@pytest.mark.parametrize("role", PLAIN_TEXTS)
+def test_plain_texts_are_read_as_the_same_texts_in_messages(
+    role: Role, chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rendering, plain = made_ready(chat_model, "auto"), PLAIN_TEXTS[role]
+    roles = {"prompt": "user"}
+    as_messages = {
+        name: [{"role": roles.get(name, "assistant"), "content": text.strip()}]
+        for name, text in plain.items()
+    }
+    found = texts(jsonl(tmp_path / "plain.jsonl", plain), rendering, role)
+    assert "1 plain prompt(s) become a user's turn in the chat template of" in capsys.readouterr().out
+    assert found == texts(jsonl(tmp_path / "messages.jsonl", as_messages), rendering, role)
+    assert found[0]["prompt"] == TURN
+    assert "plain prompt" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("setting", "prompt", "expected"),
+    [
+        ("auto", "hi", TURN),
+        ("auto", TURN, TURN),
+        ("always", TURN, f"<user>{TURN}<eos>\n<assistant>"),
+        ("never", "hi", "hi"),
+        ("never", TURN, TURN),
+    ],
+)
+def test_the_setting_decides_and_what_holds_the_marks_was_rendered_before(
+    setting: Setting, prompt: str, expected: str, chat_model: Path, tmp_path: Path
+) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", {"prompt": prompt})
+    assert texts(file, made_ready(chat_model, setting), "prompts") == [{"prompt": expected}]
+
+
+def test_a_system_column_stands_above_a_prompt_that_stays_plain(chat_model: Path, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", {"system": "Be brief.", "prompt": "hi"})
+    [row] = texts(file, made_ready(chat_model, "never"), "prompts")
+    assert row["prompt"] == "Be brief.\n\nhi"
+
+
+def test_prompts_whose_reference_is_a_completion_are_counted_too(
+    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = jsonl(tmp_path / "prompts.jsonl", {"prompt": "hi", "completion": "yes"})
+    assert texts(file, made_ready(chat_model, "auto"), "prompts") == [{"prompt": TURN}]
+    assert "1 plain prompt(s) become a user's turn" in capsys.readouterr().out
+
+
+def test_messages_are_rendered_whatever_the_setting(chat_model: Path, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
+    assert texts(file, made_ready(chat_model, "never"), "prompts") == [{"prompt": TURN}]
+
+
+MARKS_WRITTEN = {
+    "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}": ["[INST]", "[/INST]"],
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}": [
+        "<|im_end|>",
+        "<|im_start|>",
+    ],
+    "Hi. {% for m in messages %}USER: {{ m.content }} {% endfor %}ASSISTANT:": ["Hi. USER:", "ASSISTANT:"],
+    "{{ bos_token }}{{ messages[0].content }}": [],
+}
+
+
+@pytest.fixture
+def words(chat_model: Path) -> PreTrainedTokenizerBase:
+    words = AutoTokenizer.from_pretrained(chat_model)
+    special = ["<|im_start|>", "<|im_end|>", "<s>"]
+    words.add_special_tokens({"additional_special_tokens": special, "bos_token": "<s>"})
+    return words
+
+
+@pytest.mark.parametrize("source", MARKS_WRITTEN)
+def test_the_marks_of_a_template_are_its_special_tokens_or_the_lines_next_to_the_turn(
+    source: str, words: PreTrainedTokenizerBase
+) -> None:
+    words.chat_template = source
+    assert marks_of(words, template(words)) == MARKS_WRITTEN[source]
+
+
+def test_always_needs_a_chat_template(words: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    words.chat_template = None
+    words.save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"data\.chat: always needs a chat template, .* has none; set it to auto"
+    ):
+        tokenizer.load_base(Model(base=str(tmp_path), scratch=None), Data(chat="always"))
+    assert tokenizer.ready_rendering(words, "m").plain_kind("hi") == "plain"
+    assert tokenizer.read_plain(words, ["hi"]) == ["hi"]
+
+
+def test_a_template_that_rejects_a_turn_leaves_plain_prompts_and_says_so(
+    words: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words.chat_template = "{{ raise_exception('first a system turn') }}"
+    assert tokenizer.read_plain(words, ["hi"]) == ["hi"]
+    assert "rejects a user's turn alone (first a system turn): plain prompts stay" in capsys.readouterr().out
+    words.init_kwargs["data_chat"] = "always"
+    with pytest.raises(UserError, match=r"data\.chat: always, but the chat template of m rejects"):
+        tokenizer.ready_rendering(words, "m")
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("auto", TURN), ("always", TURN), ("never", "hi")])
+def test_a_prompt_that_somebody_writes_later_is_read_as_the_data_was(
+    setting: Setting, expected: str, chat_model: Path, tmp_path: Path
+) -> None:
+    tokenizer.save(
+        tokenizer.load_base(Model(base=str(chat_model), scratch=None), Data(chat=setting)), tmp_path
+    )
+    again = load_tokenizer(tmp_path)
+    assert tokenizer.read_plain(again, ["hi", TURN]) == [expected, TURN]
+
+
+PREPARED = {
+    "judge.judges": [small.HELDOUT],
+    "data.num_test": 2,
+    "data.num_validation": 2,
+    "data.max_prompt_tokens": 200,
+}
+
+
+def test_prepare_says_what_became_of_plain_prompts_and_counts_it(
+    chat_model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = [{"prompt": f"say {n}", "completion": f" {n}"} for n in range(9)]
+    jsonl(here / "my.jsonl", *plain, {"prompt": TURN, "completion": "b"})
+    model = {"model.base": str(chat_model), "model.scratch": None}
+    metrics = small.run("prepare", PREPARED | model | {"data.source": "files", "data.path": "my.jsonl"})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "9 plain prompt(s) become a user's turn in the chat template of" in said
+    assert "1 plain prompt(s) hold <eos> of the chat template of" in said
+    assert metrics["rows/as_turns"] == 9
+
+
+@pytest.mark.parametrize(("setting", "start"), [("auto", "<user>"), ("never", "")])
+def test_a_function_has_plain_prompts_too(setting: Setting, start: str, chat_model: Path, here: Path) -> None:
+    rows = "[{'prompt': f'{n} + 1 =', 'completion': f'{n + 1}'} for n in range(20)]"
+    (here / "sums.py").write_text(f"def rows(): return {{'sft': {rows}}}", encoding="utf-8")
+    model = {"model.base": str(chat_model), "model.scratch": None}
+    small.run("prepare", PREPARED | model | {"data.source": "sums:rows", "data.chat": setting})
+    for row in pq.read_table("data/sft/train.parquet").to_pylist():
+        assert row["prompt"].startswith(start or tuple("0123456789"))
+        assert row["completion"].isdecimal()

@@ -14,8 +14,6 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import prepare
-from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.data.conftest import demonstrations, jsonl
 
@@ -24,15 +22,12 @@ VALUES = [7, 2.5, "7", True, None, [1, "two", None], {"type": "object", "of": {"
 FILES = {"data.source": "files", "data.path": "mine", "judge.judges": [small.HELDOUT]}
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def prepared(changes: Mapping[str, Any], *keep: str) -> dict[str, dict[str, Any]]:
     """The rows of data/prompts by prompt, after stage prepare."""
-    view = small.view("prepare", {**changes, "data.columns": NAMES | {"keep": list(keep)}})
-    prepare.run(view, Paths(), NullTracker("prepare"))
+    small.run("prepare", {**changes, "data.columns": NAMES | {"keep": list(keep)}})
     return {row["prompt"]: row for split in SPLITS for row in read_table(Paths(), "prompts", split)}
 
 

@@ -14,9 +14,6 @@ from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.rows import Problems, Row
 from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import prepare
-from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.conftest import Command
 from tests.data import conftest
@@ -47,9 +44,8 @@ def test_a_csv_record_without_a_known_end_refuses_the_file(text: str, line: int,
     content = f"prompt,completion\nq,a\n{text}".replace(",", separator)
     file.write_text(content, "utf-8", newline="")
     changes = {"data.source": "files", "data.path": str(file), "data.on_bad_row": "quarantine"}
-    view = small.view("prepare", {"judge.judges": [small.HELDOUT], **changes})
     with pytest.raises(UserError, match=rf"^{file}:{line}: not CSV: .*quarantine cannot .*") as error:
-        prepare.run(view, Paths(), NullTracker("prepare"))
+        small.run("prepare", {"judge.judges": [small.HELDOUT], **changes})
     assert "\n" not in str(error.value)
 
 

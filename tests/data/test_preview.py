@@ -21,10 +21,7 @@ from tests.conftest import Command
 CASES = Path(__file__).parent / "cases"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_it_says_shape_unused_columns_rows_and_lengths(rlhf: Command) -> None:
@@ -45,42 +42,39 @@ def test_it_shows_tokens_of_the_base_models_tokenizer(rlhf: Command) -> None:
     assert "|now|<eos>" in rlhf("data given").out, "words alone, as for a model from scratch, have no end"
 
 
-def test_what_it_writes_is_read_again(folder: Path, rlhf: Command) -> None:
+def test_what_it_writes_is_read_again(rlhf: Command) -> None:
     words = [CASES / "12_nectar/data/rlaif.parquet", "--write", "out"]
     rlhf("data", *words)
-    rows = pq.read_table(folder / "out/preferences/train.parquet").to_pylist()
+    rows = pq.read_table("out/preferences/train.parquet").to_pylist()
     assert len(rows) == 6
     assert rows[0]["chosen"] == "Dill, because its fresh taste does not cover the fish."
     assert "preferences: 6 train" in rlhf("data out").out
     assert "the folder is not empty" in rlhf("data", *words, status=2).err
 
 
-def test_unpaired_labels_are_refused_with_the_ways_on(rlhf: Command) -> None:
+def test_without_a_usable_row_it_ends_with_2(rlhf: Command) -> None:
     assert "data.format to label_pairs" in rlhf("data", CASES / "16_kto/train.jsonl", status=2).err
-
-
-def test_without_a_usable_row_it_ends_with_2(folder: Path, rlhf: Command) -> None:
-    (folder / "empty.csv").write_text("prompt,completion\nhow?,\n", "utf-8")
+    Path("empty.csv").write_text("prompt,completion\nhow?,\n", "utf-8")
     said = rlhf("data empty.csv", status=2)
     assert "completion is empty" in said.out
     assert "no row of empty.csv can be used" in said.err
 
 
-def test_a_row_of_an_unknown_split_is_named(folder: Path, rlhf: Command) -> None:
+def test_a_row_of_an_unknown_split_is_named(rlhf: Command) -> None:
     lines = "prompt,completion,split\na,b,train\nc,d,holdout\ne,f,dev\n"
-    (folder / "rows.csv").write_text(lines, "utf-8")
+    Path("rows.csv").write_text(lines, "utf-8")
     out = rlhf("data rows.csv").out
     assert "rows.csv:3: malformed: split is 'holdout'; give train, validation or test" in out
     assert "sft: 1 train, 1 validation" in out
 
 
-def test_a_set_of_the_hub_is_sampled(folder: Path, rlhf: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_of_the_hub_is_sampled(here: Path, rlhf: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder stands for the hub: only where it is not below the working folder is its name a hub id."""
     rows = [{"prompt": f"question {i}?", "completion": f"answer {i}"} for i in range(5)]
-    (folder / "hub/owner/name").mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), folder / "hub/owner/name/train.parquet")
+    (here / "hub/owner/name").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), here / "hub/owner/name/train.parquet")
     load = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: load(str(folder / "hub" / name), **how))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: load(str(here / "hub" / name), **how))
     out = rlhf("data owner/name").out
     assert "owner/name/train: demonstrations: prompt = prompt, completion = completion" in out
     assert "fetch owner/name into a folder first" in rlhf("data owner/name --all", status=2).err

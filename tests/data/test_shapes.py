@@ -12,7 +12,8 @@ import pytest
 from rlhf_tasks.config import Data
 from rlhf_tasks.data import chat
 from rlhf_tasks.data.readers import shapes
-from rlhf_tasks.data.readers.shapes import Line, Reading, Table, dialogue
+from rlhf_tasks.data.readers.cells import dialogue
+from rlhf_tasks.data.readers.readings import Line, Reading, Table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import inputs
 from tests import small
@@ -330,6 +331,14 @@ def test_votes_of_another_kind_are_read_by_an_entry_that_names_them(tmp_path: Pa
     assert rows(found) == [pair("q", "a", "b"), pair("q", "b", "a")]
 
 
+def test_an_entry_may_name_two_columns_that_belong_together(tmp_path: Path) -> None:
+    two = '"chosen, rejected": {names: [[good, bad]], types: text}'
+    entry = f"{{name: x, columns: {{prompt: {{names: [ticket], types: text}}, {two}}}}}"
+    (tmp_path / "shapes.yaml").write_text(entry, "utf-8")
+    found = read({"ticket": "q", "good": "a", "bad": "b"}, shapes=str(tmp_path / "shapes.yaml"))
+    assert rows(found) == [pair("q", "a", "b")]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -337,7 +346,7 @@ def test_votes_of_another_kind_are_read_by_an_entry_that_names_them(tmp_path: Pa
         ("{name: x}", r"is no shape; give a list of shapes with name, columns"),
         (
             "- {name: x, columns: {ticket: text}}",
-            "By `makes`, the columns are row: prompt or completion, prompt",
+            "By `makes`, its columns are row: prompt or completion, prompt",
         ),
         *(
             (f"- {{name: x, columns: {{prompt: {spec}}}{more}}}", "is no shape; give a list of shapes")
@@ -365,15 +374,10 @@ def test_a_file_of_shapes_that_holds_none_is_refused(text: str, message: str, tm
         read({"q": "q", "a": "a"}, shapes=str(tmp_path / "shapes.yaml"))
 
 
-def test_of_very_many_columns_some_are_named() -> None:
+def test_of_very_many_columns_some_are_named_and_a_format_that_names_nothing_is_refused() -> None:
     with pytest.raises(UserError, match=r"id39 \(object\) and 960 more\. Name them"):
         read({f"id{i}": {"text": "q"} for i in range(1000)})
-
-
-def test_a_format_that_names_nothing_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"data\.format=label_pair is no column of the data; give .* label_pairs"
-    ):
+    with pytest.raises(UserError, match=r"data\.format=label_pair is no column of .* label_pairs"):
         read({"prompt": "q", "completion": "a"}, format="label_pair")
 
 

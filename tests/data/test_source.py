@@ -13,8 +13,6 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import prepare
-from rlhf_tasks.tracking import NullTracker
 from tests import small
 
 PAGE = (small.ROOT / "docs/how-to/your-own-source.md").read_text(encoding="utf-8")
@@ -42,7 +40,7 @@ def _in_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared(function: str, **changes: Any) -> dict[str, float]:
     given = {"data.source": function, "judge.judges": [small.HELDOUT]}
     changes = {f"data.{key}": value for key, value in changes.items()}
-    return prepare.run(small.view("prepare", given | changes), Paths(), NullTracker("prepare"))
+    return small.run("prepare", given | changes)
 
 
 def test_arguments_go_by_name_and_only_train_rows_are_split(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The generated instructions: their rules by hand-worked responses, their splits, and the kinds held out."""
+"""The generated instructions: their rules by hand-worked responses, and the kinds held out."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from examples.constraints import KINDS, LEAST_WORDS, UNSEEN, about, constraints
 from rlhf_tasks.config.scorers import Check
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.scoring.verifier import Verifier
-from tests.data.conftest import are_disjoint
 from tests.examples.conftest import of_split
 
-SIZES: dict[str, Any] = {"num_prompts": 2000, "num_validation": 95, "num_test": 140}
 VERIFIER = Verifier([Check(kind="regex", column="rule")], None)
 TEXT = "A lighthouse is a tall tower by the sea that warns all ships at night"  # 15 words
 SMALL = TEXT.lower()
-
-
-def generate(seed: int = 3, **changes: Any) -> list[dict[str, Any]]:
-    return constraints(seed, **{**SIZES, **changes})["prompts"]
 
 
 def passes(kind: str, response: str, argument: Any = "") -> bool:
@@ -75,13 +69,11 @@ def test_a_response_without_the_topic_or_with_fewer_than_ten_words_fails() -> No
     assert not passes("quotes", '"lighthouse"')
 
 
-def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only() -> None:
-    every = generate()
+def test_unseen_kinds_are_in_the_test_split_only() -> None:
+    sizes: dict[str, Any] = {"num_prompts": 2000, "num_validation": 95, "num_test": 140}
+    every = constraints(3, **sizes)["prompts"]
     rows = {split: of_split(every, split) for split in SPLITS}
-    assert [len(rows[split]) for split in SPLITS] == [2000, 95, 140]
-    topics = {split: {row["topic"] for row in rows[split]} for split in SPLITS}
-    assert are_disjoint(topics.values())
-    assert len(topics["train"]) > 300
+    assert len({row["topic"] for row in rows["train"]}) > 300
     assert Counter(row["kind"] for row in rows["test"]) == dict.fromkeys(KINDS, 10)
     for row in every:
         assert row["rule"] == row["about"].removesuffix(".*") + row["form"]
@@ -89,11 +81,5 @@ def test_each_topic_is_in_one_split_and_unseen_kinds_are_in_the_test_split_only(
     assert {row["seen"] for split in ("train", "validation") for row in rows[split]} == {"yes"}
     assert {row["kind"] for row in rows["train"]} == {*KINDS} - {*UNSEEN}
     assert len({row["prompt"] for row in every}) == len(every)
-    kinds = {row["kind"] for row in of_split(generate(unseen=["quotes"]), "train")}
+    kinds = {row["kind"] for row in of_split(constraints(3, **sizes, unseen=["quotes"])["prompts"], "train")}
     assert kinds == {*KINDS} - {"quotes"}
-
-
-def test_a_seed_decides_the_prompts() -> None:
-    assert generate(3) == generate(3) != generate(4)
-    with pytest.raises(ValueError, match=r"prompts are left for train, fewer than num_prompts=9000"):
-        generate(num_prompts=9000)

@@ -28,8 +28,6 @@ from rlhf_tasks.judging.results import EvaluationResults, TaskScore
 from rlhf_tasks.judging.retention import Probes
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import judge as stage
-from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.conftest import Command
 from tests.promotion import planted
@@ -189,7 +187,7 @@ def test_a_group_with_a_result_of_its_own_is_reported_instead_of_its_tasks(tasks
 def test_stage_judge_writes_the_results_of_tasks(tasks_here: Path) -> None:
     values = settings(folder="mine").model_dump(mode="json")
     changes = {"judge.num_examples": 6, "judge.judges": [small.GOLD], "judge.retention.tasks": values}
-    metrics = stage.run(small.view("judge", changes), Paths(), NullTracker("judge"))
+    metrics = small.run("judge", changes)
     for model in FOLDERS:
         assert 0 <= metrics[f"task/post_facts/acc/{model}"] <= 1
         assert metrics[f"task/post_facts/acc_norm/{model}/standard_error"] >= 0

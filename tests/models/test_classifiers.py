@@ -92,11 +92,12 @@ def test_the_folder_is_the_familys_config_and_plain_safetensors_and_no_language_
     folder = save(fresh(family, tmp_path).model, tmp_path / "reward")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == family
-    assert config["architectures"] == [type(load_reward(folder).model).__name__]
+    model = load_reward(folder).model
+    assert config["architectures"] == [type(model).__name__]
     assert config["architectures"][0].endswith("ForTokenScores")
     tensors = load_file(folder / "model.safetensors")
     assert {key.split(".")[0] for key in tensors} == {"model", "score"}
-    assert tensors["score.weight"].shape == (1, small.HIDDEN)
+    assert tensors["score.weight"].shape == (1, model.config.hidden_size)
     with pytest.raises(ContractError, match="sft lacks "):
         load_reward(tmp_path / "sft")
     with pytest.raises(ContractError, match=r"holds score\.weight: it scores or classifies"):

@@ -92,12 +92,6 @@ def test_a_pickled_head_is_read_only_if_trusted(tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(found, expected() + BIAS, atol=1e-5, rtol=1e-5)
 
 
-def test_a_head_of_several_scores_is_no_reward_model(tmp_path: Path) -> None:
-    add(causal_folder(tmp_path), {"value_head.weight": WEIGHT.repeat(3, 1)})
-    with pytest.raises(ContractError, match=r"the shape of value_head\.weight is \(3, \d+\)"):
-        load_reward(tmp_path)
-
-
 def test_a_head_is_found_under_the_name_in_its_config_and_unscaled_if_it_says_so(tmp_path: Path) -> None:
     folder = causal_folder(
         tmp_path, value_head_prefix="reward_head", normalize_reward=False, mean=2.0, std=4.0
@@ -122,6 +116,7 @@ ONE_LABEL = CLASSIFIER | {"id2label": {"0": "LABEL_0"}}
         ({}, {"v_head.0.weight": WEIGHT}, r"another form \(v_head\.0\.weight"),
         ({"std": 0.0}, {"value_head.weight": WEIGHT}, "std=0.0; its scores are"),
         ({"mean": "x"}, {"value_head.weight": WEIGHT}, "mean='x'"),
+        ({}, {"value_head.weight": WEIGHT.repeat(3, 1)}, r"the shape of value_head\.weight is \(3, \d+\)"),
     ],
 )
 def test_a_head_that_cannot_be_read_is_named(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_tasks.data.tokenizer import Ids, encode, response_texts
 from rlhf_tasks.models import sampling
@@ -17,7 +17,7 @@ from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses,
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.sampler import LocalSampler
-from tests import small
+from tests import families, small
 from tests.small import EOS, FAMILIES, PAD, Family
 
 QUERIES, _ = small.rows(24, longest=7)
@@ -59,10 +59,7 @@ def test_logprobs_of_a_row_are_those_of_the_row_alone_whenever_others_ended(fami
 
 
 def test_a_sliding_window_hides_the_same_tokens_as_in_training() -> None:
-    torch.manual_seed(0)
-    sizes = {**small.SIZES, "sliding_window": 4, "num_key_value_heads": 1}
-    config = AutoConfig.for_model("mistral", **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = families.causal("mistral", vocab_size=small.VOCAB, sliding_window=4)
     found = draw(model, seed=1)
     assert max(map(len, found.responses)) > 8
     assert_close(found.logprobs, logprobs_alone(model, found))

@@ -295,16 +295,6 @@ def test_the_gradient_of_each_other_loss_is_that_of_its_formula(name: str, rollo
     assert one.learn(rollout)["train/grad_norm"] == pytest.approx(norm_of(policy), rel=1e-3)
 
 
-def test_micro_batches_change_neither_weights_nor_token_means(rollout: Rollout) -> None:
-    large, many = toy(micro_batch_tokens=16384), toy(micro_batch_tokens=25)
-    start = large.weights
-    first, second = large.learn(rollout), many.learn(rollout)
-    assert (large.weights - start).abs().max() > 1e-3
-    torch.testing.assert_close(large.weights, many.weights, atol=2e-5, rtol=0)
-    for key in TOKEN_MEANS:
-        assert first[key] == pytest.approx(second[key], rel=1e-3, abs=1e-5), key
-
-
 @pytest.mark.parametrize("most", [16384, 40])
 @pytest.mark.parametrize("model", [None, shared, with_lora], ids=["two models", "value head", "adapters"])
 def test_a_prompt_that_is_read_once_for_its_samples_gives_the_same_step(model: Any, most: int) -> None:
@@ -350,12 +340,14 @@ def test_a_minibatch_has_all_samples_of_its_prompts(monkeypatch: pytest.MonkeyPa
     assert seen[:2] != seen[2:], "each epoch has an order of its own"
 
 
-def test_after_out_of_memory_smaller_micro_batches_take_the_same_step(
+def test_smaller_micro_batches_change_neither_weights_nor_token_means(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the failed attempt has added up counts nowhere; the smaller size is kept for later steps."""
-    plain, short = toy(**ONE_STEP), toy(**ONE_STEP, micro_batch_tokens=400)
-    expected = plain.learn(rollout)
+    """Nor those after out-of-memory: what a failed attempt has added up counts nowhere. The size is kept."""
+    plain, many, short = (toy(micro_batch_tokens=most) for most in (16384, 25, 400))
+    start = plain.weights
+    expected, of_many = plain.learn(rollout), many.learn(rollout)
+    assert (plain.weights - start).abs().max() > 1e-3
     forward, passes = ActorCritic.forward, list[int]()
 
     def limited(self: ActorCritic, batch: Batch, *args: Any, **kwargs: Any) -> Any:
@@ -365,11 +357,12 @@ def test_after_out_of_memory_smaller_micro_batches_take_the_same_step(
         return forward(self, batch, *args, **kwargs)
 
     monkeypatch.setattr(ActorCritic, "forward", limited)
-    metrics = short.learn(rollout)
-    assert short.state.budget.max_tokens < 100 < max(passes)
-    torch.testing.assert_close(short.weights, plain.weights, atol=2e-5, rtol=0)
-    for key in TOKEN_MEANS:
-        assert metrics[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
+    of_short = short.learn(rollout)
+    assert short.state.budget.max_tokens < 60 < max(passes)
+    for one, metrics in ((many, of_many), (short, of_short)):
+        torch.testing.assert_close(one.weights, plain.weights, atol=2e-5, rtol=0)
+        for key in TOKEN_MEANS:
+            assert metrics[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
     passes.clear()
     short.learn(rollout)
     assert max(passes) <= 60

@@ -115,14 +115,10 @@ def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) ->
 
 
 def test_evidence_is_the_results_document_and_the_kl_of_the_kept_checkpoint(tmp_path: Path) -> None:
+    """Not a score, and not the KL of the last update."""
     planted.pipeline(tmp_path, kl=3.25)
     kl = Kl(mean=3.25, standard_error=planted.KL_ERROR)
     assert Measurements.read(Paths(tmp_path)) == Measurements(results=planted.BETTER, kl=kl)
-
-
-def test_no_other_metric_of_ppo_is_read(tmp_path: Path) -> None:
-    """Not a score, and not the KL of the last update."""
-    planted.pipeline(tmp_path)
     planted.put(tmp_path / "metrics/ppo.json", {"objective/scores": 1e9, "objective/kl": 2.0})
     assert Measurements.read(Paths(tmp_path)) == Measurements(results=planted.BETTER, kl=None)
 

@@ -14,7 +14,7 @@ from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.http import LONGEST_WAIT_SECONDS, NUM_TRIES, ScoringService
-from rlhf_tasks.scoring.protocol import Responses, ScorerError
+from rlhf_tasks.scoring.protocol import Responses, ScorerError, UnusableScores
 from tests.loopback import serving
 from tests.scoring.server import Handler, Server, hangs_up, hung, replies, slow, status
 
@@ -52,21 +52,19 @@ def test_a_service_gets_texts_and_columns_in_batches_and_its_scores_come_in_orde
     assert server.requests == plain + with_columns
 
 
-@pytest.mark.parametrize("fault", [status(429), status(500), status(503), slow, hangs_up])
+@pytest.mark.parametrize(
+    ("fault", "times", "timeout"),
+    [
+        *((one, NUM_TRIES - 1, 5.0) for one in (status(429), status(500), status(503), slow, hangs_up)),
+        *((one, 1, 0.3) for one in (hung, Handler.drip)),  # a silent and an endless reply
+    ],
+)
 def test_requests_are_repeated_after_temporary_faults(
-    server: Server, fault: Callable[[Handler], None]
+    server: Server, fault: Callable[[Handler], None], times: int, timeout: float
 ) -> None:
-    server.script = [fault] * (NUM_TRIES - 1)
-    assert http(server.url)(ROWS).tolist() == [5.0, 2.0, 0.0]
-
-
-@pytest.mark.parametrize("fault", [hung, Handler.drip])
-def test_a_request_with_a_silent_or_endless_reply_is_repeated(
-    server: Server, fault: Callable[[Handler], None]
-) -> None:
-    server.script = [fault]
-    assert http(server.url, timeout_seconds=0.3)(ROWS).tolist() == [5.0, 2.0, 0.0]
-    assert len(server.requests) == 2
+    server.script = [fault] * times
+    assert http(server.url, timeout)(ROWS).tolist() == [5.0, 2.0, 0.0]
+    assert fault is slow or len(server.requests) == times + 1, "a slow reply is one"
 
 
 @pytest.mark.parametrize(
@@ -100,17 +98,10 @@ def test_waits_double_unless_the_reply_has_retry_after(
     assert waits == [1.0, 7.0, LONGEST_WAIT_SECONDS, 8.0]
 
 
-@pytest.mark.parametrize("code", [301, 400, 401, 404, 422])
-def test_a_rejected_request_is_not_repeated(server: Server, code: int) -> None:
-    server.script = [status(code)]
-    with pytest.raises(UserError, match=f"rejected the request: status {code}: not now"):
-        http(server.url)(ROWS)
-    assert len(server.requests) == 1
-
-
 @pytest.mark.parametrize(
-    ("body", "why"),
+    ("reply", "why"),
     [
+        *((code, f"rejected the request: status {code}: not now") for code in (301, 400, 401, 404, 422)),
         ("<html>", "must return JSON, but returned <html>"),
         ("", "must return JSON"),
         ('{"scores": [1, 2', "must return JSON"),
@@ -124,10 +115,10 @@ def test_a_rejected_request_is_not_repeated(server: Server, code: int) -> None:
     ],
 )
 def test_a_reply_without_scores_is_an_error_and_the_request_is_not_repeated(
-    server: Server, body: str, why: str
+    server: Server, reply: str | int, why: str
 ) -> None:
-    server.script = [replies(body)]
-    with pytest.raises(ScorerError, match=rf"^http scorer {server.url} .*{why}"):
+    server.script = [status(reply) if isinstance(reply, int) else replies(reply)]
+    with pytest.raises(UnusableScores, match=rf"^http scorer {server.url} .*{why}"):
         http(server.url)(ROWS)
     assert len(server.requests) == 1
 

@@ -24,8 +24,8 @@ from rlhf_tasks.scoring.retokenize import Retokenizer, messages_of
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
 from tests import small
 from tests.conftest import CHAT
-from tests.data.test_tokens import CHAT as TOKEN_CHAT
-from tests.data.test_tokens import KINDS, ROWS, tokenizer_of
+from tests.data.test_tokenizer import CHAT as TOKEN_CHAT
+from tests.data.test_tokenizer import KINDS, ROWS, tokenizer_of
 from tests.models.test_checks import unmask, wrap
 
 CHATML = (

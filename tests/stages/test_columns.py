@@ -13,7 +13,6 @@ from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import judge, ppo
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 
@@ -59,14 +58,14 @@ def project(models_here: Path) -> Path:
 
 def test_scorers_selection_and_judges_get_the_columns_of_their_prompts(project: Path) -> None:
     tracker = NullTracker("ppo")
-    ppo.run(small.view("ppo", SETTINGS), Paths(), tracker)
+    small.run("ppo", SETTINGS, tracker)
     assert len(tracker.history()) == 3
     samples: list[dict[str, Any]] = pq.read_table(Paths().ppo_samples / "samples.parquet").to_pylist()
     assert samples
     assert all(row["column/place"] in row["prompt"] for row in samples)
     both = {"kind": "all_of", "name": "both", "judges": ["gold", "own"]}
     changes = {"judge.judges": [small.GOLD, JUDGE, both]}
-    judge.run(small.view("judge", changes), Paths(), NullTracker("judge"))
+    small.run("judge", changes)
     rows = pq.read_table(Paths().judged_responses).to_pylist()
     assert rows
     assert all(json.loads(row["column/tests"]) == [row["column/place"], 1] for row in rows)
@@ -76,17 +75,16 @@ def test_a_function_that_asks_for_another_column_stops_the_stage_before_training
     lost = {"ppo.scorers": [OWN | {"function": "my_columns:lost"}]}
     message = r"nothing is left for label; .* of .*, place, tests, first\."
     with pytest.raises(UserError, match=message):
-        ppo.run(small.view("ppo", SETTINGS | lost), Paths(), NullTracker("ppo"))
-    view = small.view("judge", {"judge.judges": [JUDGE | {"function": "my_columns:lost"}]})
+        small.run("ppo", SETTINGS | lost)
     with pytest.raises(UserError, match=rf"judge.judges: function my_columns:lost\(.*\): {message}"):
-        judge.run(view, Paths(), NullTracker("judge"))
+        small.run("judge", {"judge.judges": [JUDGE | {"function": "my_columns:lost"}]})
 
 
 def test_a_verifier_rewards_and_measures_accuracy(project: Path) -> None:
     changes = SETTINGS | KEEP | {"ppo.scorers": [VERIFIER | {"weight": 2.0}], "ppo.select_by": None}
     changes |= {"judge.judges": [VERIFIER | {"name": "verifier"}], "reward.train": False}
-    ppo.run(small.view("ppo", changes), Paths(), NullTracker("ppo"))
-    metrics = judge.run(small.view("judge", changes), Paths(), NullTracker("judge"))
+    small.run("ppo", changes)
+    metrics = small.run("judge", changes)
     texts = [row["sft"].strip() for row in pq.read_table(Paths().judged_responses).to_pylist()]
     assert metrics["verifier/accuracy/reference"] == 1
     assert metrics["verifier/accuracy/sft"] == sum(t.startswith(("my ", "so ")) for t in texts) / len(texts)
@@ -108,8 +106,7 @@ def test_a_verifier_on_a_missing_or_malformed_column_is_refused_before_training(
     rows[2]["columns"]["first"] = "("
     small.write_rows(project, "prompts", "validation", [columns.encoded(row) for row in rows])
     with pytest.raises(UserError, match=r"ppo.scorers: .*validation\): .*\n  synthetic row 3: first: '\('"):
-        ppo.run(small.view("ppo", SETTINGS | changes | KEEP), Paths(), NullTracker("ppo"))
+        small.run("ppo", SETTINGS | changes | KEEP)
     small.write_rows(project, "prompts", "test", [columns.encoded(row) for row in rows])
-    judged = small.view("judge", {"judge.judges": [VERIFIER | {"name": "right"}, small.HELDOUT], **KEEP})
     with pytest.raises(UserError, match=r"judge.judges: right: 2 value\(s\) cannot"):
-        judge.run(judged, Paths(), NullTracker("judge"))
+        small.run("judge", {"judge.judges": [VERIFIER | {"name": "right"}, small.HELDOUT], **KEEP})

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_tasks.config import Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.load import load_causal, load_reward
 from tests import toy
 
+AFTER_BASE: tuple[Stage, ...] = ("sft", "preferences", "reward", "ppo", "judge")
 HASH = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -29,8 +31,7 @@ def prepared(family: str, words: Any = None, shape: dict[str, Any] | None = None
     """data/ and models/base from a foreign base of this family, with a shape of its own; the settings."""
     toy.foreign("foreign/base", family, words=words, **(shape or {}))
     settings = toy.write_params(**changes)
-    toy.run("prepare", settings)
-    toy.run("base", settings)
+    toy.run_stages(settings, "prepare", "base")
     return settings
 
 
@@ -53,9 +54,7 @@ def identity(folder: str) -> dict[str, Any]:
 def test_a_foreign_base_goes_through_every_stage() -> None:
     """GPT-2's tokenizer has no pad: EOS pads then."""
     settings = prepared("gpt2", words=toy.tokenizer(pad=None))
-    for stage in ("sft", "preferences", "reward", "ppo", "judge"):
-        metrics = toy.run(stage, settings)
-        assert metrics
+    metrics = toy.run_stages(settings, *AFTER_BASE)
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
     assert identity("models/sft")["parents"] == {"base": contracts.fingerprint(Path("models/base"))}
     assert load_causal("models/policy").config.model_type == "gpt2"
@@ -65,8 +64,7 @@ def test_a_family_without_a_classifier_goes_through_every_stage_that_scores() ->
     """With an LM loss on changed logits, a critic from the reward model, and adapters."""
     lora = {"r": 2, "alpha": 4.0}
     settings = prepared("granite", reward={"lm_coef": 0.1, "lora": lora}, shape={"logits_scaling": 3.0})
-    for stage in ("sft", "preferences", "reward", "ppo", "judge"):
-        metrics = toy.run(stage, settings)
+    metrics = toy.run_stages(settings, *AFTER_BASE)
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
     found = load_reward("models/reward").model.config
     assert (found.architectures, found.logits_scaling) == (["GraniteForTokenScores"], 3.0)
@@ -80,9 +78,7 @@ def test_a_vocabulary_that_is_padded_goes_through_every_stage() -> None:
     size = len(toy.tokenizer())
     prepared("llama", shape={"vocab_size": 2 * size})
     toy.foreign("foreign/reward", "llama", seed=3, labels=1, vocab_size=2 * size + 5)
-    settings = with_reward()
-    for stage in ("sft", "preferences", "reward", "ppo", "judge"):
-        toy.run(stage, settings)
+    toy.run_stages(with_reward(), *AFTER_BASE)
     assert load_causal("models/policy").get_input_embeddings().num_embeddings == 2 * size
 
 
@@ -94,8 +90,7 @@ def test_ready_sft_and_reward_models_skip_training_and_their_lineage_is_unknown(
     metrics = toy.run("sft", settings)
     assert "steps_trained" not in metrics
     assert metrics["loss"] > 0
-    for stage in ("preferences", "reward", "ppo"):
-        toy.run(stage, settings)
+    toy.run_stages(settings, "preferences", "reward", "ppo")
     assert contracts.fingerprint(Path("models/sft")) == contracts.fingerprint(Path("foreign/sft"))
     assert contracts.fingerprint(Path("models/reward")) == contracts.fingerprint(Path("foreign/reward"))
     for folder in ("models/sft", "models/reward"):
@@ -163,8 +158,7 @@ def test_an_sft_model_that_does_not_fit_is_refused() -> None:
 
 def test_the_reward_model_is_checked_before_anything_is_trained() -> None:
     settings = prepared("gpt2")
-    for stage in ("sft", "preferences"):
-        toy.run(stage, settings)
+    toy.run_stages(settings, "sft", "preferences")
     toy.foreign("foreign/reward", "gpt2", labels=1, words=with_purple())
     words = r"reward\.from: foreign/reward has another tokenizer than models/sft.*path: foreign/reward}"
     refused("reward", with_reward(), words)

@@ -49,9 +49,7 @@ def test_prompts_alone_go_through_every_stage_where_sft_and_reward_come_ready() 
     jsonl(Path("given/prompts.jsonl"), *prompts())
     for seed, name in enumerate(("reward", "other"), start=3):
         toy.foreign(f"foreign/{name}", "llama", seed=seed, labels=1)
-    settings = toy.write_params(**READY)
-    for stage in STAGES:
-        metrics = toy.run(stage, settings)
+    metrics = toy.run_stages(toy.write_params(**READY), *STAGES)
     assert 0 <= metrics["other/policy_vs_sft/win_rate"] <= 1
     assert not any("reference" in name or "rouge" in name for name in metrics)
     table = pq.read_table("data/prompts/test.parquet")
@@ -76,8 +74,7 @@ def test_what_prompts_alone_lack_is_refused_before_anything_trains() -> None:
     with pytest.raises(UserError, match=f"model.base: scratch has no text.*{ENOUGH}"):
         toy.run("prepare", toy.write_params(model={"base": "scratch", "scratch": {}}))
     without_sft = toy.write_params(**READY | {"sft": {"from": None}})
-    toy.run("prepare", without_sft)
-    toy.run("base", without_sft)
+    toy.run_stages(without_sft, "prepare", "base")
     with pytest.raises(UserError, match=f"sft.from is null, and there is no demonstration.*{ENOUGH}"):
         toy.run("sft", without_sft)
     without_reward = toy.write_params(sft={"from": "foreign/base"})

@@ -49,18 +49,46 @@ def base(family: str, **changes: Any) -> dict[str, Any]:
     return {"model.base": "ready", "model.scratch": None}
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+HAS_24 = "model.base=ready ({}) has 24 positions, and the longest prompt and ppo.response_length together"
+DEPENDS = "exceeds 24 tokens, and prompt plus response reach 25"
+
+
 @pytest.mark.parametrize(
-    ("family", "name"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings"), ("mpt", "max_seq_len")]
+    ("family", "changes", "texts"),
+    [
+        *(
+            (
+                family,
+                {name: 24},
+                [HAS_24.format(family), "reach 25 tokens: it has no row for a later position"],
+            )
+            for family, name in [
+                ("gpt2", "n_positions"),
+                ("opt", "max_position_embeddings"),
+                ("mpt", "max_seq_len"),
+            ]
+        ),
+        # rows whose numbers would depend on their batch
+        ("deepseek_v32", {"index_topk": 24}, ["sparse index", DEPENDS]),
+        ("minimax_m3_vl_text", {"index_block_size": 24}, ["other blocks", DEPENDS]),
+        ("llama4_text", {"floor_scale": 24}, ["padding included", DEPENDS]),
+        (
+            "llama",
+            {"max_position_embeddings": 24, "rope_parameters": DYNAMIC},
+            ["rescales its rotary positions", DEPENDS],
+        ),
+    ],
 )
-def test_where_a_model_has_a_table_of_positions_longer_rows_are_refused(
-    family: str, name: str, rlhf: Command
+def test_rows_that_a_model_cannot_read_are_refused(
+    family: str, changes: dict[str, Any], texts: list[str], rlhf: Command
 ) -> None:
-    set_params(base(family, **{name: 24}), response_length=13)
+    model = base(family, **changes)
+    set_params(model, response_length=13)
     rlhf("prepare")
-    set_params(base(family, **{name: 24}), response_length=14)
+    set_params(model, response_length=14)
     said = rlhf("prepare", status=2).err
-    assert f"model.base=ready ({family}) has 24 positions, and the longest prompt and " in said
-    assert "ppo.response_length together reach 25 tokens: it has no row for a later position" in said
+    assert [text for text in texts if text not in said] == []
 
 
 def test_rows_of_the_data_are_checked_too_and_nothing_is_written(rlhf: Command) -> None:
@@ -72,11 +100,11 @@ def test_rows_of_the_data_are_checked_too_and_nothing_is_written(rlhf: Command) 
 
 
 def test_where_a_model_computes_its_positions_there_is_a_warning(rlhf: Command) -> None:
-    set_params(base("llama", max_position_embeddings=24), response_length=13)
+    model = base("llama", max_position_embeddings=24)
+    set_params(model, response_length=13)
     assert "positions" not in "".join(rlhf("prepare"))
-    set_params(base("llama", max_position_embeddings=24), response_length=14)
-    said = "".join(rlhf("prepare"))
-    assert said.count("Warning: model.base=ready (llama) has 24 positions") == 1
+    set_params(model, response_length=14)
+    assert "".join(rlhf("prepare")).count(f"Warning: {HAS_24.format('llama')}") == 1
 
 
 def test_a_model_from_scratch_is_checked_by_the_positions_that_it_will_have(rlhf: Command) -> None:
@@ -85,33 +113,6 @@ def test_a_model_from_scratch_is_checked_by_the_positions_that_it_will_have(rlhf
     rlhf("prepare")
     set_params(scratch, response_length=54)
     assert "model.scratch (gpt2) has 64 positions" in rlhf("prepare", status=2).err
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "why"),
-    [
-        ("deepseek_v32", {"index_topk": 24}, "sparse index"),
-        ("minimax_m3_vl_text", {"index_block_size": 24}, "other blocks"),
-        ("llama4_text", {"floor_scale": 24}, "padding included"),
-        (
-            "llama",
-            {
-                "max_position_embeddings": 24,
-                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-            },
-            "rescales its rotary positions",
-        ),
-    ],
-)
-def test_rows_whose_numbers_would_depend_on_their_batch_are_refused(
-    family: str, changes: dict[str, Any], why: str, rlhf: Command
-) -> None:
-    set_params(base(family, **changes), response_length=13)
-    rlhf("prepare")
-    set_params(base(family, **changes), response_length=14)
-    said = rlhf("prepare", status=2).err
-    assert why in said
-    assert "exceeds 24 tokens, and prompt plus response reach 25" in said
 
 
 @pytest.mark.slow

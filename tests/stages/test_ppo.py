@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from rlhf_tasks import config
+from rlhf_tasks.cli import main as cli
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.config.ppo import Ptx
 from rlhf_tasks.data.batches import read_table
-from rlhf_tasks.data.tokenizer import encode
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.models import contracts
-from rlhf_tasks.models.load import load_causal
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import load_causal, load_reward, save_checkpoint
 from rlhf_tasks.ppo import evaluate
+from rlhf_tasks.ppo.vllm import VllmError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
-from tests import small
-from tests.ppo.toy import without_critic
+from tests import families, small
+from tests.models.test_checks import unmask, wrap
+from tests.ppo import standin
+from tests.ppo.test_vllm import alive, of_servers, until
+from tests.ppo.toy import started, without_critic
 
 SETTINGS = {
     "ppo.total_episodes": 48,
@@ -43,7 +57,7 @@ POLICY, SAMPLES = Paths().policy, Paths().ppo_samples
 
 def run(**changes: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
     tracker = NullTracker("ppo")
-    return ppo.run(small.view("ppo", SETTINGS | changes), Paths(), tracker), tracker.history()
+    return small.run("ppo", SETTINGS | changes, tracker), tracker.history()
 
 
 @pytest.mark.parametrize("role", ["reward", "reward_heldout"])
@@ -239,3 +253,131 @@ def test_without_a_reward_model_the_last_policy_is_kept(models_here: Path) -> No
 def test_a_policys_generation_config_names_all_that_ends_its_responses(models_here: Path) -> None:
     run(**{"ppo.stop_token": 7})
     assert load_causal(POLICY).generation_config.eos_token_id == [small.EOS, 7]
+
+
+# -------- Stage ppo refuses a model that answers otherwise in sampling than in training, before it trains it
+
+
+def run_with(
+    family: str,
+    value_model: str = "separate",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> None:
+    """The stage without a reward model, its SFT model replaced by a random one of this family."""
+    folder = Paths().sft
+    words = load_tokenizer(folder)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    model = families.causal(family, vocab_size=len(words), eos_token_id=words.eos_token_id, **changes)
+    save_checkpoint(model, words, folder, identity={}, card="a card")
+    given = SETTINGS | dict(small.WITHOUT_REWARD) | {"ppo.advantages.critic.kind": value_model, **settings}
+    small.run("ppo", given)
+
+
+@pytest.mark.slow
+def test_ppo_trains_a_family_with_linear_attention(models_here: Path) -> None:
+    run_with("qwen3_next")
+    assert load_causal(models_here / "models/policy").config.model_type == "qwen3_next"
+
+
+def test_a_family_whose_state_keeps_rows_that_have_ended_is_refused(models_here: Path) -> None:
+    with pytest.raises(UserError) as error:
+        run_with("recurrent_gemma", "shared")
+    assert "models/sft fails the check before training" in str(error.value)
+    assert "ended rows do not change the others: off by " in str(error.value)
+
+
+def test_a_held_out_reward_model_that_answers_otherwise_in_a_batch_is_refused(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = load_reward
+
+    def load_unmasked(folder: Path) -> TokenScores:
+        scores = load(folder)
+        if folder == Paths().reward_heldout:
+            wrap(scores.model.base_model, unmask)
+        return scores
+
+    monkeypatch.setattr(ppo, "load_reward", load_unmasked)
+    with pytest.raises(UserError, match="models/reward_heldout fails the check before training"):
+        small.run("ppo", SETTINGS)
+
+
+def test_positions_that_depend_on_the_longest_row_are_refused(models_here: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UserError, match="models/sft rescales its rotary positions for a whole batch"):
+        run_with("llama", max_position_embeddings=16, rope_parameters=rope)
+
+
+def test_a_sparse_index_shorter_than_the_rows_is_refused(models_here: Path) -> None:
+    with pytest.raises(UserError, match=r"models/sft selects by a sparse index .* exceeds 8 tokens"):
+        run_with("deepseek_v32", index_topk=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba", "jamba", "phimoe", "deepseek_v3"])
+def test_ppo_trains_adapters_of_a_family_with_layers_that_get_none(models_here: Path, family: str) -> None:
+    run_with(family, settings={"ppo.lora": {"r": 2}, "ppo.advantages.critic.lora": {"r": 2}})
+    assert load_causal(models_here / "models/policy").config.model_type == family
+
+
+# -------- Stage ppo with vLLM: what it writes, how it ends when the server fails, and that no server is left
+
+
+def section(*options: str, **changes: Any) -> dict[str, Any]:
+    """A server that the stage starts, with options of the stand-in."""
+    return {"ppo.sampler": started(*options, **changes)}
+
+
+def test_the_policy_names_the_sampler_and_the_run_has_its_metrics(models_here: Path) -> None:
+    _, history = run(**section())
+    rows = [row for row in history if "sampler/logprob_diff" in row]
+    assert [row["episode"] for row in rows] == [16, 32, 48]
+    assert all(0 < row["sampler/logprob_diff"] <= row["sampler/logprob_diff_max"] < 1e-4 for row in rows)
+    assert all(row["sampler/kl"] < 1e-6 and row["sampler/load_seconds"] > 0 for row in rows)
+    identity = json.loads((POLICY / contracts.IDENTITY).read_text(encoding="utf-8"))
+    assert identity["sampler"] == f"vLLM {standin.VERSION}"
+    assert f"its rollouts were sampled by vLLM {standin.VERSION}" in (POLICY / "README.md").read_text("utf-8")
+    assert not of_servers(models_here)
+    assert len(list((models_here / ".rlhf/vllm").iterdir())) == 1, "the log alone is kept"
+
+
+def test_a_server_that_ends_ends_the_stage_with_one_message_that_names_its_log(
+    models_here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contracts.fingerprint(POLICY)
+    with pytest.raises(VllmError, match=r"vLLM at .* does not answer .*; its log is .*\.log"):
+        run(**section("--fault", "die"))
+    assert contracts.fingerprint(POLICY) == before
+    assert not of_servers(models_here)
+
+    def fail(*_: object) -> int:
+        raise VllmError("vLLM has gone")
+
+    monkeypatch.setattr("rlhf_tasks.stages.runner.run", fail)
+    assert cli.main(["ppo"]) == 1
+    assert capsys.readouterr().err == "rlhf: vLLM has gone\n"
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_cancelled_stage_leaves_no_server(models_here: Path) -> None:
+    """The server hangs in the first rollout. The first SIGTERM waits for the update, the second does not."""
+    shutil.copy(small.ROOT / "dvc.yaml", Path())
+    marker = models_here / "marker"
+    server = section("--canned", "--fault", "hang", "--marker", str(marker))
+    changes = SETTINGS | server | {"tracking.enabled": False}
+    YAML().dump(small.params(changes), Path("params.yaml"))
+    environment = os.environ | {"PYTHONPATH": str(small.ROOT)}
+    words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
+    stage = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(lambda: stage.poll() is not None or marker.exists())
+    assert stage.poll() is None
+    running = of_servers(models_here)
+    assert len(running) == 2
+    while stage.poll() is None:
+        stage.terminate()
+        time.sleep(0.1)
+    assert stage.returncode == 143
+    until(lambda: not alive(running))

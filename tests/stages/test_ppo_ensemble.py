@@ -16,7 +16,6 @@ from rlhf_tasks.judging.judges.comparisons import find_optimized_judges
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import add_score_head, from_scratch, save_checkpoint
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker, catalogue
 from tests import small
 from tests.scoring.test_reward_model import bytes_tokenizer
@@ -36,8 +35,8 @@ FOREIGN = {**OWN, "path": "rewards/foreign", "name": "foreign"}
 
 def run(scorers: list[Any], **changes: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
     tracker = NullTracker("ppo")
-    view = small.view("ppo", SETTINGS | {"ppo.scorers": scorers} | changes)
-    return ppo.run(view, Paths(), tracker), tracker.history()
+    metrics = small.run("ppo", SETTINGS | {"ppo.scorers": scorers} | changes, tracker)
+    return metrics, tracker.history()
 
 
 @pytest.fixture

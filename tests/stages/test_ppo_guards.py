@@ -15,8 +15,6 @@ import torch
 
 from rlhf_tasks.models import contracts
 from rlhf_tasks.ppo.guards import GuardTripped
-from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.checkpoint import State
@@ -131,8 +129,7 @@ class Events(NullTracker):
 
 def run_guarded(**changes: Any) -> tuple[Events, dict[str, float]]:
     tracker = Events()
-    view = small.view("ppo", SETTINGS | FAR | {"ppo.guards": guards(**changes)})
-    return tracker, ppo.run(view, Paths(), tracker)
+    return tracker, small.run("ppo", SETTINGS | FAR | {"ppo.guards": guards(**changes)}, tracker)
 
 
 def test_a_tripped_guard_stops_the_stage_with_its_cause(models_here: Path) -> None:
@@ -173,7 +170,7 @@ def test_nan_at_an_evaluation_trips_the_guard_and_keeps_the_curve(models_here: P
         "ppo.audit_prompts": 0,
     }
     with pytest.raises(GuardTripped, match=r"non_finite: ppo\.scorers: .*gave nan") as caught:
-        ppo.run(small.view("ppo", SETTINGS | changes), Paths(), tracker)
+        small.run("ppo", SETTINGS | changes, tracker)
     assert [name for name, _ in tracker.events] == ["guard.non_finite"]
     file = str(caught.value).split("see ")[1].split(")")[0]
     assert len(torch.load(file, weights_only=False)["responses"]) == 12

@@ -23,7 +23,6 @@ from rlhf_tasks.scoring.build import score_gold
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.stages import preferences
 from rlhf_tasks.stages.preferences import compare
-from rlhf_tasks.tracking import NullTracker
 from tests import small
 
 PROMPT = "TITLE: a\nPOST: my boss stole my lamp . it was at the park . i feel sad . i want a refund .\nTL;DR:"
@@ -32,7 +31,7 @@ SETTINGS = {"preferences.num_prompts": 12, "preferences.label_noise": 0.0}
 
 
 def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
-    metrics = preferences.run(small.view("preferences", SETTINGS | changes), Paths(), NullTracker())
+    metrics = small.run("preferences", SETTINGS | changes)
     return metrics, {split: list(read_table(Paths(), "comparisons", split)) for split in SPLITS}
 
 

@@ -12,16 +12,10 @@ from transformers import AutoTokenizer
 
 from rlhf_tasks.data.rows import REASONS, ROLES, SPLITS, TEXTS
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import prepare
-from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.data.conftest import demonstrations, jsonl
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def table(role: str, split: str) -> list[dict[str, Any]]:
@@ -31,8 +25,7 @@ def table(role: str, split: str) -> list[dict[str, Any]]:
 
 def run(changes: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of the stage with the shipped parameters and these changes."""
-    view = small.view("prepare", {"judge.judges": [small.HELDOUT], **changes})
-    return prepare.run(view, Paths(), NullTracker("prepare"))
+    return small.run("prepare", {"judge.judges": [small.HELDOUT], **changes})
 
 
 SYNTHETIC = {

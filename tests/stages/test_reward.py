@@ -167,7 +167,7 @@ def mean_score_of_demonstrations(folder: Path) -> float:
 
 
 def test_demonstrations_score_zero_on_average_and_still_do_after_loading(models_here: Path) -> None:
-    reward.run(small.view("reward", SMALL), Paths(), NullTracker())
+    small.run("reward", SMALL)
     for name, folder in OUTS.items():
         assert load_reward(folder).mean != 0, name
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
@@ -176,7 +176,7 @@ def test_demonstrations_score_zero_on_average_and_still_do_after_loading(models_
 def test_without_demonstrations_the_responses_of_the_pairs_score_zero_on_average(models_here: Path) -> None:
     file = models_here / "data/sft/train.parquet"
     pq.write_table(pq.read_table(file).slice(0, 0), file)
-    reward.run(small.view("reward", SMALL), Paths(), NullTracker())
+    small.run("reward", SMALL)
     for name, folder in OUTS.items():
         pairs = [
             row
@@ -190,7 +190,7 @@ def test_without_demonstrations_the_responses_of_the_pairs_score_zero_on_average
 
 
 def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) -> None:
-    metrics = reward.run(small.view("reward", SMALL | {"reward.lm_coef": 0.1}), Paths(), NullTracker())
+    metrics = small.run("reward", SMALL | {"reward.lm_coef": 0.1})
     keys = ("accuracy", "accuracy/low", "accuracy/high", "margin", "calibration", "length_correlation")
     assert {f"{prefix}{key}" for prefix in ("", "heldout/") for key in keys} <= set(metrics)
     assert 0 <= metrics["accuracy/low"] <= metrics["accuracy"] <= metrics["accuracy/high"] <= 1
@@ -227,7 +227,7 @@ def test_the_second_of_two_processes_begins_when_the_first_has_locked_the_snapsh
 
 def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here: Path) -> None:
     lora = {"reward.lora": {"r": 2, "alpha": 4.0}}
-    reward.run(small.view("reward", SMALL | lora), Paths(), NullTracker())
+    small.run("reward", SMALL | lora)
     start = load_causal(Paths().sft).base_model.state_dict()
     for name, folder in OUTS.items():
         found = load_reward(folder)  # a plain model, or keys would be missing
@@ -245,7 +245,7 @@ def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here:
 def test_without_reward_training_the_outs_hold_only_a_readme(models_here: Path) -> None:
     (Paths().sft / "model.safetensors").unlink()  # nothing loads it
     assert all(contracts.has_model(out) for out in OUTS.values())
-    assert reward.run(small.view("reward", small.WITHOUT_REWARD), Paths(), NullTracker()) == {}
+    assert small.run("reward", small.WITHOUT_REWARD) == {}
     for out in OUTS.values():
         assert [file.name for file in out.iterdir()] == ["README.md"]
         assert "reward.train" in (out / "README.md").read_text(encoding="utf-8")

@@ -12,7 +12,6 @@ from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import base, sft
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 
@@ -39,7 +38,7 @@ def validation_loss(folder: Path) -> float:
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_a_base_is_trained_from_scratch_on_prompts(family: small.Family, models_here: Path) -> None:
     before = contracts.fingerprint(Paths().base)
-    metrics = base.run(small.view("base", SMALL | {"model.scratch.family": family}), Paths(), NullTracker())
+    metrics = small.run("base", SMALL | {"model.scratch.family": family})
     model = load_causal(Paths().base)
     assert model.config.model_type == family
     assert contracts.fingerprint(Paths().base) != before
@@ -48,7 +47,7 @@ def test_a_base_is_trained_from_scratch_on_prompts(family: small.Family, models_
 
 
 def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None:
-    metrics = sft.run(small.view("sft", SMALL), Paths(), NullTracker())
+    metrics = small.run("sft", SMALL)
     assert metrics["loss"] == pytest.approx(validation_loss(Paths().sft), rel=1e-4)
     assert metrics["loss"] < validation_loss(Paths().base)
     assert contracts.read_identity(Paths().sft)["parents"] == {"base": contracts.fingerprint(Paths().base)}
@@ -57,7 +56,7 @@ def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None
 def test_sft_keeps_the_weights_with_the_lowest_validation_loss(models_here: Path) -> None:
     tracker = NullTracker("sft")
     settings = SMALL | {"sft.learning_rate": 0.05, "sft.num_epochs": 20.0}  # so fast that it overshoots
-    metrics = sft.run(small.view("sft", settings), Paths(), tracker)
+    metrics = small.run("sft", settings, tracker)
     tried = {row["step"]: row["eval/loss"] for row in tracker.history() if "eval/loss" in row}
     assert metrics["step_kept"] == min(tried, key=lambda step: tried[step])
     assert metrics["loss"] == pytest.approx(min(tried.values()), rel=1e-4)

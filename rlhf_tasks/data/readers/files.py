@@ -28,16 +28,16 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.readers.shapes import Line, Lines, Table
-from rlhf_tasks.data.rows import BATCH, ROLES, Problems, Role
+from rlhf_tasks.data.readers.readings import Line, Lines, RoleTable, Table
+from rlhf_tasks.data.rows import BATCH, ROLES, SPLITS, Problems, Role
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
 
 LARGE_BYTES = 2**27  # of a file that is announced
 
 
-def tables_of(path: Path, problems: Problems) -> list[tuple[Role | None, Split, Table]]:
-    """The tables of a file or folder, with the role and split that their names give.
+def tables_of(path: Path, problems: Problems, most: int | None = None) -> list[RoleTable]:
+    """The tables of a file or folder, with the role and split that their names give, or their first rows.
 
     Raises:
         UserError: if the data does not exist, or a file is unreadable.
@@ -45,11 +45,11 @@ def tables_of(path: Path, problems: Problems) -> list[tuple[Role | None, Split, 
     data_files, unused = discover(path)
     if unused:
         console.say(f"Not read, because it is no data file: {', '.join(unused)}")
-    tables: list[tuple[Role | None, Split, Table]] = []
+    tables: list[RoleTable] = []
     for role, split, name, file in data_files:
-        if (size := file.stat().st_size) > LARGE_BYTES:
+        if most is None and (size := file.stat().st_size) > LARGE_BYTES:
             console.say(f"reading {name}, {size / 1e6:,.0f} MB")
-        tables.append((role, split, read_file(file, name, problems)))
+        tables.append((role, split, read_file(file, name, problems, most)))
     return tables
 
 
@@ -79,8 +79,7 @@ def discover(path: Path) -> tuple[list[tuple[Role | None, Split, str, Path]], li
             unused.append(relative.as_posix())
     if not found:
         raise UserError(f"data.path={path} holds no data file; use {known}")
-    order: tuple[Split, ...] = ("train", "validation", "test")
-    return sorted(found, key=lambda one: (order.index(one[1]), one[2])), unused
+    return sorted(found, key=lambda one: (SPLITS.index(one[1]), one[2])), unused
 
 
 def _suffix(file: Path) -> str:
@@ -194,11 +193,10 @@ WRAPPERS = ("data", "rows", "records", "examples", "instances")
 
 
 def _is_json(text: str) -> bool:
-    try:
+    with suppress(ValueError, RecursionError):
         json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _array(content: str, name: str) -> list[Any] | None:
@@ -245,7 +243,6 @@ def _unwrap(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _are_objects(value: Any) -> bool:
-    """Whether it is a list of objects alone."""
     return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
@@ -339,10 +336,9 @@ def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -
 
 def _num_columns(header: str, separator: str) -> int:
     """A single column is never enough for a row."""
-    try:
+    with suppress(csv.Error):
         return len(next(csv.reader([header.rstrip("\n")], delimiter=separator, strict=True), []))
-    except csv.Error:
-        return 0
+    return 0
 
 
 csv.field_size_limit(2**31 - 1)

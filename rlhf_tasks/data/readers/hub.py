@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_tasks import console
 from rlhf_tasks.config import HubSet, HubSources, Split
 from rlhf_tasks.data.readers.files import plain_value
-from rlhf_tasks.data.readers.shapes import Line, Lines, Table
+from rlhf_tasks.data.readers.readings import Line, Lines, RoleTable, Table
 from rlhf_tasks.data.rows import ROLES, Role
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import datasets
 
 
-def tables_of(sources: HubSources) -> list[tuple[Role | None, Split, Table]]:
+def tables_of(sources: HubSources) -> list[RoleTable]:
     """The tables of the sets, in their own splits.
 
     Raises:
@@ -32,7 +32,7 @@ def tables_of(sources: HubSources) -> list[tuple[Role | None, Split, Table]]:
     ]
 
 
-def sample(name: str, most: int) -> Sequence[tuple[Role | None, Split, Table]]:
+def sample(name: str, most: int) -> list[RoleTable]:
     """The first rows of each split of a set of the hub, at its newest commit; nothing else is fetched.
 
     Raises:
@@ -41,7 +41,7 @@ def sample(name: str, most: int) -> Sequence[tuple[Role | None, Split, Table]]:
     import datasets
     from datasets.exceptions import DatasetsError
 
-    tables: list[tuple[Role | None, Split, Table]] = []
+    tables: list[RoleTable] = []
     try:
         for part, rows in datasets.load_dataset(name, streaming=True).items():
             some = [plain_value(values) for values in rows.take(most)]

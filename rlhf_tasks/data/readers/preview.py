@@ -13,7 +13,6 @@ from rlhf_tasks.config import Data, Split, is_hub_id
 from rlhf_tasks.data import rows
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.readers import files, hub, tables
-from rlhf_tasks.data.readers.shapes import Table
 from rlhf_tasks.data.rows import SPLITS, TEXTS, Corpus, Problems, Role, Row, Rows
 from rlhf_tasks.errors import UserError
 
@@ -43,24 +42,18 @@ def show(
     Raises:
         UserError: as stage prepare would, if the data cannot be read as it is, or if no row can be used.
     """
-    problems, given, unused = Problems(), list[tuple[Role | None, Split, Table]](), list[str]()
+    problems = Problems()
     if is_hub_id(str(path)):
         console.say(f"reading {path} from the hub")
-        given += hub.sample(str(path), SAMPLE)
-        whole = False
+        given, whole = hub.sample(str(path), SAMPLE), False
     else:
-        found, unused = files.discover(path)
-        for number, (role, part, name, file) in enumerate(found, start=1):
-            console.say(f"reading {name} ({number} of {len(found)}, {file.stat().st_size / 1e6:,.1f} MB)")
-            given.append((role, part, files.read_file(file, name, problems, None if whole else SAMPLE)))
+        given = files.tables_of(path, problems, None if whole else SAMPLE)
     sample = "" if whole else f", at most {SAMPLE} rows of each; --all reads all"
     console.table(
         f"{path}: {len(given)} file(s) or split(s){sample}",
         ["file", "role by name", "split", "rows"],
         [[table.name, role or "none", part, len(table.lines)] for role, part, table in given],
     )
-    if unused:
-        console.say(f"Not read, because it is no data file: {', '.join(unused)}")
     corpus = tables.assemble([tables.Part(given, data, own)], rendering, problems)
     rows.check_texts(corpus, rendering.eos, problems)
     rows.check_duplicates(corpus, problems)
@@ -121,7 +114,6 @@ def _histogram(sizes: Sequence[int]) -> str:
 
 
 def words(prompt: str, response: str) -> tuple[Sequence[str], Sequence[str]]:
-    """Words in place of tokens."""
     return prompt.split(), response.split()
 
 

@@ -14,6 +14,7 @@ from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data.chat import Message, Unusable, message
 from rlhf_tasks.data.readers import cells
 from rlhf_tasks.data.readers.cells import NAMES, RATINGS, TABLE, TEXTS, dialogue
+from rlhf_tasks.data.readers.entries import NEEDS, Entry
 from rlhf_tasks.data.rows import Role, digest
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
@@ -68,6 +69,10 @@ class Table:
         return Table(self.name, columns, Lines(lines, len(self.lines)))
 
 
+RoleTable = tuple[Role | None, Split, Table]
+"""A table with the role and the split that its name gives; None: its shape decides the role."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """A table in our columns."""
@@ -96,21 +101,7 @@ class Rated(NamedTuple):
     answer: Any
 
 
-class Entry(NamedTuple):
-    """A shape of the table; the comment of shapes.yaml explains its keys."""
-
-    name: str
-    columns: Mapping[str, Any]
-    like: str = ""
-    where: Mapping[str, str] = {}
-    unless: Mapping[str, Any] = {}
-    makes: str = "row"
-    votes: Sequence[Sequence[str]] = ()
-    also: str = ""
-
-
-NEEDED = ("prompt", "first", "second", "vote")
-NO_ENTRY = Entry("", {})
+NO_ENTRY = Entry(name="", columns={})
 
 
 @dataclass
@@ -319,7 +310,7 @@ class Match:
         if "vote" in columns and not self.entry.votes:
             judged = (converted(preference, self, line) for line in lines if not self.unchosen(line.values))
             if strange := [one for one in judged if isinstance(one, Unusable)]:
-                needed = {slot: name for slot, name in columns.items() if slot in NEEDED}
+                needed = {slot: name for slot, name in columns.items() if slot in NEEDS["voted"][0]}
                 raise UserError(
                     f"{name}: {strange[0]}, as in {len(strange)} row(s); write the column as "
                     f"{' or '.join(self.endings[:2])} (or tie), or write shapes.yaml with what its values "

@@ -11,21 +11,17 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
-
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from rlhf_tasks.config import Columns, Data, Split
 from rlhf_tasks.data.readers import cells, readings
 from rlhf_tasks.data.readers.cells import NAMES, TABLE, dialogue
-from rlhf_tasks.data.readers.readings import SAMPLE, Entry, Line, Lines, Match, Reading, Row, Table, split_of
+from rlhf_tasks.data.readers.entries import Entry, Spec, users_entries
+from rlhf_tasks.data.readers.readings import SAMPLE, Lines, Match, Reading, RoleTable, Row, Table
 from rlhf_tasks.data.rows import Role
 from rlhf_tasks.errors import UserError
 
-__all__ = ["SAMPLE", "Line", "Lines", "Reading", "Table", "dialogue", "read", "split_of"]
-Given = tuple[Role | None, Split, Table]
 FORMATS = ("demonstrations", "good_answers", "label_pairs")
 """The words that `data.format` knows; else it names a column, or a function."""
 TEXTS = {
@@ -44,21 +40,14 @@ BASIC = ("text", "messages", "objects", "list", "object", "number", "flag")
 FREE = ("label", "first won, second won?")
 """They are other columns than those of the shape: a prompt that data.columns names may be called label."""
 MOST_NAMED = 40  # columns in a message
-NEEDS: Mapping[str, Sequence[set[str]]] = {
-    "row": [{"prompt"}, {"prompt", "completion"}, {"prompt", "chosen", "rejected"}, {"messages"}],
-    "rated": [{"prompt", "response", "score"}, {"prompt", "answers", "scores"}, {"prompt", "answers"}],
-    "voted": [{"prompt", "first", "second", "vote"}, {"prompt", "first", "second", "strength"}],
-}
-"""The columns of a shape of the user's, by what it makes."""
 
 
 def read(
-    tables: Sequence[Given], data: Data, *, chat: bool, own: Callable[[Row], Any] | None = None
+    tables: Sequence[RoleTable], data: Data, *, chat: bool, own: Callable[[Row], Any] | None = None
 ) -> list[tuple[Split, Reading]]:
     """The readings of tables: one of each, or one for each role that it gives.
 
     Args:
-        tables: With the role that a file's name gives; None: the shape decides.
         chat: Whether the model has a chat template; without one a dialogue in marked text stays text.
         own: The function that `data.format` names.
 
@@ -72,8 +61,8 @@ def read(
             f"data.format={data.format} is no column of the data; give a column with a vote or score, "
             f"{', '.join(FORMATS)}, or module:function"
         )
-    users = [] if data.shapes is None else _users_entries(data.shapes)
-    entries = [*users, *(Entry(**one) for one in TABLE["shapes"])]
+    users = [] if data.shapes is None else users_entries(data.shapes)
+    entries = [*users, *map(Entry.model_validate, TABLE["shapes"])]
     for role, split, given in _joined(tables):
         table = given if own is not None else _unfolded(given, data, users)
         try:
@@ -91,19 +80,16 @@ def read(
     return found
 
 
-def _joined(tables: Sequence[Given]) -> Iterator[Given]:
+def _joined(tables: Sequence[RoleTable]) -> Iterator[RoleTable]:
     """Tables of one role, split and set of columns as one: the answers to a prompt may be in several."""
     groups: dict[tuple[Any, ...], list[Table]] = {}
     for role, split, table in tables:
         groups.setdefault((role, split, frozenset(table.columns)), []).append(table)
-    for (role, split, _), some in groups.items():
-        yield role, split, some[0] if len(some) == 1 else _as_one(some)
-
-
-def _as_one(tables: Sequence[Table]) -> Table:
-    count = sum(len(table.lines) for table in tables)
-    lines = Lines(lambda: itertools.chain.from_iterable(table.lines for table in tables), count)
-    return Table(f"{tables[0].name} and {len(tables) - 1} more", tables[0].columns, lines)
+    for (role, split, _), (first, *more) in groups.items():
+        parts = [table.lines for table in (first, *more)]
+        lines = Lines(partial(itertools.chain.from_iterable, parts), sum(map(len, parts)))
+        title = f"{first.name} and {len(more)} more" if more else first.name
+        yield role, split, Table(title, first.columns, lines)
 
 
 def _as_role(reading: Reading, role: Role | None) -> Reading:
@@ -126,8 +112,7 @@ def _unfolded(table: Table, data: Data, users: Sequence[Entry]) -> Table:
         "text": {columns.chosen, columns.rejected},
     }
     for slot, spec in (item for entry in users for item in entry.columns.items()):
-        several = (names for names, _ in _alternatives(spec) if isinstance(names, list))
-        named[slot if slot in named else "text"].update(itertools.chain.from_iterable(several))
+        named[slot if slot in named else "text"].update(name for one in spec for name in one.listed())
     slots: dict[str, str] = {}
     for name in table.columns:
         known = name.strip().casefold()
@@ -221,11 +206,12 @@ def fit(table: Match, entry: Entry) -> Match | None:
     return match if all(is_of(match, match.columns[slot], one) for slot, one in entry.where.items()) else None
 
 
-def find(match: Match, slots: str, spec: Any, taken: Collection[str | None] = ()) -> Sequence[str]:
+def find(match: Match, slots: str, spec: Spec, taken: Collection[str | None] = ()) -> Sequence[str]:
     """The columns of one name or two names of ours, none of them `taken`; empty where the table has none."""
-    for names, types in _alternatives(spec):
-        for two, ends in _candidates(match, slots, names):
-            is_type = (any(is_of(match, name, one) for one in types.split(" | ")) for name in two[:2])
+    for alternative in spec:
+        types = alternative.types.split(" | ")
+        for two, ends in _candidates(match, slots, alternative.names):
+            is_type = (any(is_of(match, name, one) for one in types) for name in two[:2])
             if any(name in taken for name in two) or not all(is_type):
                 continue
             if slots == "first, second":
@@ -236,19 +222,13 @@ def find(match: Match, slots: str, spec: Any, taken: Collection[str | None] = ()
     return ()
 
 
-def _alternatives(spec: Any) -> list[tuple[Any, str]]:
-    """(names, types) of each alternative; the names None are those that the table of names has."""
-    several = spec if isinstance(spec, list) else [spec]
-    return [(one["names"], one["types"]) if isinstance(one, dict) else (None, one) for one in several]
-
-
 def _candidates(match: Match, slots: str, names: Any) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
     """The columns that may be meant, those that params.yaml names first, and the endings of their names."""
     columns, vote = match.data.columns, match.data.format
     if names is None and slots == "prompt":
         yield from [([match.prompt], ())] if match.prompt else []
-    elif isinstance(names, str):
-        yield from (([name], ()) for name in match.kinds if re.fullmatch(names, name))
+    elif isinstance(names, re.Pattern):
+        yield from (([name], ()) for name in match.kinds if names.fullmatch(name))
     else:
         named: dict[str, Any] = {
             **dict.fromkeys(("completion", "response"), columns.completion),
@@ -359,53 +339,3 @@ def _refusal(match: Match) -> str:
         "begin so, and set data.shapes: shapes.yaml\n"
         + readings.as_entry(match, {slot: name for slot, name in columns.items() if name})
     )
-
-
-def _is_entry(one: Any) -> bool:
-    """Whether a part of YAML has the form of an entry, and each of its columns names and types."""
-    if not (isinstance(one, dict) and {"name", "columns"} <= one.keys() <= {*Entry._fields}):
-        return False
-    wanted = {key: type(default) for key, default in Entry._field_defaults.items()}
-    wanted |= {"name": str, "columns": dict, "votes": list}
-    if not all(isinstance(value, wanted[key]) for key, value in one.items()):
-        return False
-    where = one.get("where", {})
-    return (
-        where.keys() <= {slot for slots in one["columns"] if "?" not in slots for slot in slots.split(", ")}
-        and all(isinstance(types, str) for types in where.values())
-        and all(map(_is_column, [*one["columns"].values(), *one.get("unless", {}).values()]))
-    )
-
-
-def _is_column(spec: Any) -> bool:
-    for one in spec if isinstance(spec, list) else [spec]:
-        named = one if isinstance(one, dict) else {"names": [], "types": one}
-        try:
-            re.compile(named["names"]) if isinstance(named["names"], str) else iter(named["names"])
-            named["types"].split()
-        except (KeyError, TypeError, AttributeError, re.error):
-            return False
-    return True
-
-
-def _users_entries(path: str) -> list[Entry]:
-    """The shapes of the user's file.
-
-    Raises:
-        UserError: naming the first that is none.
-    """
-    try:
-        given = YAML(typ="safe").load(Path(path))
-    except (OSError, YAMLError) as error:
-        raise UserError(f"data.shapes={path} cannot be read: {error}") from None
-    entries = given if isinstance(given, list) else [given]
-    for one in entries:
-        is_entry = _is_entry(one)
-        slots = {slot for slots in one["columns"] for slot in slots.split(", ")} if is_entry else set()
-        if not is_entry or slots not in NEEDS.get(one.get("makes", "row"), ()):
-            ways = (f"{m}: {' or '.join(', '.join(sorted(s)) for s in sets)}" for m, sets in NEEDS.items())
-            raise UserError(
-                f"data.shapes={path}: {one!s:.200} is no shape; give a list of shapes with name, columns and "
-                f"perhaps {', '.join(Entry._fields[2:])}. By `makes`, the columns are {'; '.join(ways)}"
-            )
-    return [Entry(**one) for one in entries]

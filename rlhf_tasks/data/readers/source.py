@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_tasks.config import Data, Split
-from rlhf_tasks.data.readers.shapes import Line, Reading, Table
+from rlhf_tasks.data.readers.readings import Line, Reading, Table
 from rlhf_tasks.data.rows import ROLES, SPLITS, TEXTS
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.imports import call

@@ -31,7 +31,7 @@ from rlhf_tasks.data.chat import (
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.columns import fault as value_fault
 from rlhf_tasks.data.readers import shapes
-from rlhf_tasks.data.readers.shapes import Line, Reading, Table, split_of
+from rlhf_tasks.data.readers.readings import SAMPLE, Line, Reading, RoleTable, split_of
 from rlhf_tasks.data.rows import (
     BATCH,
     CONVERSATION,
@@ -54,7 +54,7 @@ MOST_NAMED = 3  # files or places in a line of the console
 class Part(NamedTuple):
     """Tables that the same settings read: all of the data, or a set of `data.mix`."""
 
-    tables: Sequence[tuple[Role | None, Split, Table]]
+    tables: Sequence[RoleTable]
     data: Data
     own: Callable[[dict[str, Any]], Any] | None = None
     """The function that `data.format` names."""
@@ -166,7 +166,7 @@ def _peek(reading: Reading) -> tuple[tuple[str, ...], Iterator[tuple[Line, Any]]
         head.append((line, row))
         if isinstance(row, dict):
             rows.append(row)
-        if len(rows) == shapes.SAMPLE:
+        if len(rows) == SAMPLE:
             break
     return tuple(dict.fromkeys(name for row in rows for name in row)), itertools.chain(head, pairs)
 
