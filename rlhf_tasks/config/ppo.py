@@ -219,6 +219,8 @@ class VllmSampler(Section):
     weights and its options; null: there is a `url`."""
     weights_folder: str | None = None
     """Folder, on a disk that the server reads too, for each version of the weights; null: .rlhf/vllm."""
+    sleep: bool = False
+    """Whether the server frees its GPU while the policy trains, by vLLM's sleep mode: one GPU for both."""
     importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
     """Cap of the importance weights π_old/π_sampler on each token's policy loss; null: no weights."""
     max_logprob_diff: t.PositiveFloat = 0.1

@@ -262,7 +262,7 @@ class VllmServer:
         remove_abandoned(place)
         self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
         self._client: Client | None = None
-        self._version, self._vocab = 0, 0
+        self._version, self._vocab, self._is_asleep = 0, 0, False
 
     def load(self, weights: PreTrainedModel) -> None:
         """Sample from these weights from now on. No `sample` runs meanwhile.
@@ -294,10 +294,14 @@ class VllmServer:
         Raises:
             VllmError: after a bounded time, if there are no usable responses.
         """
+        self._wake_up()
         bodies = [completion(q, n, seed, self._sampling) for q, seed in zip(queries, seeds, strict=True)]
         self._check_version()
         replies = self._connected.post_all("/v1/completions", bodies)
         self._check_version()
+        if self._settings.sleep:  # its weights wait in the machine's memory, and its cache is dropped
+            self._connected.post("/sleep?level=1")
+            self._is_asleep = True
         groups = [read_reply(reply, query, n) for reply, query in zip(replies, queries, strict=True)]
         rows = [group[i] for i in range(n) for group in groups]
         for ids, logprobs in rows:
@@ -321,8 +325,14 @@ class VllmServer:
                 "something else uses it"
             )
 
+    def _wake_up(self) -> None:
+        if self._is_asleep:
+            self._connected.post("/wake_up")
+            self._is_asleep = False
+
     def _reload(self) -> None:
         """Let the server read the weights of this version while it samples nothing."""
+        self._wake_up()
         client = self._connected
         client.post("/pause?mode=wait")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self._weights)}}
@@ -383,6 +393,7 @@ class VllmServer:
         variables = launch.without_worker(os.environ) | VARIABLES
         words = [*self._settings.command, str(self._weights)]
         words += [str(word) for option in options.items() for word in option]
+        words += ["--enable-sleep-mode"] if self._settings.sleep else []
         daemon.start(processes.attached(words), variables, Path.cwd(), url=url)
         health = Client(url, HEALTH_SECONDS)
 

@@ -78,6 +78,7 @@ class Server(loopback.Server):
         super().__init__(Handler, port)
         self.backend, self.fault, self.marker = backend, fault, marker
         self.version, self.is_paused, self.calls = "default", False, list[str]()
+        self.is_asleep = False
         self._one_at_a_time = threading.Lock()
 
     def complete(self, body: dict[str, Any]) -> list[Answer]:
@@ -107,6 +108,11 @@ class Handler(loopback.Handler):
         server.calls.append(self.path)
         if path == "/v1/completions":
             return self.completion(body)
+        if path in ("/sleep", "/wake_up"):
+            server.is_asleep = path == "/sleep"
+            return self.send(200, None)
+        if server.is_asleep:  # its weights are elsewhere
+            return self.send(500, {"error": "asleep"})
         if path in ("/pause", "/resume"):
             server.is_paused = path == "/pause"
             return self.send(200, {"status": "paused" if server.is_paused else "resumed"})

@@ -159,6 +159,22 @@ def test_a_folder_for_the_weights_holds_those_in_use_and_is_empty_at_the_end(tmp
     assert [path.suffix for path in home.iterdir()] == [".log"]
 
 
+def test_a_server_sleeps_while_the_policy_trains(tmp_path: Path) -> None:
+    """It wakes up for new weights, and for an evaluation with those that it has."""
+    model = small.causal(seed=1)
+    with connected(tmp_path, sleep=True) as (one, program):
+        one.load(small.causal())
+        one.sample(QUERIES, 1, SEEDS)
+        assert program.is_asleep
+        one.load(model)
+        for _ in range(2):
+            assert_logprobs_of(model, one.sample(QUERIES, 1, SEEDS), QUERIES)
+            assert program.is_asleep
+    with closing(make_server(tmp_path, command=command(), sleep=True)) as one:
+        one.load(model)
+        assert "--enable-sleep-mode" in psutil.Process(one._daemon.record()["pid"]).cmdline()  # type: ignore[union-attr]
+
+
 def test_a_server_that_computes_in_bf16_is_given_weights_of_bf16(tmp_path: Path) -> None:
     """Half of the bytes; it would round float32 ones itself."""
     model = small.causal()
