@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from tests.small import ROOT
 
-Child = Callable[[Callable[[], Any]], Any]
+Child = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
@@ -48,19 +48,19 @@ def stub(shared_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def child(shared_folder: Path, stub: Path) -> Child:
-    """What a function returns, as JSON keeps it, in a process that may pretend a GPU.
+    """What a function returns for some words, as JSON keeps it, in a process that may pretend a GPU.
 
     It is called once in a run of pytest, whatever tests ask for it.
     """
 
-    def call(function: Callable[[], Any]) -> Any:
-        file = shared_folder / f"{function.__module__}.{function.__name__}.json"
+    def call(function: Callable[..., Any], *words: str) -> Any:
+        file = shared_folder / f"{'.'.join([function.__module__, function.__name__, *words])}.json"
         with FileLock(file.with_suffix(".lock")):
             if not file.exists():
-                words = [str(stub), function.__module__, function.__name__, str(file)]
+                command = [str(stub), function.__module__, function.__name__, str(file), *words]
                 known = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE")}
                 done = subprocess.run(
-                    [sys.executable, "-m", "tests.gpu.child", *words],
+                    [sys.executable, "-m", "tests.gpu.child", *command],
                     cwd=ROOT,
                     env=known | {"OMP_NUM_THREADS": "1"},
                     capture_output=True,
