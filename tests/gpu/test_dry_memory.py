@@ -74,8 +74,7 @@ def test_the_plan_is_within_a_fifth_of_the_peak(name: str, child: Child) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
-@pytest.mark.xfail(strict=True, reason="heads and reward models multiply in float32")
-def test_a_tenth_of_the_time_of_matmuls_is_float32(name: str, child: Child) -> None:
+def test_a_tenth_of_the_time_of_matmuls_at_most_is_float32(name: str, child: Child) -> None:
     found = child(measure, name)
     tera = {key: f"{flop / 1e12:.1f}" for key, flop in found["flop"].items()}
     print(f"{name}: {found['float32_share']:.0%} of the time of matmuls is float32; TFLOP: {tera}")

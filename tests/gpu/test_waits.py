@@ -45,10 +45,11 @@ WAITS: Mapping[tuple[str, str], Waits] = {
     ("train", "data/batches.py Batch.predicting"): Waits(each=1),
     ("train", "models/logprobs.py token_stats"): Waits(each=4),
     ("train", "models/heads.py TokenScores.forward"): Waits(each=2),
-    ("train", "ppo/rollout.py Rollout.select"): Waits(each=7),
     ("train", "ppo/train.py ppo_losses"): Waits(each=1),
+    ("train", "ppo/train.py accumulate_gradients"): Waits(2),  # once a step
     ("train", ""): Waits(each=2),  # backward passes
     ("step", "training/distributed.py Distributed.step"): Waits(each=1),
+    ("", "ppo/rollout.py Rollout.to"): Waits(7),
     ("", "ppo/metrics.py TokenSums.means"): Waits(2),
 }
 """By phase and function; whoever changes how often one waits, changes it here."""
