@@ -14,14 +14,14 @@ from tests.gpu import dry, toy
 from tests.gpu.conftest import Child
 from tests.gpu.pretend import Gpu
 
-LLAMA: dict[str, Any] = {"vocab": 128256, "micro": 1, "precision": "bf16", "heads": 32, "response": 32}
+LLAMA: dict[str, Any] = {"vocab": 128256, "micro": 1, "precision": "bf16", "heads": 32, "response": 16}
 BILLION: dict[str, Any] = LLAMA | {
     "layers": 16,
     "hidden": 2048,
     "llama": {"num_key_value_heads": 8, "intermediate_size": 8192},
     "batch": 32,
     "query": 512,
-    "query_min": 256,
+    "query_min": 512,
     "micro_tokens": 8192,
 }
 EIGHT: dict[str, Any] = LLAMA | {
@@ -30,7 +30,7 @@ EIGHT: dict[str, Any] = LLAMA | {
     "llama": {"num_key_value_heads": 8, "intermediate_size": 14336},
     "batch": 8,
     "query": 256,
-    "query_min": 128,
+    "query_min": 256,
     "micro_tokens": 4096,
 }
 RUNS: Mapping[str, tuple[Shape, bool]] = {
@@ -77,7 +77,7 @@ def test_the_plan_is_within_a_fifth_of_the_peak(name: str, child: Child) -> None
 def test_a_tenth_of_the_time_of_matmuls_at_most_is_float32(name: str, child: Child) -> None:
     found = child(measure, name)
     tera = {key: f"{flop / 1e12:.1f}" for key, flop in found["flop"].items()}
-    print(f"{name}: {found['float32_share']:.0%} of the time of matmuls is float32; TFLOP: {tera}")
+    print(f"{name}: {found['float32_share']:.1%} of the time of matmuls is float32; TFLOP: {tera}")
     assert found["float32_share"] <= 0.1
 
 
