@@ -153,27 +153,12 @@ class Gpu:
     @contextmanager
     def present(self) -> Iterator[None]:
         """Within the block torch has this GPU, in all threads, and accelerate meets it anew."""
-        answers: dict[str, Any] = {
-            "is_available": True,
-            "is_initialized": True,
-            "is_bf16_supported": True,
-            "device_count": 1,
-        }
-        answers |= {"get_device_capability": (9, 0), "mem_get_info": (MEMORY, MEMORY), "memory_reserved": 0}
-        answers |= {
-            "memory_allocated": 0,
-            "current_device": 0,
-            "get_device_name": "pretended",
-            "_is_in_bad_fork": False,
-        }
-        orders = (
-            "set_device",
-            "empty_cache",
-            "synchronize",
-            "manual_seed",
-            "manual_seed_all",
-            "set_rng_state",
-        )
+        answers: dict[str, Any] = {"is_available": True, "is_initialized": True, "device_count": 1}
+        answers |= {"is_bf16_supported": True, "_is_in_bad_fork": False, "get_device_capability": (9, 0)}
+        answers |= {"current_device": 0, "get_device_name": "pretended", "mem_get_info": (MEMORY, MEMORY)}
+        answers |= dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_allocated"), 0)
+        orders = ["set_device", "empty_cache", "synchronize", "manual_seed", "manual_seed_all"]
+        orders += ["set_rng_state", "set_sync_debug_mode", "reset_peak_memory_stats"]
         names = answers | dict.fromkeys(orders) | {"get_rng_state": torch.get_rng_state()}
         reset = partial(AcceleratorState._reset_state, reset_partial_state=True)
         lift = torch._C._only_lift_cpu_tensors()

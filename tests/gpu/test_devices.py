@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, chdir, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from benchmarks import first_gpu
+from benchmarks.shapes import SHAPES
 from rlhf_tasks.config import Lora, Stage
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.models import logprobs
@@ -209,6 +212,26 @@ def test_all_stages_write_the_weights_of_the_cpu(child: Child) -> None:
     found = child(stages)
     assert found.keys() == STAGES.keys()
     assert max(found.values()) < TOLERANCE, found
+
+
+PARTS = ("cpu", "waits", "head", "casts", "reward", "memory", "rows", "shape_d")
+
+
+def first_gpu_parts() -> dict[str, list[str]]:
+    """What the script for the first GPU measures, by part, of a small shape."""
+    sizes: Changes = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 256, "precision": "bf16"}
+    tiny = replace(SHAPES["A"], batch=16, query=16, query_min=8, response=8, **sizes)
+    with (
+        Gpu().present(),
+        mock.patch.object(first_gpu, "SHAPES", dict.fromkeys(SHAPES, tiny)),
+        mock.patch.object(first_gpu, "shape_of", lambda name, **changes: replace(tiny, **changes)),
+    ):
+        return {part: list(getattr(first_gpu, f"measure_{part}")()) for part in PARTS}
+
+
+@pytest.mark.slow
+def test_the_script_for_the_first_gpu_runs_on_one(child: Child) -> None:
+    assert all(child(first_gpu_parts).values())
 
 
 # ------------------------------------------------------------------------------------- planted faults
