@@ -35,9 +35,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.shapes import EOS, PAD, SHAPES, Shape
 
@@ -201,9 +203,8 @@ def measure_casts() -> Found:
     shape, found = shape_of("D", batch=32), dict[str, Any]()
     model = place(shapes.models(shape).policy, device()).requires_grad_(False)
     queries = shapes.random_rows(32, shape.query_min, shape.query, shape.vocab)
-    keep = sampler.keep_casts
-    for name, context in {"kept": keep, "for every token": lambda model: nullcontext()}.items():
-        sampler.keep_casts = context
+    contexts = {"kept": sampler.keep_casts, "for every token": lambda model: nullcontext()}
+    for name, context in contexts.items():
         one = sampler.LocalSampler(
             small.distributed("bf16"),
             model,
@@ -215,9 +216,9 @@ def measure_casts() -> Found:
             ends=(shape.vocab + 1,),
             pad=PAD,
         )
-        seconds = seconds_of(lambda one=one: one.sample(queries, 0), times=2)
+        with mock.patch.object(sampler, "keep_casts", context):
+            seconds = seconds_of(partial(one.sample, queries, 0), times=2)
         found[f"milliseconds of a token of 32 rows, copies {name}"] = 1000 * seconds / shape.response
-    sampler.keep_casts = keep
     return found
 
 
@@ -239,7 +240,7 @@ def measure_reward() -> Found:
     for name, where in {"float32": None, "bf16": placement}.items():
         scorer = RewardModel(TokenScores(model), words, 16384, where)
         scores[name] = scorer(rows)
-        found[f"seconds of 64 rows, {name}"] = seconds_of(lambda scorer=scorer: scorer(rows), times=3)
+        found[f"seconds of 64 rows, {name}"] = seconds_of(partial(scorer, rows), times=3)
     error = scores["bf16"] - scores["float32"]
     return found | {"root mean square error, in deviations": float(error.std() / scores["float32"].std())}
 

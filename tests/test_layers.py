@@ -42,7 +42,7 @@ LINES: Mapping[str, int] = {
     "models": 2440,  # the output layer by TF32 on a GPU
     "scoring": 975,
     "training": 3060,  # speed on GPUs, objects by gloo, tokens of a pass by layout
-    "ppo": 3390,  # frozen weights that are cast once, the rollout on the device, two metrics
+    "ppo": 3395,  # frozen weights that are cast once, the rollout on the device, two metrics
     "stages": 1971,
     "judging": 2794,
     "promotion": 1379,
