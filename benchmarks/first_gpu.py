@@ -41,6 +41,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
+
 from benchmarks.shapes import EOS, PAD, SHAPES, Shape
 
 Found = dict[str, Any]
@@ -336,10 +338,8 @@ def measure_resume() -> Found:
         while program.poll() is None and not [*state.glob("*/ppo/step-*")]:
             time.sleep(0.2)
         was_killed = program.poll() is None
-        for child in subprocess.run(
-            ["pgrep", "-P", str(program.pid)], capture_output=True, text=True
-        ).stdout.split():
-            subprocess.run(["kill", "-9", child], check=False)
+        for child in psutil.Process(program.pid).children(recursive=True) if was_killed else ():
+            child.kill()
         program.kill()
         program.wait()
         start_of_second = time.perf_counter()
