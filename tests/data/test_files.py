@@ -212,7 +212,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
     ("sft.jsonl", b"\xff\6\0\0sNaPpY" + TEXT, "sft.jsonl is packed by snappy; unpack it: "),
     ("sft.csv", b"PK\3\4" + TEXT, "sft.csv is packed by ZIP, or an Excel workbook; unpack it"),
     ("sft.csv", tar(TEXT), "sft.csv is a tar archive; unpack it: tar -xf sft.csv"),
-    ("sft.jsonl.gz", gzip.compress(tar(TEXT)), "sft.jsonl.gz is a tar archive; unpack it"),
+    ("sft.jsonl.gz", gzip.compress(tar(TEXT), mtime=0), "sft.jsonl.gz is a tar archive; unpack it"),
     ("sft.jsonl", parquet("a"), "sft.jsonl is Parquet; let its name end with .parquet"),
     *(
         ("sft.csv", TEXT.decode().encode(encoding), "sft.csv is UTF-16; save it")
