@@ -12,7 +12,7 @@ FOLDER/first_gpu.json has all figures, and FOLDER/first_gpu.md a page of them, b
     reward       a reward model in float32 and in bfloat16
     memory       peak of an update, against `rlhf plan`
     rows         responses that share their prompt's row, and in rows of their own
-    shape_d      seconds of sampling, scoring and training of Pythia-1B's shape, and MFU
+    shape_d      seconds of sampling, scoring and training of Pythia-1B's shape, 128 rows, and MFU
     resume       the smoke preset's pipeline: PPO is killed, and goes on
     ranks        that pipeline on two GPUs, by DDP and FSDP2
 
@@ -22,6 +22,7 @@ Without CUDA it is a rehearsal: the same code on small shapes, whose figures mea
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -36,7 +37,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,10 +107,19 @@ def batch_of(shape: Shape) -> Any:
 # ------------------------------------------------------------------------------------------------ parts
 
 
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
 def measure_versions() -> Found:
     import torch
 
-    found: Found = {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
+    found: Found = {
+        name: version_of(name) for name in ("torch", "transformers", "accelerate", "deepspeed", "dvc")
+    }
     found["python"], found["cuda"] = sys.version.split()[0], torch.version.cuda
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     found["gpus"] = [f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus]
@@ -165,6 +175,7 @@ def measure_first_ratio() -> Found:
             done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
             last = done.stdout.splitlines()[-1:] if done.returncode == 0 else []
             found[f"toy, {layout}, {precision}"] = json.loads(last[0]) if last else done.stderr[-500:]
+            print(json.dumps(found), flush=True)  # what is there if the time ends
     metrics = next(workload(shape_of("S", precision="bf16"), 1).updates())
     return found | {"shape S, ddp, bf16": metrics["val/first_ratio_error"]}
 
@@ -177,18 +188,23 @@ def measure_head() -> Found:
     from rlhf_tasks.models.load import place
 
     shape = shape_of("D")
-    model, batch, found = place(shapes.models(shape).policy, device()), batch_of(shape), dict[str, Any]()
-    rounds, statistics = logprobs._may_round, dict[str, Any]()
-    for name, may_round in {"TF32": lambda weight: True, "float32": lambda weight: False}.items():
-        logprobs._may_round = may_round
-        with torch.autocast(device().type, torch.bfloat16):
+    model, batch, found = (
+        place(shapes.models(shape, device()).policy, device()),
+        batch_of(shape),
+        dict[str, Any](),
+    )
+    statistics = dict[str, Any]()
+
+    def train() -> None:
+        logprobs.token_stats(model, batch, 0.7).logprobs.sum().backward()
+
+    for name, rounds in {"TF32": True, "float32": False}.items():
+        with (
+            mock.patch.object(logprobs, "_may_round", lambda *_, rounds=rounds: rounds),
+            torch.autocast(device().type, torch.bfloat16),
+        ):
             statistics[name] = logprobs.token_stats(model, batch, 0.7).logprobs.detach()
-
-            def train() -> None:
-                logprobs.token_stats(model, batch, 0.7).logprobs.sum().backward()
-
             found[f"seconds of a pass with gradients, {name}"] = seconds_of(train)
-    logprobs._may_round = rounds
     error = (statistics["TF32"] - statistics["float32"])[batch.mask]
     found["root mean square error of log-probs by TF32"] = float(error.square().mean().sqrt())
     return found
@@ -203,7 +219,7 @@ def measure_casts() -> Found:
     from tests import small
 
     shape, found = shape_of("D", batch=32), dict[str, Any]()
-    model = place(shapes.models(shape).policy, device()).requires_grad_(False)
+    model = place(shapes.models(shape, device()).policy, device()).requires_grad_(False)
     queries = shapes.random_rows(32, shape.query_min, shape.query, shape.vocab)
     contexts = {"kept": sampler.keep_casts, "for every token": lambda model: nullcontext()}
     for name, context in contexts.items():
@@ -233,7 +249,7 @@ def measure_reward() -> Found:
     from tests import small
 
     shape, scores, found = shape_of("D"), dict[str, Any](), dict[str, Any]()
-    model, words = place(shapes.models(shape).reward, device()), shapes.tokenizer(shape.vocab)
+    model, words = place(shapes.models(shape, device()).reward, device()), shapes.tokenizer(shape.vocab)
     queries = shapes.random_rows(64, shape.query_min, shape.query, shape.vocab)
     responses = [[*ids, EOS] for ids in shapes.random_rows(64, 4, shape.response - 1, shape.vocab, seed=2)]
     texts = [str(words.decode(ids)) for ids in queries]
@@ -270,30 +286,36 @@ def measure_memory() -> Found:
         peak = torch.cuda.max_memory_allocated() / 1e9 if has_gpu() else 0.0
         found[f"{name}: GB at the peak"], found[f"{name}: GB by rlhf plan"] = peak, memory(run)["peak"] / 1e9
         del one
+        gc.collect()
+        if has_gpu():
+            torch.cuda.empty_cache()
     return found
 
 
 def measure_rows() -> Found:
     from rlhf_tasks.models import heads
+    from rlhf_tasks.scoring import reward_model
 
     found, shares = dict[str, Any](), heads.supports_shared_prefix
     advantages = {"kind": "rloo", "samples_per_prompt": 8}
     for name, supports in {"shared": shares, "apart": lambda model: False}.items():
-        heads.supports_shared_prefix = supports
-        updates = workload(
-            shape_of("D", batch=64), 2, advantages=advantages, whiten_advantages=False
-        ).updates()
-        next(updates)
-        metrics = next(updates)
+        with (
+            mock.patch.object(heads, "supports_shared_prefix", supports),
+            mock.patch.object(reward_model, "supports_shared_prefix", supports),
+        ):
+            updates = workload(
+                shape_of("D", batch=64), 2, advantages=advantages, whiten_advantages=False
+            ).updates()
+            next(updates)
+            metrics = next(updates)
         found |= {f"{key}, prompts {name}": metrics[f"time/{key}_seconds"] for key in ("score", "train")}
-    heads.supports_shared_prefix = shares
     return found
 
 
 def measure_shape_d() -> Found:
     import torch
 
-    updates = workload(shape_of("D"), 2).updates()
+    updates = workload(shape_of("D", batch=128), 2).updates()
     next(updates)
     metrics = next(updates)
     names = [name for name in metrics if name.startswith("time/")]
@@ -312,24 +334,32 @@ def make_project(folder: Path, *values: str) -> Callable[..., subprocess.Popen[s
 
     def start(*words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-P", "-m", "rlhf_tasks.cli", *words]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+        with (folder / "first_gpu.log").open("a", encoding="utf-8") as log:
+            return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=log, stderr=log)
 
     done = start("preset", "smoke", "--set", *values, "ppo.total_episodes=1280")
-    assert done.wait() == 0, done.communicate()[0]
+    assert done.wait() == 0, (folder / "first_gpu.log").read_text("utf-8")
     return start
 
 
 def finish(program: subprocess.Popen[str], folder: Path) -> Found:
-    output = program.communicate()[0]
-    if program.returncode:
-        return {"failed": output[-2000:]}
+    if program.wait():
+        return {"failed": (folder / "first_gpu.log").read_text("utf-8")[-2000:]}
     metrics = json.loads((folder / "metrics/ppo.json").read_text("utf-8"))
     return {name: metrics[name] for name in ("objective/kl", "objective/scores", "time/train_seconds")}
 
 
+def lacking() -> Found:
+    """What a whole run needs and this machine has not."""
+    missing = [name for name in ("dvc", "mlflow", "deepspeed") if version_of(name) == "missing"]
+    missing += [] if shutil.which("git") else ["git"]
+    return {"skipped": f"{', '.join(missing)} is not here"} if missing else {}
+
+
 def measure_resume() -> Found:
     """PPO is killed at its first snapshot; the second command goes on from there."""
+    if missing := lacking():
+        return missing
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "project"
         start = make_project(folder, "resume.every_seconds=1")
@@ -337,11 +367,8 @@ def measure_resume() -> Found:
         state = folder / ".rlhf/state/ppo"
         while program.poll() is None and not [*state.glob("*/ppo/step-*")]:
             time.sleep(0.2)
-        was_killed = program.poll() is None
-        for child in psutil.Process(program.pid).children(recursive=True) if was_killed else ():
-            child.kill()
-        program.kill()
-        program.wait()
+        if was_killed := program.poll() is None:
+            end(program)
         start_of_second = time.perf_counter()
         found = finish(start("run"), folder)
         return {"was killed": was_killed, "seconds": time.perf_counter() - start_of_second, **found}
@@ -352,6 +379,8 @@ def measure_ranks() -> Found:
 
     if torch.cuda.device_count() < 2:
         return {"skipped": "there are not two GPUs"}
+    if missing := lacking():
+        return missing
     found: Found = {}
     for layout in ("ddp", "fsdp2"):
         with tempfile.TemporaryDirectory() as scratch:
@@ -382,19 +411,30 @@ PARTS: Mapping[str, tuple[Callable[[], Found], int]] = {
 
 
 def run_part(name: str, out: Path) -> Found:
-    """What a process finds; its error, or that it took too long, instead."""
+    """What a process prints last, and its error, or that it took too long, beside it."""
     limit = PARTS[name][1] * (1 if has_gpu() else 10)
-    command, start = (
-        [sys.executable, "-m", "benchmarks.first_gpu", "--part", name, "--out", str(out)],
-        time.time(),
-    )
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        found = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.stderr[-2000:]}
-    except subprocess.TimeoutExpired:
-        found = {"failed": f"it took more than {limit} seconds"}
-    return {"seconds of this part": round(time.time() - start, 1), **found}
+    command, start = [sys.executable, "-m", "benchmarks.first_gpu", "--part", name], time.time()
+    with (out / f"{name}.log").open("w+", encoding="utf-8") as log:
+        # a session of its own, so that nothing of it is left on the GPU
+        program = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        problem = {}
+        try:
+            if program.wait(timeout=limit):
+                problem = {"failed": f"with status {program.returncode}; see {name}.log"}
+        except subprocess.TimeoutExpired:
+            problem = {"failed": f"it took more than {limit} seconds"}
+            end(program)
+        log.seek(0)
+        lines = [line for line in log if line.startswith("{")]
+    found = json.loads(lines[-1]) if lines else {}
+    return {"seconds of this part": round(time.time() - start, 1), **found, **problem}
+
+
+def end(program: subprocess.Popen[Any]) -> None:
+    """Kill a program with all that it has started."""
+    for process in [*psutil.Process(program.pid).children(recursive=True), program]:
+        process.kill()
+    program.wait()
 
 
 def page(everything: Mapping[str, Found]) -> str:

@@ -98,7 +98,8 @@ def tokenizer(vocab: int) -> Any:
     )
 
 
-def models(shape: Shape) -> Models:
+def models(shape: Shape, device: Any = "cpu") -> Models:
+    """Made on the device, where random numbers of large models take seconds and not minutes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -118,10 +119,11 @@ def models(shape: Shape) -> Models:
         **own,
     )
     torch.manual_seed(0)
-    policy, reference = (AutoModelForCausalLM.from_config(config) for _ in range(2))
-    reference.load_state_dict(policy.state_dict())
-    config.num_labels = 1
-    reward, value = (AutoModelForSequenceClassification.from_config(config) for _ in range(2))
+    with torch.device(device):
+        policy, reference = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+        reference.load_state_dict(policy.state_dict())
+        config.num_labels = 1
+        reward, value = (AutoModelForSequenceClassification.from_config(config) for _ in range(2))
     return Models(policy, reference, reward, value)
 
 

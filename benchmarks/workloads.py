@@ -109,7 +109,7 @@ def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -
         "guards": None,
     }
     settings = settings.model_copy(update=changes)
-    tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape)
+    tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape, dist.device)
     for model in made:
         place(model, dist.device)
     for frozen in (made.reference, made.reward):

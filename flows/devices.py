@@ -15,18 +15,23 @@ from rlhf_tasks.errors import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE_HERE = (6, 9)  # exit statuses of nvidia-smi: no device is found, no driver is loaded
+GPU = re.compile(r"^GPU (\d+):.*\(UUID: (\S+)\)", re.MULTILINE)
 ANSWER_SECONDS = 120.0  # without a process on it, a GPU takes a while to wake up
 
 
 def variables(gpus: Sequence[str]) -> dict[str, str]:
     """What lets a program see these GPUs alone; empty for none, so that it sees those of this process.
 
-    They are given by number where `nvidia-smi` lists them: vLLM takes no UUIDs (its issue 41848).
+    They are given by their numbers, since vLLM takes no UUIDs (its issue 41848). Where a GPU is in MIG mode,
+    CUDA counts otherwise, and they are given by UUID.
     """
     if not gpus:
         return {}
-    numbers = {gpu: str(i) for i, gpu in enumerate(visible({}))}
-    return {VISIBLE: ",".join(numbers.get(gpu, gpu) for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    listing = _listing()
+    numbers = {uuid: number for number, uuid in GPU.findall(listing)}
+    if "MIG" in listing or not numbers.keys() >= set(gpus):
+        return {VISIBLE: ",".join(gpus)}
+    return {VISIBLE: ",".join(numbers[gpu] for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -37,9 +42,24 @@ def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
 
     Raises UserError if `nvidia-smi` does not answer.
     """
-    chosen, program = environment.get(VISIBLE), shutil.which("nvidia-smi")
-    if chosen == "" or program is None:
-        return []
+    chosen = environment.get(VISIBLE)
+    gpus = [] if chosen == "" else [uuid for _, uuid in GPU.findall(_listing())]
+    if not chosen:
+        return gpus
+    found = list[str]()
+    for entry in filter(None, map(str.strip, chosen.split(","))):  # an index, or the beginning of a UUID
+        matching = [gpu for i, gpu in enumerate(gpus) if entry == str(i) or gpu.startswith(entry)]
+        if not matching and not entry.startswith("MIG-"):
+            break  # CUDA, too, ignores an unknown entry and all that follow
+        found.append(next(iter(matching), entry))
+    return list(dict.fromkeys(found))
+
+
+def _listing() -> str:
+    """What `nvidia-smi -L` prints; empty where there is no such program. Errors as in `visible`."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
     try:
         done = subprocess.run(
             [program, "-L"], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False
@@ -52,13 +72,4 @@ def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
             f"`nvidia-smi -L` {problem}, so that no GPU can be chosen; repair the driver, or set "
             "CUDA_VISIBLE_DEVICES to an empty text to work without GPUs"
         )
-    gpus: list[str] = re.findall(r"^GPU \d+:.*\(UUID: (\S+)\)", done.stdout, re.MULTILINE)
-    if chosen is None:
-        return gpus
-    found = list[str]()
-    for entry in filter(None, map(str.strip, chosen.split(","))):  # an index, or the beginning of a UUID
-        matching = [gpu for i, gpu in enumerate(gpus) if entry == str(i) or gpu.startswith(entry)]
-        if not matching and not entry.startswith("MIG-"):
-            break  # CUDA, too, ignores an unknown entry and all that follow
-        found.append(next(iter(matching), entry))
-    return list(dict.fromkeys(found))
+    return done.stdout

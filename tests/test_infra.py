@@ -147,12 +147,10 @@ def test_a_job_requests_its_gpus_and_has_restricted_rights() -> None:
     assert_restricted(pod)
 
 
-def test_a_job_may_ask_for_rdma_and_for_the_right_to_pin_memory() -> None:
-    values = {"rdma": 1, "capabilities": ["IPC_LOCK"]}
-    manifest = apply_values(template()["job_configuration"], values)["job_manifest"]
+def test_a_job_may_ask_for_rdma() -> None:
+    manifest = apply_values(template()["job_configuration"], {"rdma": 1})["job_manifest"]
     (container,) = manifest["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["rdma/hca"] == container["resources"]["requests"]["rdma/hca"] == 1
-    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
 
 
 def assert_restricted(pod: dict[str, Any]) -> None:

@@ -66,8 +66,6 @@ def token_stats(
     mask, labels = batch.response_mask, batch.responses[batch.response_mask]  # (B, R), (N,)
     call_head = head.forward
     linear = _LINEAR.get(getattr(call_head, "__func__", None))
-    if linear is F.linear and _may_round(head.weight):
-        linear = _Tf32Linear.apply
     makes_all = linear is None or head in _ADJUSTED
     states: list[Tensor] = []
     given: list[tuple[Tensor, int]] = []  # what the head returned; its version counts changes in place
@@ -77,14 +75,21 @@ def token_stats(
         float32, under autocast and with weights that FSDP2 or DeepSpeed hold in 16 bits too."""
         return _at_least_float32(head.weight), None if head.bias is None else _at_least_float32(head.bias)
 
+    def multiplies(hidden: Tensor) -> LinearFunction:
+        """What makes the logits; within the layer, where a shared weight is whole and of the passes' type."""
+        assert linear is not None
+        return _Tf32Linear.apply if linear is F.linear and _may_round(hidden, head.weight) else linear
+
     def packed_stats(hidden: Tensor) -> Tensor:
         """(B, T, H) → (B, R + 1, 3) in place of logits."""
-        assert linear is not None
         states.append(hidden)
+        multiply = multiplies(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             weight, bias = float32_weights()
             hidden = batch.predicting(hidden).to(weight.dtype)  # (N, H)
-            stats = _chunked_stats(hidden, weight, bias, labels, temperature, entropy_grad, linear)  # (N, 3)
+            stats = _chunked_stats(
+                hidden, weight, bias, labels, temperature, entropy_grad, multiply
+            )  # (N, 3)
         found = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
         found = torch.cat([found, found.new_zeros(len(mask), 1, 3)], dim=1)
         given.append((found.detach(), found._version))
@@ -95,9 +100,10 @@ def token_stats(
         if linear is None:
             logits: Tensor = call_head(hidden)
             return logits
+        multiply = multiplies(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             weight, bias = float32_weights()
-            return linear(hidden.to(weight.dtype), weight, bias)
+            return multiply(hidden.to(weight.dtype), weight, bias)
 
     with _replace_forward(head, plain_logits if makes_all else packed_stats):
         out = model(
@@ -166,10 +172,10 @@ def _stats(logits: Tensor, labels: Tensor, temperature: float, entropy_grad: boo
     return torch.stack([chosen, entropy, (chosen >= logp.amax(-1)).to(z.dtype)], dim=1)
 
 
-def _may_round(weight: Tensor) -> bool:
+def _may_round(hidden: Tensor, weight: Tensor) -> bool:
     """Whether a float32 matmul may use TF32: on a GPU, in a pass whose other layers have fewer bits still."""
-    rounds = torch.is_autocast_enabled(weight.device.type) or weight.dtype.itemsize < 4
-    return weight.device.type == "cuda" and rounds
+    rounds = torch.is_autocast_enabled(hidden.device.type) or weight.dtype.itemsize < 4
+    return hidden.device.type == "cuda" and rounds
 
 
 class _Tf32Linear(torch.autograd.Function):
@@ -202,12 +208,14 @@ class _Tf32Linear(torch.autograd.Function):
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    matmul: Any = torch.backends.cuda.matmul
+    name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        setattr(matmul, name, before)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -100,10 +100,11 @@ def sample(
 
     def shrink() -> None:
         nonlocal size
-        if (size := min(size, len(order) - start) // 2) == 0:
+        half, size = size // 2, min(size, len(order) - start) // 2
+        if size == 0:
             raise torch.OutOfMemoryError("while it samples one row")
         console.say(f"out of memory: {size} responses are sampled at a time now")
-        lower(size)
+        lower(half)  # the last rows of a rollout may be fewer
 
     with nullcontext(meter) if meter else console.part("sampling", len(order), "responses") as counted:
         for attempt in attempts(shrink):

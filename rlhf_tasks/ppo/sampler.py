@@ -201,6 +201,7 @@ class ServedSampler:
         if self._loaded == update:
             return
         start = time.perf_counter()
+        self._make_room()
         with sharding.to_save(self._policy) as plain:
 
             def load() -> str:
@@ -211,8 +212,14 @@ class ServedSampler:
             self.name = on_rank0(self._dist, load)
         self._loaded, self._load_seconds = update, time.perf_counter() - start
 
+    def _make_room(self) -> None:
+        """Give back the memory that torch keeps for new tensors, before the server wakes up on this GPU."""
+        if self._settings.sleep and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def _sample(self, queries: Sequence[Ids], n: int, generator: torch.Generator) -> Samples:
         """The responses of all ranks."""
+        self._make_room()
         drawn = torch.randint(MAX_SEED, (len(queries),), generator=generator, device=generator.device)
         seeds: list[int] = drawn.tolist()
 

@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 import psutil
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
@@ -262,7 +263,10 @@ class VllmServer:
         remove_abandoned(place)
         self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
         self._client: Client | None = None
-        self._version, self._vocab, self._is_asleep = 0, 0, False
+        self._version, self._vocab = 0, 0
+        self._is_asleep = (
+            settings.sleep and self._daemon is None
+        )  # as an earlier run leaves a server of `url`
 
     def load(self, weights: PreTrainedModel) -> None:
         """Sample from these weights from now on. No `sample` runs meanwhile.
@@ -275,13 +279,11 @@ class VllmServer:
         self._version += 1
         self._vocab = int(weights.config.get_text_config().vocab_size)
         write_text(self._folder / OWNER, processes.name_of(psutil.Process()))
-        state = weights.state_dict()
-        if not self._sampling.is_float32:  # the server would round them as it reads them
-            rounded = {x.data_ptr(): x.bfloat16() for x in state.values() if x.is_floating_point()}
-            state = {name: rounded.get(x.data_ptr(), x) for name, x in state.items()}  # tied ones stay tied
         with whole(self._weights) as folder:
+            state = None if self._sampling.is_float32 else rounded_state(weights)
             weights.save_pretrained(folder, state_dict=state)
             self._tokenizer.save_pretrained(folder)
+        del state
         if self._client is None:
             self._begin()
         else:
@@ -391,6 +393,8 @@ class VllmServer:
             "--generation-config": "vllm",
         }
         variables = launch.without_worker(os.environ) | VARIABLES
+        for name in [name for name in variables if name.endswith("_ALLOC_CONF")]:
+            del variables[name]  # of this process; vLLM's sleep mode frees nothing with expandable segments
         words = [*self._settings.command, str(self._weights)]
         words += [str(word) for option in options.items() for word in option]
         words += ["--enable-sleep-mode"] if self._settings.sleep else []
@@ -414,6 +418,17 @@ def _stop(daemon: Daemon) -> None:
     daemon.stop(GRACE_SECONDS)
     if leader is not None:
         processes.send(processes.others_in_session(leader), signal.SIGKILL)
+
+
+def rounded_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state with matrices in bfloat16, on the CPU, as a server would round them.
+
+    Tied ones stay tied, and vectors, such as norms, keep their type.
+    """
+    state = model.state_dict()
+    matrices = {x.data_ptr(): x for x in state.values() if x.is_floating_point() and x.dim() > 1}
+    rounded = {key: x.to("cpu", torch.bfloat16) for key, x in matrices.items()}
+    return {name: rounded.get(x.data_ptr(), x) for name, x in state.items()}
 
 
 def remove_abandoned(folder: Path) -> None:

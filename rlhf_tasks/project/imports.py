@@ -85,13 +85,26 @@ def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object
         ("default dtype", "get_default_dtype", "set_default_dtype"),
         ("threads", "get_num_threads", "set_num_threads"),
         ("deterministic mode", "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
-        ("precision of matmuls", "get_float32_matmul_precision", "set_float32_matmul_precision"),
         ("detection of anomalies", "is_anomaly_enabled", "set_anomaly_enabled"),
     ):
         yield f"torch's {what}", getattr(torch, reads), getattr(torch, sets)
+    yield "torch's precision of matmuls", _matmul_precision, _set_matmul_precision
     for device in ("cpu", "cuda"):
         on, switch = torch.is_autocast_enabled, torch.set_autocast_enabled
         yield f"torch's autocast on {device}", partial(on, device), partial(switch, device)
+
+
+def _matmul_precision() -> str | None:
+    """None where each kind of device has its own, which torch's one number cannot say."""
+    try:
+        return str(sys.modules["torch"].get_float32_matmul_precision())
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        sys.modules["torch"].set_float32_matmul_precision(value)
 
 
 @contextmanager

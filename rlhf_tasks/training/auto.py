@@ -33,7 +33,8 @@ MOST_TOKENS = {"cpu": 4096, "cuda": 65_536}  # beyond these a pass gets no faste
 LEAST_TOKENS = 256
 LARGE = (4096, 32, 14_336)  # of a model whose shape is not known: Llama 3 8B's
 ACTIVATIONS_SHARE = 1 / 8  # of the device's memory; weights, moments and caches need the rest
-SHARDED_SHARE = 1 / 4  # where GPUs share the weights: each pass exchanges all of them
+SHARDED_SHARE = 1 / 4  # where GPUs share the weights: each pass exchanges all of them …
+MANY_SHARDS = 4  # … and so many leave room
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -133,7 +134,7 @@ def choose_tokens(
     width, launch = 2 if number_format == "bf16" else 4, settings.launch
     if memory is None:
         return fit_tokens(machine_memory(), width * numbers, MOST_TOKENS["cpu"])
-    is_sharded = launch.parallelism in ("fsdp2", "zero3") and launch.num_processes > 1
+    is_sharded = launch.parallelism in ("fsdp2", "zero3") and launch.num_processes >= MANY_SHARDS
     a_token = width * numbers
     if section in ("value", "ppo") and settings.ppo.gradient_checkpointing:
         a_token = checkpointed_bytes(a_token, hidden, layers)

@@ -161,9 +161,8 @@ class Distributed:
         return box[0]
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
-        if self.world_size > 1:
-            torch.distributed.barrier()
+        """Wait until all ranks are here; their GPUs are free meanwhile."""
+        self.all_gather_object(None)
 
     # ------------------------------------------------------------------------------------- models
 
@@ -468,9 +467,8 @@ def join_gpus() -> None:
     worker = os.environ.get("LOCAL_RANK")
     if worker is None or not torch.cuda.is_available() or torch.distributed.is_initialized():
         return
-    device = torch.device("cuda", int(worker))
-    torch.cuda.set_device(device)
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE, device_id=device)
+    torch.cuda.set_device(int(worker))
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE)
 
 
 def show_build_locks() -> None:

@@ -31,7 +31,7 @@ from rlhf_tasks.models.load import scratch_config
 from rlhf_tasks.models.logprobs import GPU_LOGITS
 from rlhf_tasks.project import packaged
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training.auto import checkpointed_bytes, fit_tokens
+from rlhf_tasks.training.auto import MANY_SHARDS, checkpointed_bytes, fit_tokens
 
 Parallelism = Literal["ddp", "zero2", "fsdp2", "zero3"]  # from the simplest to those that spread most
 SHARDING = ("fsdp2", "zero3")
@@ -153,7 +153,7 @@ class Run:
         a_token = self.width * self.policy.activations
         if self.ppo.gradient_checkpointing:
             a_token = checkpointed_bytes(a_token, self.policy.hidden, self.policy.layers)
-        is_sharded = self.parallelism in SHARDING and self.num_gpus > 1
+        is_sharded = self.parallelism in SHARDING and self.num_gpus >= MANY_SHARDS
         return fit_tokens(self.auto_tokens_of, a_token, is_sharded=is_sharded)
 
     @property

@@ -7,6 +7,8 @@ attention, are not counted.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -18,6 +20,7 @@ PEAKS = {
     "B200": 2250.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.0,
     "A100": 312.0,
     "A800": 312.0,
@@ -29,7 +32,7 @@ PEAKS = {
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
-"""10¹² operations a second in bfloat16, dense, by what the name of a GPU holds; NVIDIA's data sheets."""
+"""10¹² operations a second in bfloat16, dense, by words in the name of a GPU; NVIDIA's data sheets."""
 
 
 def pass_operations(*models: nn.Module, gradients: bool = False) -> float:
@@ -54,6 +57,6 @@ def speed(dist: Distributed, num_tokens: float, operations: float, seconds: floa
     gpu_seconds = seconds * dist.world_size
     metrics = {"time/tokens_per_second_per_gpu": num_tokens / gpu_seconds}
     name = torch.cuda.get_device_name(dist.device)
-    if peak := next((rate for kind, rate in PEAKS.items() if kind in name), None):
+    if peak := next((rate for kind, rate in PEAKS.items() if re.search(rf"\b{kind}\b", name)), None):
         metrics["time/mfu"] = operations / gpu_seconds / (1e12 * peak)
     return metrics

@@ -40,9 +40,13 @@ def test_a_run_gets_no_other_devices_than_its_worker_was_given(
     assert devices.visible({} if given is None else {devices.VISIBLE: given}) == expected
 
 
-def test_programs_are_given_gpus_by_number_and_parts_by_name(show_gpus: ShowGpus) -> None:
+def test_programs_are_given_gpus_by_number_and_beside_parts_by_name(show_gpus: ShowGpus) -> None:
+    whole = [line for line in LISTING.splitlines() if "MIG" not in line]
+    show_gpus("\n".join([whole[0], "Unable to determine the device handle", whole[2]]))
+    assert devices.variables([THIRD, FIRST])[devices.VISIBLE] == "2,0", "one that is lost keeps its number"
+    assert devices.variables([SECOND])[devices.VISIBLE] == SECOND
     show_gpus(LISTING)
-    assert devices.variables([THIRD, PART])[devices.VISIBLE] == f"2,{PART}"
+    assert devices.variables([THIRD, PART])[devices.VISIBLE] == f"{THIRD},{PART}"
     assert devices.variables([]) == {}, "they see what this process sees"
 
 

@@ -130,23 +130,25 @@ def test_a_head_for_gpus_computes_what_a_linear_layer_does(
     shape: tuple[int, ...], has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU computes it in float32; the precision that it asks for ends with each matmul."""
-    generator, asked = torch.Generator().manual_seed(1), list[str]()
+    generator, known = torch.Generator().manual_seed(1), torch.backends.cuda.matmul.allow_tf32
+    contexts = mock.Mock(wraps=logprobs._tf32)
+    monkeypatch.setattr(logprobs, "_tf32", contexts)
     draw = partial(torch.randn, generator=generator, requires_grad=True)
     inputs = [draw(shape), draw(7, 8), *([draw(7)] if has_bias else [])]
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
     apply: Any = logprobs._Tf32Linear.apply
     found = apply(*inputs, *([] if has_bias else [None]))
     expected = F.linear(*inputs)
     torch.testing.assert_close(found, expected)
     weights = torch.randn(found.shape, generator=generator)
     torch.testing.assert_close(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (found, expected)))
-    assert asked == ["high", "highest"] * 2
+    assert contexts.call_count == 2
+    assert torch.backends.cuda.matmul.allow_tf32 == known
 
 
 @pytest.mark.parametrize("family", ["llama", *ADJUSTING])
 def test_a_pass_of_16_bits_takes_that_head(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = packed(token_stats(model_of(family), BATCH, 0.7))
-    monkeypatch.setattr(logprobs, "_may_round", lambda weight: True)
+    monkeypatch.setattr(logprobs, "_may_round", lambda hidden, weight: True)
     calls = mock.Mock(wraps=logprobs._Tf32Linear.apply)
     monkeypatch.setattr(logprobs._Tf32Linear, "apply", calls)
     torch.testing.assert_close(packed(token_stats(model_of(family), BATCH, 0.7)), expected)

@@ -55,7 +55,7 @@ def main(layout: str, precision: Any, model: str | None = None) -> None:
         }
     one = toy.toy(dist=dist, **changes)
     rollout = one.sample()
-    batch = collate(rollout.queries, rollout.responses, rollout.pad)
+    batch = collate(rollout.queries, rollout.responses, rollout.pad).to(dist.device)
     with torch.no_grad(), dist.autocast():
         logprobs = response_logprobs(one.actor_critic.policy, batch, one.config.temperature)
         ref_logprobs = one.state.reference.logprobs(batch, one.config.temperature)
