@@ -200,7 +200,7 @@ def measure_head() -> Found:
 
     for name, rounds in {"TF32": True, "float32": False}.items():
         with (
-            mock.patch.object(logprobs, "_may_round", lambda *_, rounds=rounds: rounds),
+            mock.patch.object(logprobs, "_uses_tf32", lambda *_, rounds=rounds: rounds),
             torch.autocast(device().type, torch.bfloat16),
         ):
             statistics[name] = logprobs.token_stats(model, batch, 0.7).logprobs.detach()

@@ -43,12 +43,12 @@ def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
     Raises UserError if `nvidia-smi` does not answer.
     """
     chosen = environment.get(VISIBLE)
-    gpus = [] if chosen == "" else [uuid for _, uuid in GPU.findall(_listing())]
+    gpus = [] if chosen == "" else GPU.findall(_listing())
     if not chosen:
-        return gpus
+        return [uuid for _, uuid in gpus]
     found = list[str]()
     for entry in filter(None, map(str.strip, chosen.split(","))):  # an index, or the beginning of a UUID
-        matching = [gpu for i, gpu in enumerate(gpus) if entry == str(i) or gpu.startswith(entry)]
+        matching = [uuid for number, uuid in gpus if entry == number or uuid.startswith(entry)]
         if not matching and not entry.startswith("MIG-"):
             break  # CUDA, too, ignores an unknown entry and all that follow
         found.append(next(iter(matching), entry))

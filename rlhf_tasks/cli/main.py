@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    if not any(name.endswith("_ALLOC_CONF") for name in os.environ):  # with it, rows of other lengths fit too
+    if not any(name.endswith("_ALLOC_CONF") for name in os.environ):  # rows of all lengths fragment memory
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if not context.is_worker():  # accelerate would wait for the group that a cluster's shell speaks of
         for name in filter(launch.RANKS.fullmatch, [*os.environ]):

@@ -75,15 +75,15 @@ def token_stats(
         float32, under autocast and with weights that FSDP2 or DeepSpeed hold in 16 bits too."""
         return _at_least_float32(head.weight), None if head.bias is None else _at_least_float32(head.bias)
 
-    def multiplies(hidden: Tensor) -> LinearFunction:
+    def choose_linear(hidden: Tensor) -> LinearFunction:
         """What makes the logits; within the layer, where a shared weight is whole and of the passes' type."""
         assert linear is not None
-        return _Tf32Linear.apply if linear is F.linear and _may_round(hidden, head.weight) else linear
+        return _Tf32Linear.apply if linear is F.linear and _uses_tf32(hidden, head.weight) else linear
 
     def packed_stats(hidden: Tensor) -> Tensor:
         """(B, T, H) → (B, R + 1, 3) in place of logits."""
         states.append(hidden)
-        multiply = multiplies(hidden)
+        multiply = choose_linear(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             weight, bias = float32_weights()
             hidden = batch.predicting(hidden).to(weight.dtype)  # (N, H)
@@ -100,7 +100,7 @@ def token_stats(
         if linear is None:
             logits: Tensor = call_head(hidden)
             return logits
-        multiply = multiplies(hidden)
+        multiply = choose_linear(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             weight, bias = float32_weights()
             return multiply(hidden.to(weight.dtype), weight, bias)
@@ -172,7 +172,7 @@ def _stats(logits: Tensor, labels: Tensor, temperature: float, entropy_grad: boo
     return torch.stack([chosen, entropy, (chosen >= logp.amax(-1)).to(z.dtype)], dim=1)
 
 
-def _may_round(hidden: Tensor, weight: Tensor) -> bool:
+def _uses_tf32(hidden: Tensor, weight: Tensor) -> bool:
     """Whether a float32 matmul may use TF32: on a GPU, in a pass whose other layers have fewer bits still."""
     rounds = torch.is_autocast_enabled(hidden.device.type) or weight.dtype.itemsize < 4
     return hidden.device.type == "cuda" and rounds

@@ -18,7 +18,7 @@ from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
 from rlhf_tasks.ppo.metrics import Metrics, standardized_gaps
 from rlhf_tasks.ppo.rollout import Prompts, Rollout
 from rlhf_tasks.ppo.state import PpoState, Setup
-from rlhf_tasks.training.throughput import pass_operations, speed
+from rlhf_tasks.training.throughput import pass_flops, speed
 
 NUM_ROLLOUTS = 32  # of an update, that are kept to be read
 UNFINISHED = {
@@ -64,8 +64,8 @@ def measure_speed(
     """
     policy, critic = state.actor_critic.policy, state.actor_critic.critic
     passes = state.sampler.is_policy + (not state.sampler.is_policy or not setup.dist.is_float32)
-    of_token = pass_operations(*[policy] * (passes + 1), critic)  # the reference is like the policy
-    of_token += num_epochs * pass_operations(state.actor_critic, gradients=True)
+    of_token = pass_flops(*[policy] * (passes + 1), critic)  # the reference is like the policy
+    of_token += num_epochs * pass_flops(state.actor_critic, gradients=True)
     num_tokens = sum(len(ids) for ids in [*rollout.queries, *rollout.responses])
     return speed(setup.dist, num_tokens, of_token * num_tokens, seconds)
 

@@ -264,9 +264,8 @@ class VllmServer:
         self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
         self._client: Client | None = None
         self._version, self._vocab = 0, 0
-        self._is_asleep = (
-            settings.sleep and self._daemon is None
-        )  # as an earlier run leaves a server of `url`
+        # an earlier run leaves a server of `url` asleep
+        self._is_asleep = settings.sleep and self._daemon is None
 
     def load(self, weights: PreTrainedModel) -> None:
         """Sample from these weights from now on. No `sample` runs meanwhile.

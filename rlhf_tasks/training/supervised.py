@@ -30,7 +30,7 @@ from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.tasks import EXPLAINED, Sums, Task
-from rlhf_tasks.training.throughput import pass_operations, speed
+from rlhf_tasks.training.throughput import pass_flops, speed
 
 Metrics = dict[str, float]
 SHOWN = ("loss", "accuracy", EXPLAINED)  # on the progress bar, where a task has them
@@ -111,7 +111,7 @@ def train(
     # `trained` is the model as DDP, ZeRO or FSDP2 wraps it: all passes go through it.
     trained, optimizer = dist.prepare(model, adamw(model, settings), settings.max_grad_norm)
     moments = 2 * num_bytes(model, trained=True)
-    operations = pass_operations(model, gradients=True)  # for a token
+    flops_of_token = pass_flops(model, gradients=True)  # for a token
     # a snapshot that does not fit on the disk is found now, and not when the first one is due
     snapshots.reserve(num_bytes(model), num_bytes(model) * (2 if patience else 1) + moments)
     order = torch.Generator().manual_seed(seed)
@@ -168,7 +168,7 @@ def train(
             metrics = {f"train/{key}": value / num_targets for key, value in add_up(dist, parts).items()}
             metrics |= {"train/grad_norm": grad_norm, "lr": rate} | budget_metrics(state.budget)
             num_tokens = sum(task.sizes[i] for i in rows)
-            metrics |= speed(dist, num_tokens, operations * num_tokens, time.perf_counter() - start)
+            metrics |= speed(dist, num_tokens, flops_of_token * num_tokens, time.perf_counter() - start)
             tracker.metrics({prefix + key: value for key, value in metrics.items()}, step=state.step)
 
             # 4. Validation, which decides what weights are kept. The last step has one too, whatever the

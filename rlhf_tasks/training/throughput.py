@@ -1,8 +1,8 @@
 """How fast a stage is on GPUs, and what share of their peak rate that is.
 
-The share is the model FLOPs utilization of PaLM (arXiv 2204.02311, appendix B): 2 operations for each
-parameter and token of a pass, 4 more for its gradients. What is done twice to save memory, and the scores of
-attention, are not counted.
+The share is the model FLOPs utilization of PaLM (arXiv 2204.02311, appendix B): 2 FLOPs for each parameter
+and token of a forward pass, 4 more for the backward pass. Recomputed activations and attention's scores are
+not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed
 
-FORWARD, BACKWARD = 2, 4  # operations for each parameter and token; frozen weights take half of the second
+FORWARD, BACKWARD = 2, 4  # FLOPs for each parameter and token; frozen weights take half of the second
 PEAKS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -32,11 +32,11 @@ PEAKS = {
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
-"""10¹² operations a second in bfloat16, dense, by words in the name of a GPU; NVIDIA's data sheets."""
+"""Dense TFLOP/s in bfloat16, by words in the name of a GPU; NVIDIA's data sheets."""
 
 
-def pass_operations(*models: nn.Module, gradients: bool = False) -> float:
-    """Operations for each token that all of these models read, and with the gradients of what they train."""
+def pass_flops(*models: nn.Module, gradients: bool = False) -> float:
+    """FLOPs for each token that all of these models read, and with the gradients of what they train."""
     total = 0.0
     for model in models:
         whole = sharding.num_parameters(model)
@@ -47,7 +47,7 @@ def pass_operations(*models: nn.Module, gradients: bool = False) -> float:
     return total
 
 
-def speed(dist: Distributed, num_tokens: float, operations: float, seconds: float) -> dict[str, float]:
+def speed(dist: Distributed, num_tokens: float, flops: float, seconds: float) -> dict[str, float]:
     """Metrics `time/…` of some work of all ranks: tokens a second and GPU, and the share of the peak rate.
 
     There are none on a CPU, and no share of a GPU whose peak is not known.
@@ -58,5 +58,5 @@ def speed(dist: Distributed, num_tokens: float, operations: float, seconds: floa
     metrics = {"time/tokens_per_second_per_gpu": num_tokens / gpu_seconds}
     name = torch.cuda.get_device_name(dist.device)
     if peak := next((rate for kind, rate in PEAKS.items() if re.search(rf"\b{kind}\b", name)), None):
-        metrics["time/mfu"] = operations / gpu_seconds / (1e12 * peak)
+        metrics["time/mfu"] = flops / gpu_seconds / (1e12 * peak)
     return metrics

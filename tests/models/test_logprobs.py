@@ -148,7 +148,7 @@ def test_a_head_for_gpus_computes_what_a_linear_layer_does(
 @pytest.mark.parametrize("family", ["llama", *ADJUSTING])
 def test_a_pass_of_16_bits_takes_that_head(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = packed(token_stats(model_of(family), BATCH, 0.7))
-    monkeypatch.setattr(logprobs, "_may_round", lambda hidden, weight: True)
+    monkeypatch.setattr(logprobs, "_uses_tf32", lambda hidden, weight: True)
     calls = mock.Mock(wraps=logprobs._Tf32Linear.apply)
     monkeypatch.setattr(logprobs._Tf32Linear, "apply", calls)
     torch.testing.assert_close(packed(token_stats(model_of(family), BATCH, 0.7)), expected)

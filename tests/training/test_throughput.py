@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_tasks.training.throughput import pass_operations, speed
+from rlhf_tasks.training.throughput import pass_flops, speed
 from tests import small
 from tests.ppo.toy import toy
 
 
-def test_a_pass_takes_two_operations_of_a_parameter_and_four_more_with_gradients() -> None:
+def test_a_pass_takes_two_flops_of_a_parameter_and_four_more_with_gradients() -> None:
     layer, frozen = nn.Linear(10, 5), nn.Linear(10, 5).requires_grad_(False)
-    assert pass_operations(layer) == 2 * 55
-    assert pass_operations(layer, frozen, gradients=True) == 6 * 55 + 4 * 55, (
+    assert pass_flops(layer) == 2 * 55
+    assert pass_flops(layer, frozen, gradients=True) == 6 * 55 + 4 * 55, (
         "states need gradients below adapters"
     )
 
@@ -31,7 +31,7 @@ def test_the_share_is_of_the_peak_of_all_gpus(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     dist: Any = SimpleNamespace(device=torch.device("cuda", 1), world_size=2)
-    found = speed(dist, num_tokens=600, operations=989e12, seconds=2.0)
+    found = speed(dist, num_tokens=600, flops=989e12, seconds=2.0)
     assert found.pop("time/tokens_per_second_per_gpu") == 150
     assert found == ({} if share is None else {"time/mfu": pytest.approx(share)})
 
@@ -40,8 +40,8 @@ def test_an_update_of_ppo_is_counted_by_its_passes(monkeypatch: pytest.MonkeyPat
     """In float32: sampling, the reference, the critic's values; two epochs of both."""
     counted = list[tuple[float, float]]()
 
-    def count(dist: Any, num_tokens: float, operations: float, seconds: float) -> dict[str, float]:
-        counted.append((num_tokens, operations))
+    def count(dist: Any, num_tokens: float, flops: float, seconds: float) -> dict[str, float]:
+        counted.append((num_tokens, flops))
         return {}
 
     monkeypatch.setattr("rlhf_tasks.ppo.reporting.speed", count)
@@ -51,8 +51,8 @@ def test_an_update_of_ppo_is_counted_by_its_passes(monkeypatch: pytest.MonkeyPat
         sum(weight.numel() for weight in part.parameters())
         for part in (one.actor_critic.policy, one.actor_critic.critic)
     )
-    ((num_tokens, operations),) = counted
-    assert operations == num_tokens * (2 * (2 * policy + critic) + 2 * 6 * (policy + critic))
+    ((num_tokens, flops),) = counted
+    assert flops == num_tokens * (2 * (2 * policy + critic) + 2 * 6 * (policy + critic))
 
 
 def test_a_cpu_has_no_peak() -> None:
