@@ -36,7 +36,7 @@ FLOORS: Mapping[str, int] = {
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
     "cli": 826,
-    "config": 2560,
+    "config": 2570,
     "data": 2542,
     "data/readers": 2448,
     "models": 2450,  # the output layer by TF32 on a GPU

@@ -84,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.source": "mine:rows", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
     ({"data.source": "hub"}, "names the data sets of `source: hub`"),
     ({"ppo.guards.action": "raise_kl", "ppo.kl_coef": 0.0}, "0 would stay 0"),
-    ({"ppo.guards.action": "roll_back"}, "Input should be 'warn', 'stop' or 'raise_kl'"),
+    ({"ppo.guards.action": "roll_back"}, "use raise_kl, which raises kl_coef and continues"),
     ({"ppo.guards.kl_min": 12.0}, "must be below"),
     ({"model.scratch": None}, "the shape of `base: scratch`"),
     ({"model.base": "some/name", "model.scratch": None}, "needs `revision`"),
