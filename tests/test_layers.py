@@ -36,13 +36,13 @@ FLOORS: Mapping[str, int] = {
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
     "cli": 826,
-    "config": 2570,
+    "config": 2600,  # responses that no loss reads
     "data": 2542,
     "data/readers": 2448,
     "models": 2450,  # the output layer by TF32 on a GPU
     "scoring": 975,
     "training": 3060,  # speed on GPUs, objects by gloo, tokens of a pass by layout
-    "ppo": 3415,  # frozen weights that are cast once, the rollout on the device, two metrics
+    "ppo": 3465,  # groups without variance and truncated responses, which the losses leave out
     "stages": 1971,
     "judging": 2794,
     "promotion": 1379,

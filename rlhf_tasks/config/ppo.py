@@ -450,6 +450,12 @@ class Ppo(Section):
     ] = "token_mean"
     """How the tokens' losses become one number: the mean over all tokens of the minibatch (`token_mean`), or
     over responses, of each one's mean (`response_mean`) or of its sum divided by `{constant: 32}`."""
+    skip_equal_groups: bool = False
+    """Whether no loss reads the responses to a prompt that all have the same score, so that means are over
+    the others alone (DAPO's dynamic sampling, arXiv 2503.14476, without further samples)."""
+    skip_truncated: bool = False
+    """Whether no loss reads a response without the stop token (DAPO's overlong filtering), so that means are
+    over the others alone; its score still counts in the mean of its group."""
     cliprange: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Clip range ε of the probability ratio: 1 − ε to 1 + ε."""
     cliprange_high: t.PositiveFloat | None = None
@@ -530,6 +536,7 @@ class Ppo(Section):
         yield from self._size_problems()
         yield from self._kl_problems()
         yield from self._sampler_problems()
+        yield from self._skip_problems()
         yield from conflicts(self.scorers, self.response_length)
         if self.truncation.kind.startswith("bootstrap") and self.critic is None:
             yield (
@@ -551,6 +558,24 @@ class Ppo(Section):
             )
         if self.select_by is not None and (name := optimized_by(self.scorers, self.select_by.judge)):
             yield f"select_by: {name} is also a scorer, and PPO does not select by what it optimizes"
+
+    def _skip_problems(self) -> Iterator[str]:
+        """Responses that are left out, and what would need them."""
+        if self.skip_equal_groups and self.samples_per_prompt == 1:
+            yield (
+                "skip_equal_groups compares the responses to one prompt, and advantages.samples_per_prompt "
+                "is 1; raise it, or set skip_equal_groups to false"
+            )
+        elif self.skip_equal_groups and self.critic is not None:
+            yield (
+                "skip_equal_groups: with a critic the responses of such a group have advantages too; set "
+                "advantages.kind to rloo or group, or skip_equal_groups to false"
+            )
+        if self.skip_truncated and self.truncation.kind.startswith("bootstrap"):
+            yield (
+                f"skip_truncated leaves out what truncation.kind={self.truncation.kind} is for; set that to "
+                "eos_trick_replace, eos_trick_subtract or none, or skip_truncated to false"
+            )
 
     def _size_problems(self) -> Iterator[str]:
         """Sizes that do not divide each other, and values that need more optimizer steps."""

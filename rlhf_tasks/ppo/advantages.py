@@ -91,6 +91,12 @@ def group_deviations(returns: Tensor, num_samples: int) -> Tensor:
     return returns.view(num_samples, -1).std(0)
 
 
+def equal_groups(returns: Tensor, num_samples: int) -> Tensor:
+    """(B,) bool: all responses to the prompt have the same return, up to rounding."""
+    largest = returns.view(num_samples, -1).abs().amax(0)
+    return (group_deviations(returns, num_samples) <= ROUNDING * largest).repeat(num_samples)
+
+
 # ------------------------------------------------------------------- estimators, as the loop calls them
 
 

@@ -96,8 +96,9 @@ class GuardChecks:
         ]
 
     def _find_failures(self, metrics: Mapping[str, float]) -> Iterator[GuardTrip]:
-        settings, kl, ratio = self.settings, metrics["objective/kl_k1"], metrics["val/ratio"]
-        error, perplexity = metrics["val/first_ratio_error"], metrics["objective/perplexity"]
+        settings, kl, perplexity = self.settings, metrics["objective/kl_k1"], metrics["objective/perplexity"]
+        # an update whose losses read no response has taken no step
+        ratio, error = metrics.get("val/ratio", 1.0), metrics.get("val/first_ratio_error", 0.0)
         if error > self._ratio_error:
             yield GuardTrip(
                 "first_ratio",

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_tasks import console
 from rlhf_tasks.config.ppo import CriticWarmup
 from rlhf_tasks.console import Meter
-from rlhf_tasks.ppo.advantages import ROUNDING, group_deviations
+from rlhf_tasks.ppo.advantages import equal_groups
 from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
 from rlhf_tasks.ppo.metrics import Metrics, standardized_gaps
 from rlhf_tasks.ppo.rollout import Prompts, Rollout
@@ -56,11 +56,12 @@ def report_warmup(setup: Setup, state: PpoState, warmup: CriticWarmup, rollout_m
 
 
 def measure_speed(
-    setup: Setup, state: PpoState, rollout: Rollout, num_epochs: int, seconds: float
+    setup: Setup, state: PpoState, rollout: Rollout, num_epochs: float, seconds: float
 ) -> Metrics:
     """`throughput.speed` of an update: sampling, the passes of policy, reference and critic, the epochs.
 
-    Reward models are not counted, nor a sampler's server.
+    Of `num_epochs` a part stands for tokens that the losses do not read. Reward models are not counted, nor a
+    sampler's server.
     """
     policy, critic = state.actor_critic.policy, state.actor_critic.critic
     passes = state.sampler.is_policy + (not state.sampler.is_policy or not setup.dist.is_float32)
@@ -164,14 +165,13 @@ def rollout_rows(
     cap = config.sampler.importance_cap if config.sampler.kind == "vllm" else None
     equal = torch.zeros(len(prompts), dtype=torch.bool)
     if config.critic is None and num_samples > 1:  # the returns of a response's tokens are all its own
-        returns = rollout.returns[:, 0].double()
-        largest = returns.view(num_samples, -1).abs().amax(0)
-        equal = (group_deviations(returns, num_samples) <= ROUNDING * largest).repeat(num_samples)
+        equal = equal_groups(rollout.returns[:, 0].double(), num_samples)
     table = []
     for at, (i, response) in enumerate(zip(rows, evaluator.texts(asked.queries, ids), strict=True)):
         notes, length = list[str](), len(ids[at])
         if not rollout.ended[i]:
-            notes.append(f"no end within {length} tokens: {UNFINISHED[config.truncation.kind]}")
+            unread = "; no loss reads it" if config.skip_truncated else ""
+            notes.append(f"no end within {length} tokens: {UNFINISHED[config.truncation.kind]}{unread}")
         if cap is not None and (capped := int((rollout.importance[i] >= cap).sum())):
             notes.append(f"{capped} of {length} tokens have the largest importance weight, {cap:g}")
         if equal[i]:

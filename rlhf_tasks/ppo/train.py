@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_tasks import console
-from rlhf_tasks.config.ppo import CriticWarmup, SeparateCritic, ValueLoss
+from rlhf_tasks.config.ppo import CriticWarmup, Ppo, SeparateCritic, ValueLoss
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.models.heads import TokenScores, ValueHead
 from rlhf_tasks.models.load import num_bytes
@@ -38,7 +38,12 @@ from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.stop_tokens import close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError, masked_moments, whiten
-from rlhf_tasks.ppo.advantages import group_deviations, monte_carlo_returns, response_returns
+from rlhf_tasks.ppo.advantages import (
+    equal_groups,
+    group_deviations,
+    monte_carlo_returns,
+    response_returns,
+)
 from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
@@ -142,11 +147,16 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 rewards = whiten(rewards, mask, shift_mean=False)
 
             # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks: the moments are
-            # those of the whole batch, so that they do not depend on its cut into minibatches.
+            # those of the whole batch, so that they do not depend on its cut into minibatches. Responses that
+            # no loss reads are not among them; a critic that warms up reads all.
             advantages, returns = setup.estimator(rewards, rollout, config)
-            deviation = float(masked_moments(advantages, mask)[1].sqrt())
+            is_read, shares = torch.ones_like(rollout.ended), Metrics()  # (B,) bool
+            if not is_warmup:
+                is_read, shares = select_responses(config, scores, rollout.ended)
+            mask_read = mask & is_read[:, None]  # (B, R)
+            deviation = float(masked_moments(advantages, mask_read)[1].sqrt()) if mask_read.any() else 0.0
             if config.whiten_advantages:
-                advantages = whiten(advantages, mask)
+                advantages = whiten(advantages, mask_read)
             if config.advantage_clip is not None:
                 advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
             rollout_metrics = objective_metrics(
@@ -158,7 +168,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 kl_coef=state.kl_coef,
                 reward_kl_coef=reward_kl_coef,
             )
-            rollout_metrics |= response_metrics(rollout) | {"val/advantage_std": deviation}
+            rollout_metrics |= response_metrics(rollout) | shares | {"val/advantage_std": deviation}
             if config.critic is not None:
                 explained = explained_variance(returns, rollout.values, mask)
                 by_outcome = monte_carlo_returns(rewards, rollout, config.gamma)
@@ -180,14 +190,15 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
             require_finite(rollout_metrics, rollout)
             placed = rollout.to(dist.device)
 
-            # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
+            # 6. Epochs over the rollout, in shuffled minibatches; each is one step, on the rows it reads.
             steps, grad_norms, num_epochs = list[TokenSums](), list[float](), 0
             num_steps = config.num_ppo_epochs * config.num_mini_batches
             with console.part("epochs", num_steps, "steps") as meter:
                 while num_epochs < config.num_ppo_epochs:
                     if num_epochs:
                         minibatches = shuffle()
-                    for rows in minibatches:
+                    first_step = len(steps)
+                    for rows in select_rows(minibatches, is_read):
                         # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
                         ptx_rows = state.ptx.take(len(rows)) if state.ptx and not is_warmup else []
                         steps.append(accumulate_gradients(setup, state, placed, rows, ptx_rows, is_warmup))
@@ -202,19 +213,21 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                         meter.advance()
                     num_epochs += 1
                     # Early stopping: no more epochs once the policy is too far from the rollout's.
-                    if is_too_far(setup, steps):
+                    if is_too_far(setup, steps[first_step:]):
                         break
 
             # 9. What the epochs have measured, in means over the tokens of all minibatches.
-            metrics = ratio_metrics(
-                TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
-            )
+            metrics = Metrics()
+            if steps:  # else no response is read, and nothing has changed
+                metrics = ratio_metrics(
+                    TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
+                )
             metrics |= {
-                "train/grad_norm": sum(grad_norms) / len(grad_norms),
+                "train/grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
                 "train/num_epochs": num_epochs,
             } | budget_metrics(state.budget)
             # The coefficient of KL(π_old ‖ π) follows what the epochs have moved: PPO's section 4.
-            if config.kl_penalty is not None and not is_warmup:
+            if config.kl_penalty is not None and steps and not is_warmup:
                 divergence = measure_divergence(setup, state, rollout)
                 metrics["policy/penalty_beta"] = state.penalty_beta
                 metrics["policy/penalty_kl_avg"] = divergence
@@ -245,7 +258,9 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                     "eps": batch_size / (end - start),
                     "episode": float(state.update * batch_size),
                     "lr": rate,
-                } | measure_speed(setup, state, rollout, num_epochs, end - start)
+                } | measure_speed(
+                    setup, state, rollout, num_epochs * float(mask_read.sum() / mask.sum()), end - start
+                )
                 trips = report_update(setup, state, rollout, prompts, kl, metrics, bar)
 
             # 12. A trip of a guard warns, raises kl_coef or stops.
@@ -353,6 +368,34 @@ def shuffle_minibatches(
     shuffled: list[int] = torch.randperm(num_prompts, generator=generator).tolist()
     order = [row for p in shuffled for row in range(p, batch_size, num_prompts)]
     return [order[first : first + size] for first in range(0, batch_size, size)]
+
+
+def select_responses(config: Ppo, scores: Tensor, ended: Tensor) -> tuple[Tensor, Metrics]:
+    """(B,) bool: the responses that the losses read, with what is left out as metrics; all by default.
+
+    Groups without variance are DAPO's dynamic sampling without its further samples, and truncated responses
+    its overlong filtering (arXiv 2503.14476, sections 3.2 and 3.4). `scores` and `ended` are (B,) of all
+    ranks.
+    """
+    is_read, shares = torch.ones_like(ended), Metrics()
+    if config.skip_equal_groups:
+        equal = equal_groups(scores.double(), config.samples_per_prompt)
+        is_read, shares["val/equal_group_share"] = is_read & ~equal, float(equal.float().mean())
+    if config.skip_truncated:
+        is_read = is_read & ended
+    if config.skip_equal_groups or config.skip_truncated:
+        shares["val/read_share"] = float(is_read.float().mean())
+    return is_read, shares
+
+
+def select_rows(minibatches: Sequence[Sequence[int]], is_read: Tensor) -> list[list[int]]:
+    """The rows of each minibatch that the losses read; a minibatch that has none takes no step.
+
+    Its means are over the rows that remain, as if the rollout had no others.
+    """
+    reads = is_read.tolist()
+    remaining = ([row for row in rows if reads[row]] for rows in minibatches)
+    return [rows for rows in remaining if rows]
 
 
 def accumulate_gradients(
@@ -524,11 +567,11 @@ def take_step(setup: Setup, state: PpoState, rollout: Rollout, rows: Sequence[in
 
 
 def is_too_far(setup: Setup, steps: Sequence[TokenSums]) -> bool:
-    """Whether the approximate KL of the last epoch exceeds `target_kl`."""
-    target, num_steps = setup.config.target_kl, setup.config.num_mini_batches
-    if target is None:
+    """Whether the approximate KL of an epoch's steps exceeds `target_kl`."""
+    target = setup.config.target_kl
+    if target is None or not steps:
         return False
-    return TokenSums.means(steps[-num_steps:], setup.dist.sum)["policy/approxkl_avg"] > target
+    return TokenSums.means(steps, setup.dist.sum)["policy/approxkl_avg"] > target
 
 
 def _is_warm(warmup: CriticWarmup, losses: Sequence[float]) -> bool:

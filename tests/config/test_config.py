@@ -171,6 +171,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"ppo.loss_reduction": {"constant": 0}}, "ppo.loss_reduction"),
     ({"ppo.loss_reduction": "sum"}, "ppo.loss_reduction"),
+    # responses that no loss reads
+    ({"ppo.skip_equal_groups": True}, "compares the responses to one prompt"),
+    (
+        {"ppo.skip_equal_groups": True, "ppo.advantages.samples_per_prompt": 4},
+        "skip_equal_groups: with a critic the responses of such a group have advantages too",
+    ),
+    (
+        {"ppo.skip_equal_groups": True, "ppo.advantages": FUNCTION},
+        "advantages.samples_per_prompt is 1; raise it, or set skip_equal_groups to false",
+    ),
+    (
+        {"ppo.skip_truncated": True, "ppo.truncation.kind": "bootstrap"},
+        "skip_truncated leaves out what truncation.kind=bootstrap is for",
+    ),
     # vLLM as sampler
     ({"ppo.sampler": VLLM_SAMPLER | {"url": None}}, GIVE_EITHER),
     ({"ppo.sampler": VLLM_SAMPLER | {"command": ["vllm", "serve"]}}, GIVE_EITHER),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from examples.cispo import cispo
 from examples.estimator import batch_mean
 from examples.gspo import gspo
 from rlhf_tasks.config import Ppo
@@ -58,6 +60,72 @@ def test_gspo_equals_numbers_worked_out_by_hand(
     assert logprobs.grad is not None
     assert logprobs.grad[mask].tolist() == pytest.approx(gradient, rel=1e-5)
     assert logprobs.grad[1, 1] == 0, "padding"
+
+
+# ---------------------------------------------------------------------------------------- examples/cispo.py
+
+
+def test_cispo_equals_numbers_worked_out_by_hand() -> None:
+    """Ratios e^0.2 = 1.2214, e^−0.1 = 0.9048 and e^0.5 = 1.6487, of which the last is cut to 1.4.
+
+    The loss of a token is −weight · A · log π, its gradient −weight · A, and a third of it in the mean over
+    three tokens. The clip of PPO leaves the last token without a gradient.
+    """
+    mask, zeros = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2)
+    old = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    given = torch.tensor([[1.0, -1.0], [2.0, 0.0]])
+    batch = MicroBatch(mask, old, zeros, zeros, given, zeros, torch.ones(2, 2))
+    config = small.ppo(cliprange=0.2, cliprange_high=0.4)
+    gradients = []
+    for loss_of in (cispo, ppo_clip):
+        logprobs = torch.tensor([[-0.8, -2.1], [-2.5, 0.0]], requires_grad=True)
+        loss, metrics = loss_of(logprobs, batch, config)
+        (token_weights(mask, "token_mean") * loss).sum().backward()
+        assert logprobs.grad is not None
+        gradients.append(logprobs.grad[mask].tolist())
+        if loss_of is cispo:  # 1.2214 · 0.8, −0.9048 · 2.1 and 1.4 · 2 · 2.5
+            assert loss[mask].tolist() == pytest.approx([0.97712, -1.90016, 7.0], rel=1e-4)
+        assert metrics["policy/clipfrac_avg"][mask].tolist() == [False, False, True]
+    first, second = -1.2214 / 3, 0.9048 / 3
+    assert gradients[0] == pytest.approx([first, second, -1.4 * 2 / 3], rel=1e-4)
+    assert gradients[1] == pytest.approx([first, second, 0.0], rel=1e-4)
+
+
+# ------------------------------------------------------------- what settings make without a function
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weights"),
+    [
+        ("token_mean", [1 / 3, 1 / 3, 1 / 3]),  # DAPO: a third of each of the three tokens
+        ("response_mean", [1 / 4, 1 / 4, 1 / 2]),  # GRPO: ½ · ½ of the first response's, ½ of the second's
+        ({"constant": 10}, [1 / 20, 1 / 20, 1 / 20]),  # Dr. GRPO: ½ of a tenth of each
+    ],
+)
+def test_a_reduction_gives_tokens_the_weights_of_its_paper(reduction: Any, weights: list[float]) -> None:
+    mask = torch.tensor([[True, True], [True, False]])
+    setting = small.ppo(loss_reduction=reduction).loss_reduction
+    assert token_weights(mask, setting)[mask].tolist() == pytest.approx(weights)
+
+
+def test_rloo_with_a_constant_is_dr_grpo_times_k_over_k_minus_1() -> None:
+    """Returns 1, 0, 0 and 3 have the mean 1: Dr. GRPO's advantages are 0, −1, −1 and 2, without a deviation.
+
+    RLOO's are 4/3 of them. At ratios of 1 the gradient of a token is −A / (4 responses · 10).
+    """
+    lengths, returns = torch.tensor([1, 3, 2, 2]), torch.tensor([1.0, 0.0, 0.0, 3.0])
+    mask, zeros = torch.arange(3) < lengths[:, None], torch.zeros(4, 3)
+    config = small.ppo(**without_critic("rloo"), loss_reduction={"constant": 10})
+    rewards = torch.where(torch.arange(3) == lengths[:, None] - 1, returns[:, None], 0.0)
+    rollout = replace(hand_made_rollout(), mask=mask)
+    advantages, _ = estimator_of(config.advantages, Paths(small.ROOT).root)(rewards, rollout, config)
+    logprobs = torch.full((4, 3), -1.0, requires_grad=True)
+    batch = MicroBatch(mask, logprobs.detach(), zeros, zeros, advantages, zeros, torch.ones(4, 3))
+    loss, _ = ppo_clip(logprobs, batch, config)
+    (token_weights(mask, config.loss_reduction) * loss).sum().backward()
+    assert logprobs.grad is not None
+    dr_grpo = torch.tensor([0.0, -1.0, -1.0, 2.0])[:, None] * mask / (4 * 10)
+    torch.testing.assert_close(logprobs.grad, -4 / 3 * dr_grpo)
 
 
 # --------------------------------------------------------------------------------- examples/estimator.py

@@ -189,9 +189,9 @@ class Toy:
                 next(self._for(rollout).updates)
         return found[0]
 
-    def learn(self, rollout: Rollout) -> Metrics:
+    def learn(self, rollout: Rollout, **changes: Any) -> Metrics:
         """One update on a rollout, by its own advantages and returns."""
-        one = self._for(rollout, {"whiten_advantages": False, "advantage_clip": None})
+        one = self._for(rollout, {"whiten_advantages": False, "advantage_clip": None} | changes)
         setup = replace(one.setup, estimator=lambda rewards, given, config: (given.advantages, given.returns))
         with given(rollout):
             return next(replace(one, setup=setup).updates)
