@@ -12,7 +12,15 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from rlhf_tasks.config import types as t
-from rlhf_tasks.config.scorers import HELDOUT, OPTIMIZED, Checks, Scorer, reward_folders
+from rlhf_tasks.config.scorers import (
+    HELDOUT,
+    OPTIMIZED,
+    ChatModel,
+    Checks,
+    Scorer,
+    chat_models,
+    reward_folders,
+)
 from rlhf_tasks.config.types import Section, check_source
 
 RESERVED = (
@@ -88,39 +96,17 @@ class VerifierJudge(NamedJudge, Checks):
     """List of columns of `data.columns.keep`: accuracy is measured for each of their values too."""
 
 
-class Budget(Section):
-    """The limits of one run of a judge. Requests that are open when a limit is reached are completed."""
+class LlmJudge(NamedJudge, ChatModel):
+    """A language model behind an endpoint with OpenAI's chat completions; it compares two responses.
 
-    requests: t.PositiveInt | None = None
-    """Largest number of requests, without retries; null: no limit."""
-    tokens: t.PositiveInt | None = None
-    """Largest number of tokens, prompt and completion, as the server counts; null: no limit."""
-
-
-class LlmJudge(NamedJudge):
-    """A language model behind an endpoint with OpenAI's chat completions; it compares two responses."""
+    Its reply must end with a line of one letter, A or B.
+    """
 
     kind: Literal["llm"]
-    base_url: t.Address
-    """Address of the endpoint, such as https://HOST/v1."""
-    model: str
-    """Name of the model on the server."""
-    key_variable: t.KeyVariable | None = None
-    """Environment variable that holds the API key; null: the server needs no key."""
     prompt: str = "tldr"
     """Prompt of the judge: tldr, hhh, or a file with {prompt}, {first} and {second}."""
     logprobs: bool = True
     """Whether the comparison is the probability of A against B; without log-probs the reply is parsed."""
-    max_reply_tokens: t.PositiveInt = 4
-    """Longest reply, in tokens; its last line must be A or B."""
-    concurrency: t.PositiveInt = 8
-    """Number of requests open at the same time."""
-    timeout_seconds: t.PositiveFloat = 60.0
-    """Longest wait for a connection, or between two parts of a reply, in seconds."""
-    max_retries: t.Count = 5
-    """Retries of one request after status 429 or 5xx, a timeout or a broken connection."""
-    budget: Budget | None = None
-    """Limits of one run; null: no limits."""
 
 
 class LocalJudge(NamedJudge):
@@ -159,7 +145,12 @@ Judge = Annotated[
 
 
 def optimized_by(scorers: Sequence[Scorer], judge: Judge) -> str | None:
-    """The reward model or function of a judge that is also a scorer of PPO; None for any other judge."""
+    """The reward model, function or model of a judge that is also a scorer of PPO; None for any other judge.
+
+    A model behind an endpoint is known by its name alone: another endpoint may serve the same.
+    """
+    if isinstance(judge, LlmJudge) and judge.model in chat_models(scorers):
+        return f"the model {judge.model}"
     if isinstance(judge, FunctionJudge):
         functions = [scorer.function for scorer in scorers if scorer.kind == "function"]
         return judge.function if judge.function in functions else None

@@ -701,10 +701,10 @@ class Config(Section):
         for key, users in {"ppo.scorers": self.ppo.scorers, "judge.judges": self.judge.judges}.items():
             for one in users:
                 columns = {check.column for check in one.checks} if one.kind == "verifier" else set()
-                columns |= {*getattr(one, "by", ())}
+                columns |= {*getattr(one, "by", ()), *filter(None, [getattr(one, "column", None)])}
                 if lost := columns - set(self.data.columns.keep):
                     names = ", ".join(sorted(lost))
-                    yield f"{key}: a verifier needs the column {names}; add it to data.columns.keep"
+                    yield f"{key}: {one.kind} needs the column {names}; add it to data.columns.keep"
         if self.data.chat == "always" and self.model.base == "scratch":
             yield "data.chat: always needs a chat template, and model.base: scratch has none; set it to auto"
         count = self.preferences.samples_per_pair

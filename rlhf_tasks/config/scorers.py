@@ -107,6 +107,62 @@ class HttpScorer(Weighted):
     """Responses per request."""
 
 
+class Budget(Section):
+    """The limits of one run of a stage. Requests that are open when a limit is reached are completed."""
+
+    requests: t.PositiveInt | None = None
+    """Largest number of requests, without retries; null: no limit."""
+    tokens: t.PositiveInt | None = None
+    """Largest number of tokens, prompt and completion, as the server counts; null: no limit."""
+
+
+class ChatModel(Section):
+    """A language model behind an endpoint with OpenAI's chat completions."""
+
+    base_url: t.Address
+    """Address of the endpoint, such as https://HOST/v1."""
+    model: str
+    """Name of the model on the server."""
+    key_variable: t.KeyVariable | None = None
+    """Environment variable that holds the API key; null: the server needs no key."""
+    max_reply_tokens: t.PositiveInt = 4
+    """Longest reply, in tokens; what it decides stands on its last line."""
+    concurrency: t.PositiveInt = 8
+    """Number of requests open at the same time."""
+    timeout_seconds: t.PositiveFloat = 60.0
+    """Longest wait for a connection, or between two parts of a reply, in seconds."""
+    max_retries: t.Count = 5
+    """Retries of one request after status 429 or 5xx, a timeout or a broken connection."""
+    budget: Budget | None = None
+    """Limits of one run; null: no limits."""
+
+
+class LlmScorer(Weighted, ChatModel):
+    """A language model that scores each response on a scale; a reply without a score ends the stage.
+
+    Replies are kept in .rlhf/scores.jsonl. Each process asks for its responses, with a budget of its own.
+    """
+
+    kind: Literal["llm"]
+    prompt: str = "rubric"
+    """Prompt of the scorer: `rubric`, `reference` (with `column`), or a file with {prompt} and {response},
+    {reference} with `column`, and at will {lowest} and {highest}."""
+    column: str | None = None
+    """Column of `data.columns.keep` with the right answer, for {reference}; null: none."""
+    lowest: t.FiniteFloat = 0.0
+    """Lowest score of the scale; a reply below it is no score."""
+    highest: t.FiniteFloat = 10.0
+    """Highest score of the scale; a reply above it is no score."""
+
+    def problems(self) -> Iterator[str]:
+        if self.lowest >= self.highest:
+            yield f"lowest={self.lowest:g} must be below highest={self.highest:g}"
+        if (self.prompt, self.column) == ("reference", None):
+            yield "prompt=reference compares with the right answer: name its column, or set prompt to rubric"
+        if self.prompt == "rubric" and self.column is not None:
+            yield f"prompt=rubric reads no column: set prompt to reference, or column={self.column} to null"
+
+
 class LengthPenalty(Weighted):
     """A soft penalty on long responses (DAPO, arXiv 2503.14476, eq. 13): from 0 down to −1."""
 
@@ -138,7 +194,13 @@ class DummyScorer(Section):
 
 
 Scorer = Annotated[
-    RewardModelScorer | FunctionScorer | HttpScorer | VerifierScorer | LengthPenalty | DummyScorer,
+    RewardModelScorer
+    | FunctionScorer
+    | HttpScorer
+    | LlmScorer
+    | VerifierScorer
+    | LengthPenalty
+    | DummyScorer,
     Field(discriminator="kind"),
 ]
 
@@ -157,6 +219,11 @@ def reward_folders(scorers: Sequence[Scorer]) -> list[str]:
     """The folder of each reward model that PPO optimizes, as configured; models/reward for a null path."""
     models = [one for one in scorers if isinstance(one, RewardModelScorer)]
     return [OPTIMIZED if one.path is None else Path(one.path).as_posix() for one in models]
+
+
+def chat_models(scorers: Sequence[Scorer]) -> list[str]:
+    """The names of the language models behind endpoints that PPO optimizes."""
+    return sorted({one.model for one in scorers if isinstance(one, LlmScorer)})
 
 
 def conflicts(scorers: Sequence[Scorer], response_length: int) -> Iterator[str]:

@@ -79,7 +79,7 @@ def compare_models(
     for source, _ in checkpoints.values():
         of_source = find_optimized_judges(config.judge, Path(source), paths.root, names)
         for name in of_source:
-            console.say(f"WARNING: judge {name} is the reward model that PPO optimized for {source}")
+            console.say(f"WARNING: judge {name} is a reward that PPO optimized for {source}")
         optimized |= of_source
     prompts = [row["prompt"] for row in rows]
     sampled = sample_alike(config, paths, prompts, device, sources=checkpoints)

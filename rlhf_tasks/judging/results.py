@@ -194,7 +194,7 @@ class EvaluationResults(_Part):
     has_demonstrations: bool = True
     """False where the data has prompts alone."""
     optimised_judges: dict[str, str] = {}
-    """Judges that are the reward model which PPO optimized: judge → folder."""
+    """Judges that are a reward which PPO optimized: judge → folder, or model behind an endpoint."""
     selecting_judges: dict[str, str] = {}
     """Judges by which PPO chose its checkpoint: judge → its folder, or its kind."""
     responses: dict[str, ResponseStatistics] = {}

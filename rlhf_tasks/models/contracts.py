@@ -66,6 +66,11 @@ def optimized_rewards(policy: Path) -> set[str]:
     return {digest for role, digest in read_parents(policy).items() if role.partition("/")[0] == "reward"}
 
 
+def optimized_chat_models(policy: Path) -> set[str]:
+    """The names of the language models behind endpoints that PPO optimized for a policy."""
+    return set(read_identity(policy).get("optimized_chat_models", []))
+
+
 def has_model(folder: Path) -> bool:
     """False for the empty folder of a reward model that is not needed (`reward.train: false`)."""
     return (folder / "config.json").exists()

@@ -239,7 +239,7 @@ class Evaluator:
         """(B,) the sum under the EOS rule, and (B,) by scorer."""
         dist, rows = self._dist, prompts.responses(self._close(responses), self._tokenizer)
         local, batch = self._local(prompts, responses)
-        if any(scorer.kind == "http" for scorer in self._config.scorers) and not dist.shards:
+        if any(scorer.kind in ("http", "llm") for scorer in self._config.scorers) and not dist.shards:
             # the first rank alone sends requests, but passes of a sharded reward model need all ranks
             parts = dist.broadcast_object(
                 raise_on_all_ranks(dist, lambda: self._scorers.parts(rows) if dist.is_main else {}, batch)

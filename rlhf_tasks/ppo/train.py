@@ -38,12 +38,7 @@ from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.stop_tokens import close_responses, has_ended
 from rlhf_tasks.models.tensors import NonFiniteError, masked_moments, whiten
-from rlhf_tasks.ppo.advantages import (
-    equal_groups,
-    group_deviations,
-    monte_carlo_returns,
-    response_returns,
-)
+from rlhf_tasks.ppo.advantages import equal_groups, group_deviations, monte_carlo_returns, response_returns
 from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3

@@ -44,6 +44,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "sft.from": (),
     "reward.from": (),
     "ppo.scorers.path": (),
+    "ppo.scorers.prompt": ("rubric", "reference"),
     "ppo.ptx.text": (),
     "ppo.select_by.judge.path": (),
     "ppo.select_by.judge.prompt": ("tldr", "hhh"),

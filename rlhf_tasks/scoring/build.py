@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data import synthetic
 from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.function import ImportedScorer
 from rlhf_tasks.scoring.http import ScoringService
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, Scorer
@@ -43,7 +44,7 @@ def build(
             key, or a folder without a trained reward model.
     """
 
-    def make(one: config.Scorer) -> Scorer:
+    def make(one: config.Scorer, name: str) -> Scorer:
         match one:
             case config.RewardModelScorer(path=None):
                 assert reward_model is not None, "the config guarantees a reward model"
@@ -54,6 +55,11 @@ def build(
                 return ImportedScorer(one.function, "ppo.scorers", root, columns)
             case config.HttpScorer():
                 return ScoringService(one)
+            case config.LlmScorer():
+                # The import takes a second: only configurations with such a scorer pay for it.
+                from rlhf_tasks.scoring.rubric import RubricScorer
+
+                return RubricScorer(one, name, Paths(root))
             case config.LengthPenalty():
                 return OverlongPenalty(one.max_tokens, one.buffer, tokenizer)
             case config.VerifierScorer():
@@ -61,7 +67,7 @@ def build(
         return lambda rows: torch.zeros(len(rows))  # it runs the pipeline with nothing to learn
 
     parts = [
-        WeightedScorer(name, 0.0 if isinstance(one, config.DummyScorer) else one.weight, make(one))
+        WeightedScorer(name, 0.0 if isinstance(one, config.DummyScorer) else one.weight, make(one, name))
         for name, one in zip(config.scorer_names(settings), settings, strict=True)
     ]
     return WeightedSum(parts)

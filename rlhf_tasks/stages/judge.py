@@ -89,7 +89,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     training = describe_training(settings, paths.policy, paths.root)
     for name, path in training["optimised_judges"].items():
         text = (
-            f"judge {name} ({path}) is the reward model that PPO optimized: its win rates do not show that "
+            f"judge {name} ({path}) is a reward that PPO optimized: its win rates do not show that "
             "the policy got better; use models/reward_heldout or another judge"
         )
         console.say(f"WARNING: {text}")

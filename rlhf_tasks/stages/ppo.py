@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import PpoView
 from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.ppo import Advantages, Ptx, SeparateCritic
-from rlhf_tasks.config.scorers import OPTIMIZED, RewardModelScorer, reward_folders, scorer_names
+from rlhf_tasks.config.scorers import OPTIMIZED, RewardModelScorer, chat_models, reward_folders, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table, token_ids
 from rlhf_tasks.data.ragged import Ragged
@@ -307,6 +307,8 @@ def _save_policy(
     # The gate promotes no policy of a dummy reward, and none that was trained as a trial.
     if all(getattr(scorer, "weight", 0) == 0 for scorer in settings.scorers):
         identity["reward"] = "none"
+    if models := chat_models(settings.scorers):
+        identity["optimized_chat_models"] = models
     if config.is_trial:
         identity["trial"] = True
     if settings.select_by is not None and isinstance(settings.select_by.judge, RewardModelJudge):

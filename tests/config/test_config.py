@@ -46,6 +46,9 @@ OWN = {"kind": "reward_model"}
 A = {"kind": "reward_model", "path": "a"}
 BY_A = {"kind": "reward_model", "name": "a", "path": "./a"}
 LONG = {"kind": "length_penalty", "max_tokens": 16, "buffer": 4}
+LLM = {"kind": "llm", "base_url": "https://here/v1", "model": "judge-1"}
+LLM_JUDGE = {**LLM, "name": "gpt", "base_url": "https://elsewhere/v1"}
+PANEL = {"kind": "all_of", "name": "panel", "judges": ["gpt", "gold"]}
 HTTP = {"kind": "http", "url": "http://x"}
 NO_USER = {"ppo.advantages.critic.init": "sft", "judge.judges": [small.GOLD]}
 ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
@@ -153,6 +156,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.url: must begin with http:// or https://"),
     ({"ppo.scorers": [{**HTTP, "urll": "x"}]}, "did you mean 'url'?"),
+    # a language model that scores
+    ({"ppo.scorers": [{**LLM, "lowest": 10.0}]}, "lowest=10 must be below highest=10"),
+    ({"ppo.scorers": [{**LLM, "prompt": "reference"}]}, "name its column, or set prompt to rubric"),
+    ({"ppo.scorers": [{**LLM, "column": "who"}]}, "prompt=rubric reads no column"),
+    (
+        {"ppo.scorers": [{**LLM, "prompt": "reference", "column": "no"}]},
+        "ppo.scorers: llm needs the column no; add it to data.columns.keep",
+    ),
+    ({"ppo.scorers": [{**LLM, "base_url": "x"}]}, "base_url: must begin with http:// or https://"),
+    (
+        {"ppo.scorers": [LLM], "ppo.select_by": {"judge": LLM_JUDGE}},
+        "select_by: the model judge-1 is also a scorer",
+    ),
+    (
+        {"ppo.scorers": [LLM], "judge.judges": [LLM_JUDGE], "promotion.judge": "gpt"},
+        "promotion.judge='gpt' uses the model judge-1, which PPO optimizes",
+    ),
+    (
+        {"ppo.scorers": [LLM], "judge.judges": [LLM_JUDGE, small.GOLD, PANEL], "promotion.judge": "panel"},
+        "promotion.judge='panel' uses the model judge-1, which PPO optimizes",
+    ),
     ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
     ({"reward.train": False}, "needed by ppo.scorers, ppo.advantages.critic.init, judge.judges"),
     ({**small.WITHOUT_REWARD, "ppo.guards.gap_max": 1.0}, "is needed by ppo.guards.gap_max"),

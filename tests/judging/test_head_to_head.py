@@ -102,7 +102,7 @@ def test_a_judge_that_ppo_optimised_for_the_policy_gives_a_warning(
     save_checkpoint(load_causal(policy), load_tokenizer(policy), policy, card="a card", identity=identity)
     results = run("models/policy", num_examples=3)
     assert results.optimised_judges == {"reward_model": "models/reward_heldout"}
-    warning = "WARNING: judge reward_model is the reward model that PPO optimized for models/policy"
+    warning = "WARNING: judge reward_model is a reward that PPO optimized for models/policy"
     assert warning in capsys.readouterr().out
     run("models/policy", num_examples=3, names=["gold"])
     assert "WARNING" not in capsys.readouterr().out, "that judge does not take part"

@@ -27,6 +27,7 @@ from rlhf_tasks.judging.judges.comparisons import (
 )
 from rlhf_tasks.judging.results import ComparisonResult
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.templates import list_templates
 from tests import small
 
 CPU = torch.device("cpu")
@@ -243,7 +244,7 @@ def test_invalid_judges_are_refused_with_the_reason(judges: list[Any], reason: s
 # ----------------------------------------------------------------------------------------- prompts
 
 
-@pytest.mark.parametrize("name", comparisons.list_prompts())
+@pytest.mark.parametrize("name", list_templates(comparisons.PROMPTS))
 def test_a_shipped_prompt_shows_all_fields_and_keeps_braces_of_responses(name: str) -> None:
     template = comparisons.load_prompt(name, "judge.judges", Path())
     text = comparisons.fill_prompt(template, Question("a {first} {prompt}", "one {second}", "22"))

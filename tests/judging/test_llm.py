@@ -20,8 +20,10 @@ from rlhf_tasks.config.judge import LlmJudge
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges import llm
 from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question, Reply
-from rlhf_tasks.judging.judges.llm import Cache, LlmComparer, Malformed, read_record, read_reply
+from rlhf_tasks.judging.judges.llm import LlmComparer, read_record, read_reply
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring import chat
+from rlhf_tasks.scoring.chat import Cache, Malformed
 from tests.judging import endpoint
 from tests.judging.endpoint import KEY, MODEL, Body, Handler, Server, completion
 from tests.loopback import serving
@@ -168,7 +170,7 @@ def test_a_question_that_fails_fails_alone(
 def test_a_reply_that_never_ends_times_out_and_no_server_is_a_failure(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm, "LONGEST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(chat, "LONGEST_WAIT_SECONDS", 0.2)
     server.behaviour = lambda handler, body, attempt: handler.drip()
     (reply,) = comparer(server, tmp_path, timeout_seconds=0.3, max_retries=0)(questions(1), ANY)
     assert "TimeoutError" in reply.failure
@@ -262,7 +264,7 @@ def test_kept_replies_are_those_of_one_model_prompt_limit_and_endpoint(
 def test_a_spent_budget_of_requests_keeps_the_replies_for_later(server: Server, tmp_path: Path) -> None:
     sent = questions(10)
     budget = {"requests": 6, "tokens": None}
-    with pytest.raises(UserError, match="its budget of 6 requests is spent, and this comparison needs 10"):
+    with pytest.raises(UserError, match="its budget of 6 requests is spent, and 10 replies are needed"):
         comparer(server, tmp_path, budget=budget)(sent, ANY)
     assert sum(server.paid.values()) == 6
     assert comparer(server, tmp_path, budget=budget)(sent, ANY) == expected(sent)

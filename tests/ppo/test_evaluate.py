@@ -38,6 +38,7 @@ from tests.ppo.toy import Planted, log_p_alone, rollout_of
 from tests.small import EOS
 
 PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
+LLM = {"kind": "llm", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
 HTTP = {"kind": "http", "weight": 1.0, "url": "http://127.0.0.1:9/", "timeout_seconds": 1.0, "batch_size": 4}
 
 
@@ -296,12 +297,12 @@ FUNCTION = {"kind": "function", "name": "shorter", "function": f"{__name__}:shor
 SECTION = Selection.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
 
 
-@pytest.mark.parametrize("outside", [False, True])
-def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> None:
-    """An http scorer and the judge are called by the first rank alone."""
+@pytest.mark.parametrize("outside", [None, HTTP, LLM], ids=["here", "http", "llm"])
+def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: dict[str, Any] | None) -> None:
+    """Scorers that send requests, and the judge, are called by the first rank alone."""
     JUDGED.clear()
     scorers = [Recorder(), Recorder()]
-    changes: dict[str, Any] = {"scorers": [HTTP]} if outside else {}
+    changes: dict[str, Any] = {"scorers": [outside]} if outside else {}
 
     def make(dist: Distributed) -> Evaluations:
         judge = lambda dist: selection_judge(dist, SECTION, Paths())  # noqa: E731

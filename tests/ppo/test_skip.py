@@ -25,7 +25,8 @@ from tests.ppo.toy import ONE_STEP, Memory, Toy, given, toy, untimed, without_cr
 GROUP = without_critic("group")  # row i belongs to prompt i % 4
 EQUAL = [row for row in range(16) if row % 4 in (0, 2)]
 TRUNCATED = [1, 5, 7]
-GROUPS, ENDS = {"skip_equal_groups": True}, {"skip_truncated": True}
+GROUPS: dict[str, Any] = {"skip_equal_groups": True}
+ENDS: dict[str, Any] = {"skip_truncated": True}
 SWITCHES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "groups": (GROUP | GROUPS, EQUAL),
     "truncated": (GROUP | ENDS, TRUNCATED),
@@ -133,7 +134,7 @@ def test_an_update_with_nothing_to_read_changes_no_weight(changes: dict[str, Any
 
 
 def test_a_critic_that_warms_up_reads_every_response(rollout: Rollout) -> None:
-    changes = {"advantages__critic__warmup": {"max_updates": 1}, **ONE_STEP}
+    changes: dict[str, Any] = {"advantages__critic__warmup": {"max_updates": 1}, **ONE_STEP}
     skips, reads = toy(**changes, **ENDS), toy(**changes)
     for one in (skips, reads):
         one.learn(rollout)

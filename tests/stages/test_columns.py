@@ -97,10 +97,10 @@ def test_a_verifier_rewards_and_measures_accuracy(project: Path) -> None:
 
 def test_a_verifier_on_a_missing_or_malformed_column_is_refused_before_training(project: Path) -> None:
     changes = {"ppo.scorers": [VERIFIER | {"weight": 1.0}], "ppo.select_by": None}
-    with pytest.raises(ConfigError, match=r"ppo.scorers: a verifier needs the column first; add it to data"):
+    with pytest.raises(ConfigError, match=r"ppo.scorers: verifier needs the column first; add it to data"):
         small.view("ppo", SETTINGS | changes)
     judges = {"judge.judges": [VERIFIER | {"name": "verifier", "by": ["kind"]}]}
-    with pytest.raises(ConfigError, match=r"judge.judges: a verifier needs the column kind; add it to data"):
+    with pytest.raises(ConfigError, match=r"judge.judges: verifier needs the column kind; add it to data"):
         small.view("judge", KEEP | judges)
     rows = list(read_table(Paths(), "prompts", "validation"))
     rows[2]["columns"]["first"] = "("

@@ -7,7 +7,6 @@ compare two responses, each pair in both orders, since many models favor a place
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -25,8 +24,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.statistics import Floats
 from rlhf_tasks.models import contracts
-
-EXCERPT_CHARACTERS = 200
+from rlhf_tasks.scoring.templates import fill_template, load_template
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,6 @@ def too_many_failures(judge: str, reasons: Collection[str], what: str, max_share
         f"{times} with: {reason.rstrip('.')}. Correct the judge, or raise max_failure_share; what a server "
         "has replied is kept, and the same command continues"
     )
-
-
-def excerpt(text: str) -> str:
-    """The beginning of a text, short enough for a message."""
-    return text[:EXCERPT_CHARACTERS] + ("…" if len(text) > EXCERPT_CHARACTERS else "")
 
 
 class Question(NamedTuple):
@@ -203,36 +196,16 @@ class JudgePanel:
 
 PROMPTS = Path(__file__).parent / "prompts"
 LETTERS = ("A", "B")
-_FIELD = re.compile("{(" + "|".join(Question._fields) + ")}")
-
-
-def list_prompts() -> list[str]:
-    return sorted(file.stem for file in PROMPTS.glob("*.txt"))
 
 
 def load_prompt(name: str, key: str, root: Path) -> str:
-    """The text of a shipped prompt, or of a file below `root`; `key` is the parameter that names it.
-
-    Raises:
-        UserError: if the file cannot be read, or lacks a field.
-    """
-    file = PROMPTS / f"{name}.txt" if name in list_prompts() else root / name
-    try:
-        text = file.read_text(encoding="utf-8").rstrip("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{key}: the prompt {name!r} cannot be read ({error}); give "
-            f"{', '.join(list_prompts())}, or a file"
-        ) from None
-    missing = [f"{{{field}}}" for field in Question._fields if f"{{{field}}}" not in text]
-    if missing:
-        raise UserError(f"{key}: the prompt {file} lacks {', '.join(missing)}; add each of them to the file")
-    return text
+    """The text of a shipped prompt, or of a file below `root`, as `load_template`."""
+    return load_template(name, key, root, PROMPTS, Question._fields)
 
 
 def fill_prompt(text: str, question: Question) -> str:
-    """The text with its fields replaced, in one pass: braces in a response stay as they are."""
-    return _FIELD.sub(lambda match: str(getattr(question, match[1])), text)
+    """The text with a question in its fields."""
+    return fill_template(text, question._asdict())
 
 
 def list_required_judges(settings: Judging, names: Sequence[str]) -> set[str]:
@@ -259,8 +232,14 @@ def find_judges_by_weights(
 def find_optimized_judges(
     settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Judges that are a reward model which PPO optimized for `policy`, as `find_judges_by_weights`."""
-    return find_judges_by_weights(settings, contracts.optimized_rewards(policy), root, names)
+    """Judges that are a reward model which PPO optimized for `policy`, as `find_judges_by_weights`.
+
+    A model behind an endpoint is known by its name: judge → model.
+    """
+    models, required = contracts.optimized_chat_models(policy), list_required_judges(settings, names)
+    judges = (one for one in settings.judges if isinstance(one, config.LlmJudge) and one.name in required)
+    by_model = {judge.name: judge.model for judge in judges if judge.model in models}
+    return by_model | find_judges_by_weights(settings, contracts.optimized_rewards(policy), root, names)
 
 
 def describe_training(settings: Judging, policy: Path, root: Path) -> dict[str, Any]:

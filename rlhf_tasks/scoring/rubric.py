@@ -1,0 +1,94 @@
+"""A language model behind an endpoint that scores each response on a scale. B responses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.config.scorers import LlmScorer
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.chat import ChatClient, Failure, Record, describe_reply, last_line, read_completion
+from rlhf_tasks.scoring.protocol import Responses, ScorerError, UnusableScores
+from rlhf_tasks.scoring.templates import fill_template, load_template
+
+FILE = "scores.jsonl"
+PROMPTS = Path(__file__).parent / "prompts"
+_SCORE = re.compile(r"[\s*]*(?:(?i:score|grade|rating)[\s*:=]+)?(-?[0-9]+(?:\.[0-9]+)?)[\s*.]*")
+
+
+class RubricScorer:
+    """A `Scorer`: what the model replies is the score, and a reply that is none ends the stage.
+
+    The prompt's file is below `paths.root`; replies are kept in `paths.home`, so that a resumed run asks
+    nothing twice. A reply without a score is not kept: another run asks again.
+
+    Raises:
+        UserError: if the environment lacks the key, or the prompt cannot be read.
+    """
+
+    def __init__(self, settings: LlmScorer, name: str, paths: Paths) -> None:
+        self._settings, self._name = settings, f"ppo.scorers: {name}"
+        fields = ["prompt", "response", *(["reference"] if settings.column else [])]
+        self._prompt = load_template(settings.prompt, "ppo.scorers", paths.root, PROMPTS, fields)
+        self._client = ChatClient(
+            settings,
+            self._name,
+            paths.home / FILE,
+            read_body=read_completion,
+            find_problem=lambda record: "" if self._read(record) is not None else self._describe(record),
+            keeps_unusable=False,
+        )
+
+    def __call__(self, rows: Responses) -> Tensor:
+        """(B,) scores from `lowest` to `highest`.
+
+        Raises:
+            ScorerError: if the server is busy or away after all retries.
+            UserError: if a reply is no score, the budget is spent, or the server refuses.
+        """
+        replies = self._client.ask([self._fill(rows, i) for i in range(len(rows))], self._stop)
+        scores = [None if isinstance(one, Failure) else self._read(one) for one in replies]
+        assert None not in scores, "a failure ends the work"
+        return torch.tensor(scores)
+
+    def _fill(self, rows: Responses, number: int) -> str:
+        settings = self._settings
+        values = {"prompt": rows.prompts[number], "response": rows.texts[number]}
+        values |= {"lowest": f"{settings.lowest:g}", "highest": f"{settings.highest:g}"}
+        if settings.column is not None:
+            given = rows.columns[settings.column][number]
+            if given is None:
+                raise UnusableScores(
+                    f"{self._name}: the column {settings.column} is null for the prompt "
+                    f"{rows.prompts[number][:80]!r}; give every prompt a right answer"
+                )
+            values["reference"] = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return fill_template(self._prompt, values)
+
+    def _read(self, record: Record) -> float | None:
+        """The number on the last line, where nothing else stands but a word such as `Score:`; None without.
+
+        A number beside the scale is none.
+        """
+        match = _SCORE.fullmatch(last_line(record))
+        score = None if match is None else float(match[1])
+        return (
+            score if score is not None and self._settings.lowest <= score <= self._settings.highest else None
+        )
+
+    def _describe(self, record: Record) -> str:
+        scale = f"{self._settings.lowest:g} to {self._settings.highest:g}"
+        return f"the reply does not end with a number from {scale}: {describe_reply(record)}"
+
+    def _stop(self, failures: Sequence[Failure]) -> ScorerError:
+        reason, is_temporary = failures[0]
+        kind = ScorerError if is_temporary else UnusableScores
+        return kind(
+            f"{self._name}: a response has no score, and none is made up: {reason.rstrip('.')}. The scores "
+            "so far are kept, and the same command continues from the last snapshot"
+        )
