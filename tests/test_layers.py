@@ -48,7 +48,7 @@ LINES: Mapping[str, int] = {
     "promotion": 1379,
     "tracking": 1845,  # judges by the model that they read; a store that follows its project
     "report": 888,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models
-    "project": 2640,  # prompts of scorers, what a stage reads anew, which flows say too; lost results; a copied service
+    "project": 2640,  # what a stage reads anew, which flows say too; lost results; prompts of scorers
     "presets": 204,
     "../flows": 2659,  # why a stage runs, a cancellation that is one sentence, GPUs by number
 }
