@@ -187,7 +187,7 @@ def test_a_judge_that_ppo_optimised_is_marked_in_metrics_events_and_output(
     result = run(tracker, judges=[small.GOLD, optimized])
     assert result["optimized/is_optimised_reward"] == 1.0
     assert "gold/is_optimised_reward" not in result
-    assert "WARNING: judge optimized (models/reward) is the reward model" in capsys.readouterr().out
+    assert "WARNING: judge optimized (models/reward) is a reward that PPO" in capsys.readouterr().out
     assert tracker.events == ["judge_is_the_optimised_reward"]
 
 
