@@ -373,6 +373,8 @@ def _eos_or_id(value: Any) -> Any:
 class Ppo(Section):
     """PPO training of the policy. An episode is one prompt with one sampled response."""
 
+    train: bool = True
+    """Whether PPO trains; false: models/policy is the policy of stage dpo."""
     total_episodes: t.PositiveInt = 8192
     """Episodes of the whole training; only whole updates are taken."""
     rollout_batch_size: t.BatchSize = 256

@@ -60,6 +60,7 @@ FUNCTIONS = (
     "data.format",
     "data.mix.format",
     "preferences.function",
+    "dpo.loss",
     "ppo.loss",
     "ppo.advantages.function",
     "ppo.scorers.function",

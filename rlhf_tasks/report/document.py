@@ -24,7 +24,7 @@ from rlhf_tasks.tracking import catalogue, curves
 from rlhf_tasks.tracking.curves import Figure
 
 FOLDER = Path(__file__).parent
-CURVES: tuple[Stage, ...] = ("ppo", "judge", "value", "reward", "sft", "base")
+CURVES: tuple[Stage, ...] = ("ppo", "judge", "value", "dpo", "reward", "sft", "base")
 """The stages with curves, in the order in which a reader needs them."""
 NUM_FIRST = 3  # figures of PPO that a page shows unfolded: KL, reward, clip fraction
 MODELS = {"base": "Base model", "sft": "SFT model", "policy": "Policy", "reference": "References"}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_tasks.config import Optimization, Ppo, Value
+from rlhf_tasks.config import Optimization, Ppo
 
 
 def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
@@ -26,7 +26,7 @@ def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    eps = settings.adam_eps if isinstance(settings, Value) else 1e-5
+    eps: float = getattr(settings, "adam_eps", 1e-5)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=eps, fused=True)
 
 
