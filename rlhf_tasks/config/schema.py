@@ -558,7 +558,7 @@ class Promotion(Section):
                 )
             for one in judging.judges:
                 if one.name in with_parts(judging.judges, name) and (
-                    reward := optimized_by(ppo.scorers, one)
+                    reward := optimized_by(ppo.scorers if ppo.train else (), one)
                 ):
                     yield (
                         f"promotion.{key}={name!r} uses {reward}, which PPO optimizes, so it cannot show "
@@ -718,6 +718,7 @@ class Config(Section):
         yield from self._reward_model_problems()
         if self.promotion is not None:
             yield from self.promotion.conflicts(self.judge, self.ppo)
+            yield from self._label_problems(self.promotion)
 
     def _launch_problems(self) -> Iterator[str]:
         launch = self.launch
@@ -772,6 +773,18 @@ class Config(Section):
                 f"ppo.response_length={self.ppo.response_length} exceeds data.max_completion_tokens="
                 f"{self.data.max_completion_tokens}, the longest completion in the training data"
             )
+
+    def _label_problems(self, promotion: Promotion) -> Iterator[str]:
+        """The gate's judges have not labeled the pairs that the policy learned from."""
+        labels = self.preferences.function if self.dpo.train else None
+        for name in promotion.named:
+            parts = with_parts(self.judge.judges, name)
+            for one in self.judge.judges:
+                if one.name in parts and one.kind == "function" and one.function == labels:
+                    yield (
+                        f"promotion: the judge {one.name!r} is {labels}, which labels the pairs that stage "
+                        "dpo learns from, so it cannot show whether the policy got better; name another judge"
+                    )
 
     def _reward_model_problems(self) -> Iterator[str]:
         """A reward model is trained if and only if something uses it."""
