@@ -262,8 +262,9 @@ def workspace(root: Path) -> Path:
     for number, name in enumerate(("reward", "reward_heldout")):
         made = add_score_head(root / "models/sft", torch.Generator().manual_seed(number))
         _save(root, name, made.model, words, sft)
-    (root / "models/value").mkdir()
-    (root / "models/value/README.md").write_text("no critic", encoding="utf-8")
+    for name in ("dpo", "value"):
+        (root / "models" / name).mkdir()
+        (root / f"models/{name}/README.md").write_text("no model", encoding="utf-8")
     return root
 
 

@@ -152,7 +152,10 @@ def foreign(
 
 def run_stages(settings: config.Config, *stages: Stage) -> dict[str, float]:
     """By default all stages before PPO; the metrics of the last one."""
-    default: tuple[Stage, ...] = ("prepare", "base", "sft", "preferences", "reward", "value")
+    default: tuple[Stage, ...] = (
+        *("prepare", "base", "sft", "preferences", "reward"),
+        *("dpo", "value"),
+    )
     return [run(stage, settings) for stage in stages or default][-1]
 
 

@@ -25,6 +25,7 @@ from rlhf_tasks.config.schema import (
     Columns,
     Config,
     Data,
+    Dpo,
     HubSet,
     HubSources,
     Launch,
@@ -41,6 +42,7 @@ from rlhf_tasks.config.schema import (
 from rlhf_tasks.config.stages import (
     VIEWS,
     BaseView,
+    DpoView,
     JudgeView,
     ModelView,
     PpoView,

@@ -66,7 +66,7 @@ class SeparateCritic(ValueLoss):
     learning_rate: t.PositiveFloat | None = None
     """Peak learning rate of the critic; null: the same as the policy's."""
     schedule: Literal["constant", "linear", "cosine"] | None = None
-    """Shape of the critic's learning rate, without a warm-up; null: the policy's, with its warm-up."""
+    """Shape of the critic's learning rate after the policy's warm-up; null: the policy's."""
     adam_eps: t.PositiveFloat | None = None
     """AdamW's eps for the critic; null: 1e-5, as for the policy. Above the RMS of a gradient it slows the
     weights down: of a new head the trunk's is 1e-7 to 1e-6."""
@@ -373,6 +373,8 @@ def _eos_or_id(value: Any) -> Any:
 class Ppo(Section):
     """PPO training of the policy. An episode is one prompt with one sampled response."""
 
+    train: bool = True
+    """Whether PPO trains; false: models/policy is the policy of stage dpo."""
     total_episodes: t.PositiveInt = 8192
     """Episodes of the whole training; only whole updates are taken."""
     rollout_batch_size: t.BatchSize = 256

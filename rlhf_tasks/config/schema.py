@@ -278,6 +278,9 @@ class Prepare(Section):
             )
 
 
+DPO_LOSSES = ("sigmoid", "ipo", "kto", "nll")
+
+
 class Optimization(Section):
     """The parameters of a supervised training loop.
 
@@ -376,6 +379,53 @@ class Reward(Trained):
     """Weight β of the language-model loss on the chosen response (arXiv 2307.04964, eq. 4); 0: none."""
     lora: Lora | None = None
     """Low-rank adapters for the reward models; null: full training."""
+
+
+class Dpo(Optimization):
+    """A policy that is trained on preference pairs before PPO, or in its place (`ppo.train: false`).
+
+    It learns from the pairs that models/reward learns from, and models/reward_heldout, which learns from the
+    others, chooses its weights by responses to validation prompts, sampled as in PPO. AdamW's eps is
+    `adam_eps` here.
+    """
+
+    train: bool = False
+    """Whether a policy is trained on the pairs; models/dpo is then where PPO starts."""
+    loss: Annotated[str, t.import_path(*DPO_LOSSES)] = "sigmoid"
+    """`sigmoid` (DPO, arXiv 2305.18290), `ipo` (2310.12036), `kto` (2402.01306, which takes a pair as a good
+    and a bad response), `nll` (fine-tuning on the chosen response), or a function of yours as
+    `module:function`."""
+    beta: t.PositiveFloat = 0.1
+    """Strength of the tie to the SFT model: with a higher one the policy stays closer."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the labels that `sigmoid` takes for wrong (cDPO)."""
+    desirable_weight: t.PositiveFloat = 1.0
+    """Weight of the chosen responses in `kto`."""
+    undesirable_weight: t.PositiveFloat = 1.0
+    """Weight of the rejected responses in `kto`."""
+    learning_rate: t.PositiveFloat = 1e-4
+    schedule: Schedule = "linear"
+    warmup_fraction: t.Fraction = 0.1
+    adam_eps: t.PositiveFloat = 1e-8
+    """AdamW's eps: the policy's gradient may lie below 1e-5."""
+    batch_size: t.BatchSize = 32
+    num_epochs: NumEpochs = 3.0
+    evals_per_epoch: t.PositiveInt = 4
+    """Number of evaluations per epoch, on validation pairs and on responses to validation prompts."""
+    patience: t.PositiveInt = 4
+    """Number of evaluations in a row without a better one after which training ends."""
+    num_selection_prompts: t.PositiveInt = 256
+    """Number of validation prompts that are responded to in an evaluation."""
+    max_kl: t.PositiveFloat | None = None
+    """Highest KL from the SFT model, in nats per response, of weights that are kept; null: no bound."""
+    lora: Lora | None = None
+    """Low-rank adapters for the policy; null: full training."""
+
+    def problems(self) -> Iterator[str]:
+        if self.label_smoothing and self.loss != "sigmoid":
+            yield f"label_smoothing belongs to loss: sigmoid, and not to {self.loss}; set it to 0"
+        if (self.desirable_weight, self.undesirable_weight) != (1, 1) and self.loss != "kto":
+            yield f"the weights of good and bad responses belong to loss: kto, and not to {self.loss}"
 
 
 class Value(Optimization):
@@ -508,7 +558,7 @@ class Promotion(Section):
                 )
             for one in judging.judges:
                 if one.name in with_parts(judging.judges, name) and (
-                    reward := optimized_by(ppo.scorers, one)
+                    reward := optimized_by(ppo.scorers if ppo.train else (), one)
                 ):
                     yield (
                         f"promotion.{key}={name!r} uses {reward}, which PPO optimizes, so it cannot show "
@@ -643,6 +693,8 @@ class Config(Section):
     """Pairs made from samples."""
     reward: Reward = Reward()
     """Training of the reward models."""
+    dpo: Dpo = Dpo()
+    """Training of a policy on preference pairs."""
     value: Value = Value()
     """Training of a critic before PPO."""
     ppo: Ppo = Ppo()
@@ -666,6 +718,7 @@ class Config(Section):
         yield from self._reward_model_problems()
         if self.promotion is not None:
             yield from self.promotion.conflicts(self.judge, self.ppo)
+            yield from self._label_problems(self.promotion)
 
     def _launch_problems(self) -> Iterator[str]:
         launch = self.launch
@@ -677,6 +730,7 @@ class Config(Section):
             "base.batch_size": self.base.batch_size,
             "sft.batch_size": self.sft.batch_size,
             "reward.batch_size": self.reward.batch_size,
+            **({"dpo.batch_size": self.dpo.batch_size} if self.dpo.train else {}),
             **({"value.batch_size": self.value.batch_size} if self.ppo.critic_init == "value" else {}),
             "ppo.rollout_batch_size / num_mini_batches": rollout // self.ppo.num_mini_batches,
             "ppo.rollout_batch_size / samples_per_prompt": rollout // self.ppo.samples_per_prompt,
@@ -708,7 +762,7 @@ class Config(Section):
         if self.data.chat == "always" and self.model.base == "scratch":
             yield "data.chat: always needs a chat template, and model.base: scratch has none; set it to auto"
         count = self.preferences.samples_per_pair
-        is_sampled = self.preferences.num_prompts and self.reward.train
+        is_sampled = self.preferences.num_prompts and (self.reward.train or self.dpo.train)
         if count > 2 and is_sampled and not self.preferences.function and self.data.source != "synthetic":
             yield (
                 f"preferences.samples_per_pair: {count} needs scores of the samples; set "
@@ -720,12 +774,30 @@ class Config(Section):
                 f"{self.data.max_completion_tokens}, the longest completion in the training data"
             )
 
+    def _label_problems(self, promotion: Promotion) -> Iterator[str]:
+        """The gate's judges have not labeled the pairs that the policy learned from."""
+        labels = self.preferences.function if self.dpo.train else None
+        for name in promotion.named:
+            parts = with_parts(self.judge.judges, name)
+            for one in self.judge.judges:
+                if one.name in parts and one.kind == "function" and one.function == labels:
+                    yield (
+                        f"promotion: the judge {one.name!r} is {labels}, which labels the pairs that stage "
+                        "dpo learns from, so it cannot show whether the policy got better; name another judge"
+                    )
+
     def _reward_model_problems(self) -> Iterator[str]:
         """A reward model is trained if and only if something uses it."""
+        if not (self.ppo.train or self.dpo.train):
+            yield (
+                "ppo.train and dpo.train are false, so that there is no policy but the SFT model; set one of "
+                "them to true"
+            )
+        critic_init = self.ppo.critic_init if self.ppo.train else None
         users = {
-            "ppo.scorers": OPTIMIZED in reward_folders(self.ppo.scorers),
-            "ppo.advantages.critic.init": self.ppo.critic_init == "reward",
-            "value.init": self.ppo.critic_init == "value" and self.value.init == "reward",
+            "ppo.scorers": self.ppo.train and OPTIMIZED in reward_folders(self.ppo.scorers),
+            "ppo.advantages.critic.init": critic_init == "reward",
+            "value.init": critic_init == "value" and self.value.init == "reward",
             "judge.judges": any(
                 isinstance(one, RewardModelJudge) and one.is_of_pipeline for one in self.judge.judges
             ),
@@ -734,5 +806,5 @@ class Config(Section):
         named = ", ".join(key for key, uses_reward_model in users.items() if uses_reward_model)
         if named and not self.reward.train:
             yield f"reward.train is false, but a reward model is needed by {named}; set it to true"
-        if not named and self.reward.train:
+        if not named and self.reward.train and not self.dpo.train:
             yield "reward.train is true, but no scorer, critic, judge or guard uses one; set it to false"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from rlhf_tasks.config import schema as s
 from rlhf_tasks.config.judge import Judge, Judging
@@ -92,6 +92,14 @@ def _value(config: s.Config, field_of_view: Field[Any]) -> Any:
     return field_of_view.default if value is None and field_of_view.default is not MISSING else value
 
 
+V = TypeVar("V", bound=StageView)
+
+
+def _keep(view: V, *keys: str) -> V:
+    """The view of a stage that trains nothing: of its parameters it reads only these."""
+    return replace(view, declared={key: view.declared[key] for key in keys if key in view.declared})
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrepareView(StageView):
     stage = "prepare"
@@ -134,7 +142,13 @@ class PreferencesView(ModelView):
     max_completion_tokens: int = field(metadata={KEY: "data.max_completion_tokens"})
     preferences: s.Preferences
     train_reward_model: bool = field(metadata={KEY: "reward.train"})
+    train_dpo: bool = field(metadata={KEY: "dpo.train"})
     stop_token: Literal["eos"] | int = field(metadata={KEY: "ppo.stop_token"})
+
+    @property
+    def uses_pairs(self) -> bool:
+        """Whether a later stage trains on pairs."""
+        return self.train_reward_model or self.train_dpo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +159,29 @@ class RewardView(ModelView):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DpoView(ModelView):
+    stage = "dpo"
+
+    dpo: s.Dpo
+    truncation: Truncation = field(metadata={KEY: "ppo.truncation"})
+    response_length: int = field(metadata={KEY: "ppo.response_length"})
+    temperature: float = field(metadata={KEY: "ppo.temperature"})
+    stop_token: Literal["eos"] | int = field(metadata={KEY: "ppo.stop_token"})
+    has_reward_model: bool = field(metadata={KEY: "reward.train"})
+
+    @classmethod
+    def of(cls, config: s.Config) -> Self:
+        """Without a policy to train, only that is read."""
+        view = super().of(config)
+        return view if view.dpo.train else _keep(view, "dpo.train")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValueView(ModelView):
     stage = "value"
 
     value: s.Value
+    train_ppo: bool = field(metadata={KEY: "ppo.train"})
     critic_init: str | None = field(default=None, metadata={KEY: "ppo.advantages.critic.init"})
     gamma: float = field(default=1.0, metadata={KEY: "ppo.advantages.gamma"})
     scorers: tuple[Scorer, ...] = field(metadata={KEY: "ppo.scorers"})
@@ -163,10 +196,10 @@ class ValueView(ModelView):
     @classmethod
     def of(cls, config: s.Config) -> Self:
         """Without a critic to train, only that is read: another scorer does not run the stage again."""
-        view, init = super().of(config), "ppo.advantages.critic.init"
-        if view.critic_init == "value":
+        view = super().of(config)
+        if view.critic_init == "value" and view.train_ppo:
             return view
-        return replace(view, declared={key: view.declared[key] for key in (init,) if key in view.declared})
+        return _keep(view, "ppo.advantages.critic.init" if view.train_ppo else "ppo.train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +211,12 @@ class PpoView(ModelView):
     is_trial: bool = field(default=False, metadata={KEY: "promotion.trial"})
     """Written into the policy: what was trained as a trial is never promoted, whatever the gate's settings
     are later."""
+
+    @classmethod
+    def of(cls, config: s.Config) -> Self:
+        """Where stage dpo's policy is passed on, no other key of the section is read."""
+        view = super().of(config)
+        return view if view.ppo.train else _keep(view, "ppo.train", "promotion.trial")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +250,7 @@ class ReportView(StageView):
     sft: s.Sft
     preferences: s.Preferences
     reward: s.Reward
+    dpo: s.Dpo
     value: s.Value
     ppo: Ppo
     judge: Judging

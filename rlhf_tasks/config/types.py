@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 Stage = Literal[
-    "prepare", "base", "sft", "preferences", "reward", "value", "ppo", "judge", "verdict", "report"
+    "prepare", "base", "sft", "preferences", "reward", "dpo", "value", "ppo", "judge", "verdict", "report"
 ]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Split = Literal["train", "validation", "test"]

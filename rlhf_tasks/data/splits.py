@@ -219,3 +219,13 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
         counts[i] += 1
     return counts
+
+
+def pairs_of(rows: Rows, model: str) -> Rows:
+    """The pairs that train `reward`, which train the policy of stage dpo too, or `reward_heldout`.
+
+    Each has half of the prompts, by their hashes.
+    """
+    digests = (hashlib.sha256(prompt.encode()).digest() for prompt in rows.texts("prompt"))
+    is_optimized = np.array([bool(one[0] % 2) for one in digests], bool)
+    return rows.take(is_optimized if model == "reward" else ~is_optimized)

@@ -16,6 +16,6 @@ def new_critic(paths: Paths, init: Literal["reward", "sft", "base", "value"], se
     """A model with its trained head, or a trunk under a new head that starts at zero."""
     if init in ("reward", "value"):
         return load_reward(paths.reward if init == "reward" else paths.value)
-    critic = add_score_head(paths.sft if init == "sft" else paths.base, torch.Generator().manual_seed(seed))
+    critic = add_score_head(paths.start if init == "sft" else paths.base, torch.Generator().manual_seed(seed))
     nn.init.zeros_(score_head(critic.model).weight)
     return critic

@@ -20,24 +20,20 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, response_texts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.judging.judges.comparisons import check_failures
-from rlhf_tasks.models.logprobs import response_logprobs
-from rlhf_tasks.models.passes import TokenBudget, read_rows
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, has_ended
-from rlhf_tasks.models.tensors import NonFiniteError
-from rlhf_tasks.ppo.kl import k1
+from rlhf_tasks.ppo.measure import measure_kl, score_ends, score_heldout, shard_responses
 from rlhf_tasks.ppo.metrics import Metrics, moments, standard_error, standardized_gaps
-from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.rollout import Prompts, Reference, Scorers, interleave, raise_on_all_ranks
 from rlhf_tasks.ppo.sampler import Sampler
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.scoring.protocol import Responses, Scorer
+from rlhf_tasks.scoring.protocol import Scorer
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed
 
@@ -121,8 +117,13 @@ class Evaluator:
         heldout: Scorer | None,
         win_rate: WinRate | None,
         seed: int,
+        sft: Reference | None = None,
     ) -> None:
-        """The first `num_selection_prompts` of the prompts and their reference responses are used."""
+        """The first `num_selection_prompts` of the prompts and their reference responses are used.
+
+        `sft`, where the reference is not the SFT model: `selected_kl` is the KL from that.
+        """
+        self._sft = sft
         self._dist, self._config, self._policy, self._reference = dist, config, policy, reference
         self._tokenizer, self._scorers, self._heldout, self._win_rate = tokenizer, scorers, heldout, win_rate
         self._ends, self._seed = ends, seed
@@ -149,7 +150,7 @@ class Evaluator:
         """
         prompts = self._prompts
         result = self._respond(prompts, sampler, update)
-        kl = self._kl(prompts.queries, result.ids, budget)  # (B,)
+        kl = self._kl(self._reference, result.ids, budget)  # (B,)
         texts = self.texts(prompts.queries, result.ids)
         state.responses += [
             {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
@@ -183,11 +184,12 @@ class Evaluator:
         if name is None or metrics[name] > state.best:
             frozen = {name for name, p in self._policy.named_parameters() if not p.requires_grad}
             state.weights = sharding.weights_of(self._policy, but=frozen)
-            error = standard_error(metrics["eval/kl"], float((kl**2).sum()), len(kl))
+            kl = kl if self._sft is None else self._kl(self._sft, result.ids, budget)
+            mean = float(kl.mean())
             state.metrics = {
                 "selected_episode": float(episode),
-                "selected_kl": metrics["eval/kl"],
-                "selected_kl_standard_error": error,
+                "selected_kl": mean,
+                "selected_kl_standard_error": standard_error(mean, float((kl**2).sum()), len(kl)),
             }
             if name is not None:
                 state.best = state.metrics[SELECTED_NAMES[name]] = metrics[name]
@@ -238,7 +240,7 @@ class Evaluator:
     def _score(self, prompts: Prompts, responses: Sequence[Ids]) -> tuple[Tensor, dict[str, Tensor]]:
         """(B,) the sum under the EOS rule, and (B,) by scorer."""
         dist, rows = self._dist, prompts.responses(self._close(responses), self._tokenizer)
-        local, batch = self._local(prompts, responses)
+        local, batch = shard_responses(dist, prompts, responses, self._tokenizer, self._ends)
         if any(scorer.kind in ("http", "llm") for scorer in self._config.scorers) and not dist.shards:
             # the first rank alone sends requests, but passes of a sharded reward model need all ranks
             parts = dist.broadcast_object(
@@ -249,74 +251,29 @@ class Evaluator:
             parts = interleave(dist.all_gather_object(local_parts))
         return self.under_eos_rule(self._scorers.total(parts), responses), parts
 
-    def _local(self, prompts: Prompts, responses: Sequence[Ids]) -> tuple[Responses, dict[str, Any]]:
-        """This rank's share of the rows, and what a failure writes down of them."""
-        prompts, responses = (
-            prompts.take(self._dist.shard_rows(range(len(prompts)))),
-            self._dist.shard_rows(responses),
-        )
-        batch = {"prompts": prompts.texts, "responses": responses}
-        return prompts.responses(self._close(responses), self._tokenizer), batch
-
     def _close(self, responses: Sequence[Ids]) -> list[Ids]:
         return close_responses(self._tokenizer, responses, self._ends)
 
     def under_eos_rule(self, scores: Tensor, responses: Sequence[Ids]) -> Tensor:
         """(B,) the scores under the rule for responses that did not end."""
-        ended = torch.tensor([has_ended(response, self._ends) for response in responses])
-        rule = self._config.truncation.kind
-        if rule.startswith("bootstrap"):  # there is no critic here to value an unfinished response
-            rule = "none"
-        return truncated_scores(scores, ended, rule, missing_eos_score=self._config.missing_eos_score)
+        return score_ends(scores, responses, self._ends, self._config.truncation)
 
-    def _kl(self, queries: Sequence[Ids], responses: Sequence[Ids], budget: TokenBudget) -> Tensor:
-        """(B,) float64: Σ_t log π − log π_ref of each response, in nats; each rank measures its share.
-
-        Raises:
-            NonFiniteError: on all ranks, if a KL is NaN or infinite.
-        """
-        dist = self._dist
-        local_responses, temperature = dist.shard_rows(responses), self._config.temperature
-
-        def kl_of(batch: Batch) -> Tensor:
-            with dist.autocast():
-                logprobs = response_logprobs(self._policy, batch, temperature).float()
-                ref_logprobs = self._reference.logprobs(batch, temperature).float()
-            return k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
-
-        result = read_rows(
-            kl_of,
-            dist.shard_rows(queries),
-            local_responses,
+    def _kl(self, reference: Reference, responses: Sequence[Ids], budget: TokenBudget) -> Tensor:
+        """(B,) of responses to the selection prompts, as `measure_kl`."""
+        return measure_kl(
+            self._dist,
+            self._policy,
+            reference,
+            self._prompts,
+            responses,
+            temperature=self._config.temperature,
             pad=self._tokenizer.pad_token_id,
-            device=dist.device,
             budget=budget,
-            run=dist.run_batches,
         )
-        if dist.max(int(not bool(result.isfinite().all()))):
-            raise NonFiniteError(
-                "the KL to the reference is NaN or infinite at the selection prompts",
-                {"prompts": dist.shard_rows(self._prompts.texts), "responses": local_responses},
-            )
-        whole: Tensor = interleave(dist.all_gather_object(result))
-        return whole
 
-    @torch.no_grad()
     def heldout_scores(self, prompts: Prompts, responses: Sequence[Ids]) -> Tensor | None:
-        """(B,) by models/reward_heldout, under the EOS rule; each rank scores a share. None without it.
-
-        Raises:
-            NonFiniteError: on all ranks, if a score is NaN or infinite; the responses are its `batch`.
-        """
-        if (heldout := self._heldout) is None:
+        """`score_heldout` under the EOS rule, (B,); None without a held-out model."""
+        if self._heldout is None:
             return None
-        rows, batch = self._local(prompts, responses)
-
-        def score() -> Tensor:
-            scores = heldout(rows)
-            if not bool(scores.isfinite().all()):
-                raise NonFiniteError("models/reward_heldout gave NaN or infinity")
-            return scores
-
-        scores = interleave(self._dist.all_gather_object(raise_on_all_ranks(self._dist, score, batch)))
+        scores = score_heldout(self._dist, self._heldout, prompts, responses, self._tokenizer, self._ends)
         return self.under_eos_rule(scores, responses)

@@ -36,6 +36,7 @@ def check(config: PpoView, paths: Paths) -> None:
     if settings.critic_init == "value":
         contracts.check_same_tokenizer(paths.sft, paths.value)
         contracts.check_parent(paths.value, "sft", paths.sft)
+        contracts.check_parent(paths.value, "dpo", paths.start)
     _check_reward_models(config, paths)
     check_verifiers(settings.scorers, paths)
     if settings.select_by is not None:

@@ -61,6 +61,7 @@ FUNCTIONS = (
     "data.format",
     "data.mix.format",
     "preferences.function",
+    "dpo.loss",
     "ppo.loss",
     "ppo.advantages.function",
     "ppo.scorers.function",

@@ -72,8 +72,14 @@ class Paths:
     sft = _Place("models/sft")
     reward = _Place("models/reward")
     reward_heldout = _Place("models/reward_heldout")
+    dpo = _Place("models/dpo")
     value = _Place("models/value")
     policy = _Place("models/policy")
+
+    @property
+    def start(self) -> Path:
+        """The policy that PPO starts from: models/dpo where stage dpo has trained one, else models/sft."""
+        return self.dpo if (self.dpo / "config.json").exists() else self.sft
 
     # --------------------------------------------------------------------------------- results
 

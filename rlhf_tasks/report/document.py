@@ -24,9 +24,9 @@ from rlhf_tasks.tracking import catalogue, curves
 from rlhf_tasks.tracking.curves import Figure
 
 FOLDER = Path(__file__).parent
-CURVES: tuple[Stage, ...] = ("ppo", "judge", "value", "reward", "sft", "base")
+CURVES: tuple[Stage, ...] = ("ppo", "judge", "value", "dpo", "reward", "sft", "base")
 """The stages with curves, in the order in which a reader needs them."""
-NUM_FIRST = 3  # figures of PPO that a page shows unfolded: KL, reward, clip fraction
+NUM_FIRST = 3  # figures of a policy's training that a page shows unfolded, such as KL, reward, clip fraction
 MODELS = {"base": "Base model", "sft": "SFT model", "policy": "Policy", "reference": "References"}
 """Titles of the models. References are the responses of the data; no model is called a reference."""
 
@@ -145,6 +145,8 @@ def describe(figure: Figure) -> str:
 
 def split(figures: Iterable[Figure]) -> tuple[list[Figure], list[Figure]]:
     """The figures that a page shows at once, and the rest."""
-    all_figures, titles = list(figures), [panel.title for panel in catalogue.panels("ppo")[:NUM_FIRST]]
+    trained: tuple[Stage, ...] = ("ppo", "dpo")
+    titles = [panel.title for stage in trained for panel in catalogue.panels(stage)[:NUM_FIRST]]
+    all_figures = list(figures)
     first = [figure for figure in all_figures if figure.title in titles]
     return first, [figure for figure in all_figures if figure.title not in titles]

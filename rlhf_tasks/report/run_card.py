@@ -27,7 +27,8 @@ def show(paths: Paths, settings: Config) -> None:
 
 def _rows(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
     episodes = run_facts.read_json(paths.metrics("ppo")).get("episode")
-    trained = f", {episodes:,.0f} episodes of PPO" if episodes else ""
+    trained = f", preference pairs ({settings.dpo.loss})" if settings.dpo.train else ""
+    trained += f", {episodes:,.0f} episodes of PPO" if episodes else ""
     data = settings.data.in_words
     if run_facts.read_json(paths.metrics("prepare")).get("rows/as_turns"):
         data += ", as turns of the chat template"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import build as build_scorers
 from rlhf_tasks.scoring.reward_model import RewardModel
-from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.tracking import Tracker, context
 from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.tasks import LanguageModeling, demonstrations, plain_text
@@ -64,8 +65,11 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     `ptx: {text: null}` data/sft; with `critic.init: base` or `value` that model; and what its parameters
     (`PpoView`) name: scorers and their models, the text of `ptx`, a judge that selects, functions.
 
-    Metrics: the last update's, and `selected_…` of the weights that are kept.
+    Metrics: the last update's, and `selected_…` of the weights that are kept. With `train: false` the policy
+    of stage dpo is passed on.
     """
+    if not config.ppo.train:
+        return _pass_on(config, paths)
     # 1. The user's functions, the data, and the judge that selects: what does not fit is found before the
     # models are loaded.
     preconditions.check(config, paths)
@@ -117,6 +121,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, dist),
         win_rate=win_rate,
         seed=config.seed,
+        sft=_sft_model(dist, paths),
     )
     earnings = audit.Earnings()
     audited = validation[: min(settings.audit_prompts, settings.num_selection_prompts)]
@@ -166,14 +171,42 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     with sharding.to_save(policy) as plain:
         if dist.is_main:
             _save_policy(config, paths, merge_adapter(plain), setup, state)
-            with whole(paths.ppo_samples) as folder:
-                pq.write_table(pa.Table.from_pylist(evaluation.samples), folder / "samples.parquet")
-                pq.write_table(pa.Table.from_pylist(evaluation.responses), folder / paths.ppo_responses.name)
-                pq.write_table(pa.Table.from_pylist(state.rollouts), folder / "rollouts.parquet")
-                write_json(folder / "guards.json", {"trips": state.trips if state.guards else None})
-                write_json(folder / "audit.json", earnings)
+            responses = pa.Table.from_pylist(evaluation.responses)
+            trips = state.trips if state.guards else None
+            _write_training(paths, evaluation.samples, responses, state.rollouts, trips, earnings)
     dist.barrier()
     return state.metrics | {"guards/trips": float(len(state.trips))} | evaluation.metrics
+
+
+def _pass_on(config: PpoView, paths: Paths) -> dict[str, float]:
+    """Write models/policy with the policy of stage dpo, and evaluation/ppo without a row."""
+    identity = contracts.read_identity(paths.dpo)
+    kl, error = identity["kl"]
+    if context.is_main_rank():
+        with whole(paths.policy) as folder:
+            shutil.copytree(paths.dpo, folder, dirs_exist_ok=True)
+            write_json(folder / contracts.IDENTITY, identity | ({"trial": True} if config.is_trial else {}))
+        names = ("episode", "prompt", "reference", "response")
+        none = pa.schema([(name, pa.string()) for name in names]).empty_table()
+        _write_training(paths, [], none, [], None, {})
+    return {"selected_kl": kl, "selected_kl_standard_error": error}
+
+
+def _write_training(
+    paths: Paths,
+    samples: list[dict[str, Any]],
+    responses: pa.Table,
+    rollouts: list[dict[str, Any]],
+    trips: list[dict[str, Any]] | None,
+    earnings: audit.Earnings,
+) -> None:
+    """Write evaluation/ppo."""
+    with whole(paths.ppo_samples) as folder:
+        pq.write_table(pa.Table.from_pylist(samples), folder / "samples.parquet")
+        pq.write_table(responses, folder / paths.ppo_responses.name)
+        pq.write_table(pa.Table.from_pylist(rollouts), folder / "rollouts.parquet")
+        write_json(folder / "guards.json", {"trips": trips})
+        write_json(folder / "audit.json", earnings)
 
 
 def policy_loss_of(name: str, root: Path) -> PolicyLoss:
@@ -207,7 +240,7 @@ def load_models(
 ) -> tuple[ActorCritic, Reference, TokenScores | None]:
     """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
     settings = config.ppo
-    policy = load_causal(paths.sft)
+    policy = load_causal(paths.start)
     if settings.gradient_checkpointing:
         recompute_activations(policy)
     reference: Reference
@@ -215,12 +248,21 @@ def load_models(
         policy = add_lora(policy, settings.lora, seed=config.seed)
         reference = AdapterOff(policy)
     else:
-        frozen = load_causal(paths.sft)
+        frozen = load_causal(paths.start)
         dist.freeze(frozen)
         reference = ReferenceCopy(frozen, moves=settings.reference_sync is not None)
     reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None
     critic = _critic(dist, config, paths, policy, reward)
     return ActorCritic(policy, critic), reference, reward
+
+
+def _sft_model(dist: Distributed, paths: Paths) -> Reference | None:
+    """What the KL of the policy that is kept is measured from, where PPO starts from another model."""
+    if paths.start == paths.sft:
+        return None
+    frozen = load_causal(paths.sft)
+    dist.freeze(frozen)
+    return ReferenceCopy(frozen, moves=False)
 
 
 def _critic(
@@ -282,6 +324,8 @@ def _save_policy(
     settings = config.ppo
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
+    if paths.start == paths.dpo:
+        parents["dpo"] = inputs["models/dpo"] = contracts.fingerprint(paths.dpo)
     if settings.ptx is not None:
         text = settings.ptx.text
         inputs[text or "data/sft"] = hashing.file_hash(paths.root / text if text else paths.rows("sft"))
@@ -303,7 +347,9 @@ def _save_policy(
         by = f"the judge {settings.select_by.judge.name}" if settings.select_by else "models/reward_heldout"
         episode = int(state.evaluation.metrics["selected_episode"])
         chosen = f"kept at episode {episode}, the best by {by} on validation prompts"
-    identity: dict[str, Any] = {"kind": "policy", "parents": parents}
+    kl = [state.evaluation.metrics[f"selected_kl{part}"] for part in ("", "_standard_error")]
+    identity: dict[str, Any] = {"kind": "policy", "parents": parents, "kl": kl}
+    identity["method"] = f"ppo, advantages {settings.advantages.kind}"
     # The gate promotes no policy of a dummy reward, and none that was trained as a trial.
     if all(getattr(scorer, "weight", 0) == 0 for scorer in settings.scorers):
         identity["reward"] = "none"
@@ -325,7 +371,7 @@ def _save_policy(
         task="ppo",
         parameters=config.declared,
         inputs=inputs,
-        how=f"PPO from the SFT policy; {chosen}.",
+        how=f"PPO from the {'DPO' if 'dpo' in parents else 'SFT'} policy; {chosen}.",
     )
     with whole(paths.policy) as folder:
         save_checkpoint(policy, setup.tokenizer, folder, identity=identity, card=card, others=setup.ends)

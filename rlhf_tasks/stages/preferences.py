@@ -10,7 +10,8 @@ A sample ends as PPO's responses do, also at `ppo.stop_token`; a special token t
 One that was cut at `data.max_completion_tokens` is a response too: like all rows of the reward model it is
 read with EOS, so that the model learns what a response is worth that stops there.
 
-With `reward.train: false` nothing reads the pairs: the tables are empty, and nothing is sampled.
+Where `reward.train` and `dpo.train` are false nothing reads the pairs: the tables are empty, and nothing is
+sampled.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
         for number, split in enumerate(SPLITS):
             # 2. Given pairs, and pairs with samples.
             tables = [pa.schema([(name, pa.string()) for name in COLUMNS]).empty_table()]
-            if config.train_reward_model:
+            if config.uses_pairs:
                 given = read_table(paths, "preferences", split).table
                 tables.append(given.append_column("origin", pa.repeat("given", len(given))))
             if total:
@@ -111,12 +112,12 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                     position = table.column_names.index(name)
                     table = table.set_column(position, name, pc.if_else(flipped, other, kept))
                 metrics["flipped"] = pc.sum(flipped).as_py() or 0
-            if config.train_reward_model and not len(table) and split == "train":
+            if config.uses_pairs and not len(table) and split == "train":
                 raise UserError(
-                    "there is no pair to train a reward model on: data/preferences is empty, and of "
+                    "there is no pair to train on: data/preferences is empty, and of "
                     f"{len(prompts[split])} pairs of samples (preferences.num_prompts="
                     f"{settings.num_prompts}) none is left; give pairs, raise preferences.num_prompts, or "
-                    "set reward.train to false with a reward that is ready"
+                    "set reward.train to false with a reward that is ready, and dpo.train to false"
                 )
             for origin in ("given", "sft_samples"):
                 metrics[f"pairs/{split}/{origin}"] = pc.sum(pc.equal(table["origin"], origin)).as_py() or 0
@@ -129,7 +130,7 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
     """Random prompts; a held-out split has a quarter as many as training."""
     settings = config.preferences
     count = settings.num_prompts if split == "train" else -(-settings.num_prompts // 4)
-    if not config.train_reward_model or not count:
+    if not config.uses_pairs or not count:
         return []
     rows = read_table(paths, "prompts", split)
     if rows.table["reference"].null_count and not settings.function:

@@ -6,7 +6,6 @@ train pairs' responses, is stored with the model and subtracted from every score
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks.config import Reward, RewardView
 from rlhf_tasks.data.batches import read_table, sets_of, token_ids
 from rlhf_tasks.data.rows import Rows
+from rlhf_tasks.data.splits import pairs_of
 from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
@@ -136,8 +136,7 @@ def _train(
         add_lora(scores.model, settings.lora, seed=seed)
     learner = RewardLearner(scores, load_causal(paths.sft) if settings.lm_coef else None)
     # 2. Its pairs, trained on.
-    rows = read_table(paths, "comparisons", "train")
-    rows = rows.take(np.array([model_of(prompt) == name for prompt in rows.texts("prompt")], bool))
+    rows = pairs_of(read_table(paths, "comparisons", "train"), name)
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
     shares_prefix = not settings.lm_coef and supports_shared_prefix(scores.model)
@@ -165,11 +164,6 @@ def _train(
     found = RewardModel(scores, tokenizer, settings.micro_batch_tokens, dist)(given)
     scores.set_mean(scores.mean + float(found.mean()))
     return scores
-
-
-def model_of(prompt: str) -> str:
-    """The model that a prompt's pairs train, by its hash: each gets half of the prompts."""
-    return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 2 else "reward_heldout"
 
 
 def _pairs(tokenizer: PreTrainedTokenizerBase, rows: Rows, **settings: Any) -> PreferencePairs:

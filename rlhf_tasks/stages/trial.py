@@ -30,10 +30,12 @@ BEFORE: Mapping[Stage, tuple[str, ...]] = {
     "prepare": ("data.",),
     "preferences": (),
     "judge": (),
-    **dict.fromkeys(("base", "sft", "reward", "value", "ppo"), ("preferences.", "ppo.", "judge.")),
+    **dict.fromkeys(
+        ("base", "sft", "reward", "dpo", "value", "ppo"), ("preferences.", "dpo.", "ppo.", "judge.")
+    ),
 }
 """What is tried before which stages: functions before those that train long before a later one calls them."""
-NOT_CALLED = ("data.", "ppo.loss", "ppo.advantages.")
+NOT_CALLED = ("data.", "dpo.loss", "ppo.loss", "ppo.advantages.")
 """Functions of rows of the user's files and of tensors: neither is at hand."""
 NUM_ROWS = 4
 OF_RANK_0 = {"RANK": "0", "LOCAL_RANK": "0"}

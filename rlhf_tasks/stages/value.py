@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Split, ValueView
-from rlhf_tasks.config.ppo import NoEosTrick
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table, token_ids
 from rlhf_tasks.data.tokenizer import load_tokenizer
@@ -27,11 +26,12 @@ from rlhf_tasks.models.load import load_causal, load_reward, recompute_activatio
 from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import BATCH_SIZE
-from rlhf_tasks.models.stop_tokens import close_responses, ends_of, has_ended
+from rlhf_tasks.models.stop_tokens import close_responses, ends_of
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.critic import new_critic
+from rlhf_tasks.ppo.measure import score_ends
 from rlhf_tasks.ppo.metrics import prompt_share
-from rlhf_tasks.ppo.rewards import ScoreScaler, truncated_scores
+from rlhf_tasks.ppo.rewards import ScoreScaler
 from rlhf_tasks.ppo.rollout import Prompts, interleave, raise_on_all_ranks
 from rlhf_tasks.ppo.sampler import LocalSampler
 from rlhf_tasks.project import hashing
@@ -61,7 +61,7 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     folder holds only a README.
     """
     dist, settings = Distributed(config.launch, config.seed), config.value
-    if config.critic_init != "value":
+    if config.critic_init != "value" or not config.train_ppo:
         if dist.is_main:
             with whole(paths.value) as folder:
                 (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
@@ -112,6 +112,8 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     metrics |= {"steps_trained": state.step, "step_kept": state.best_step}
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
+    if paths.start == paths.dpo:
+        parents["dpo"] = inputs["models/dpo"] = contracts.fingerprint(paths.dpo)
     if config.has_reward_model:
         inputs["models/reward"] = contracts.fingerprint(paths.reward)
     card = contracts.model_card(
@@ -134,7 +136,7 @@ def _collect_targets(
     Raises:
         UserError: if there are fewer prompts than processes, or all responses have one score.
     """
-    settings, policy, rule = config.value, load_causal(paths.sft), config.truncation
+    settings, policy = config.value, load_causal(paths.start)
     ends = ends_of(policy, tokenizer, [config.stop_token])
     dist.freeze(policy)
     reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None
@@ -172,12 +174,7 @@ def _collect_targets(
         to_score = rows.take(local).responses(closed, tokenizer)
         parts = raise_on_all_ranks(dist, partial(scorers.parts, to_score), {"rows": local})
         scores: Tensor = scorers.total(interleave(dist.all_gather_object(parts)))
-        outcomes = truncated_scores(
-            scaler(scores),
-            torch.tensor([has_ended(response, ends) for response in responses]),
-            rule.kind,
-            missing_eos_score=0.0 if isinstance(rule, NoEosTrick) else rule.missing_eos_score,
-        )
+        outcomes = score_ends(scaler(scores), responses, ends, config.truncation)
         if bool(outcomes.min() == outcomes.max()):
             raise UserError(
                 f"all {len(responses)} responses to {split} prompts have one score, {float(outcomes[0]):g}: "

@@ -26,6 +26,7 @@ CURVES: tuple[Stage, ...] = (
     "base",
     "sft",
     "reward",
+    "dpo",
     "value",
     "ppo",
     "judge",

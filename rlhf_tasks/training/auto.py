@@ -23,7 +23,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, inputs, packaged
 from rlhf_tasks.project.paths import Paths
 
-TRAINED = ("base", "sft", "reward", "value", "ppo")
+TRAINED = ("base", "sft", "reward", "dpo", "value", "ppo")
 """Sections with `micro_batch_tokens`, which may be `auto`."""
 KEYS = (PRECISION, *(f"{section}.micro_batch_tokens" for section in TRAINED))
 AMPERE = 8  # the first compute capability whose matrix units compute in bfloat16

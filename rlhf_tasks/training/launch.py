@@ -29,7 +29,14 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import auto, failures, signals
 
-TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "value", "ppo")  # other stages run in one process
+TRAINING: tuple[Stage, ...] = (
+    "base",
+    "sft",
+    "reward",
+    "dpo",
+    "value",
+    "ppo",
+)  # other stages run in one process
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
 MACHINES = "RLHF_MACHINES"  # the number of machines that a cluster's job has
 RANKS = re.compile(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_tasks.config import Optimization, Ppo, Value
+from rlhf_tasks.config import Optimization, Ppo
 
 
 def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
@@ -26,17 +26,22 @@ def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    eps = settings.adam_eps if isinstance(settings, Value) else 1e-5
+    eps: float = getattr(settings, "adam_eps", 1e-5)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=eps, fused=True)
 
 
-def learning_rate(settings: Optimization | Ppo, step: int, num_steps: int) -> float:
-    """The rate of step 0 … num_steps − 1: linear warm-up, then constant, linear or cosine to zero."""
+def learning_rate(
+    settings: Optimization | Ppo, step: int, num_steps: int, schedule: str | None = None
+) -> float:
+    """The rate of step 0 … num_steps − 1: linear warm-up, then constant, linear or cosine to zero.
+
+    `schedule` is the shape after the warm-up, by default that of `settings`.
+    """
     warmup = math.ceil(settings.warmup_fraction * num_steps)
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     done = (step - warmup) / max(1, num_steps - warmup)
-    return settings.learning_rate * decay(settings.schedule, done)
+    return settings.learning_rate * decay(schedule or settings.schedule, done)
 
 
 def decay(schedule: str, done: float) -> float:
@@ -44,12 +49,10 @@ def decay(schedule: str, done: float) -> float:
     return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, of_critic: float | None = None) -> None:
-    """Set the rate of all groups; the critic's have a `scale` and get that multiple, or `of_critic`."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, of_critic: float = 0.0) -> None:
+    """Set the rate of all groups; the critic's have a `scale`, by which `of_critic` is multiplied."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
-        if "scale" in group:
-            group["lr"] = rate * group["scale"] if of_critic is None else of_critic
+        group["lr"] = of_critic * group["scale"] if "scale" in group else rate
 
 
 def reset_moments(optimizer: torch.optim.Optimizer, num_groups: int) -> None:

@@ -1,4 +1,4 @@
-"""The supervised loop of base, SFT and reward training: epochs, evaluation, and the best weights.
+"""The supervised loop of all stages that train but PPO: epochs, evaluation, and the best weights.
 
 `train` is the whole of it, from top to bottom. A task (`tasks`) gives the sums of a forward pass. A run that
 was stopped is resumed to the same bytes.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ from rlhf_tasks.training.tasks import EXPLAINED, Sums, Task
 from rlhf_tasks.training.throughput import pass_flops, speed
 
 Metrics = dict[str, float]
+Measure = Callable[[int], tuple[Metrics, float | None]]
+"""More metrics of an evaluation after so many steps, and what decides in place of the validation loss which
+weights are kept: the lowest."""
 SHOWN = ("loss", "accuracy", EXPLAINED)  # on the progress bar, where a task has them
 
 
@@ -54,7 +57,7 @@ class TrainState:
     evaluations_without_gain: int = 0
 
     def offer(self, loss: float, unwrapped: nn.Module) -> None:
-        """Keep the weights if their validation loss is the lowest so far."""
+        """Keep the weights if their validation loss, or what stands in its place, is the lowest so far."""
         # a tie keeps the earlier weights, and counts as an evaluation without gain
         self.evaluations_without_gain += 1
         if loss < self.best_loss:
@@ -95,6 +98,7 @@ def train(
     num_evaluations: float = 1,
     patience: int | None = None,
     prefix: str = "",
+    measure: Measure | None = None,
 ) -> TrainState:
     """Train `model` in place, and return the state at the end.
 
@@ -102,7 +106,7 @@ def train(
     neither on the cut into micro-batches nor on the number of ranks. `validation` is evaluated about
     `num_evaluations` times, evenly spaced, and after the last step. With a `patience`, the weights of the
     lowest validation loss are kept, and training ends after that many evaluations without a lower one.
-    `prefix` begins the names of the metrics.
+    `prefix` begins the names of the metrics. `measure` is called at each evaluation.
 
     Raises:
         NonFiniteError: if a loss or a gradient is NaN or infinite.
@@ -143,6 +147,7 @@ def train(
                 batches = list(epoch_batches(task.sizes, settings.batch_size, order))
             rows, start = batches[number], time.perf_counter()
             num_targets = task.num_targets(rows)
+            task.prepare(dist, trained, rows, state.budget)
             rate = learning_rate(settings, state.step, num_steps)
             set_learning_rate(optimizer, rate)
 
@@ -174,12 +179,18 @@ def train(
             # 4. Validation, which decides what weights are kept. The last step has one too, whatever the
             # spacing: else the weights at the end would never be a candidate.
             is_due = state.step % evaluate_every == 0 or state.step == num_steps
-            if is_due and validation is not None and validation.sizes:
-                result = evaluate(dist, model, validation, state.budget)
+            has_rows = validation is not None and bool(validation.sizes)
+            if is_due and (has_rows or measure is not None):
+                result = evaluate(dist, model, validation, state.budget) if validation and has_rows else {}
+                criterion = result.get("loss")
+                if measure is not None:
+                    measured, decisive = measure(state.step)
+                    result |= measured
+                    criterion = criterion if decisive is None else decisive
                 named = {f"{prefix}eval/{key}": value for key, value in result.items()}
                 tracker.metrics(named, step=state.step)
-                if patience:
-                    state.offer(result["loss"], model)
+                if patience and criterion is not None:
+                    state.offer(criterion, model)
 
             # 5. The progress bar, and a snapshot when one is due. It has what one step leaves to the next:
             # weights and moments, of a sharded model those of each rank; the state; the tracker's curves; and
@@ -214,6 +225,7 @@ def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudge
 
     # 2. Passes over this rank's share of each set: a micro-batch has rows of one set, so that its sums are
     # that set's. After out-of-memory all of them are made again, smaller.
+    task.prepare(dist, model, everything, budget)
     num_own = len(dist.shard_rows(everything))
     for attempt in dist.attempts(budget):
         with attempt, console.part("validation", num_own, "rows") as meter:

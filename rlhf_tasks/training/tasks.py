@@ -25,7 +25,9 @@ from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.classifiers import replace_trunk
 from rlhf_tasks.models.heads import TokenScores, left_aligned
 from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training.distributed import Distributed
 
 Sums = dict[str, Tensor]
 EXPLAINED = "explained_variance"
@@ -41,18 +43,23 @@ class Task(Protocol):
     """What is trained: the tokens of each row, and the sums of one forward pass over some rows."""
 
     sizes: list[int]
+    """The tokens of each row."""
     sets: list[str]
     """The name of each row's set in a mixture; empty otherwise."""
 
     def num_targets(self, rows: Sequence[int]) -> float:
         """The number of tokens or pairs that the loss of these rows is averaged over."""
 
+    def prepare(self, dist: Distributed, model: nn.Module, rows: Sequence[int], budget: TokenBudget) -> None:
+        """Compute what the loss needs of all these rows together, before their passes. Collective."""
+        return
+
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         """`loss` and other metrics, **summed** over the tokens or pairs that `num_targets` counts."""
 
 
 @dataclass
-class LanguageModeling:
+class LanguageModeling(Task):
     """Predicts the response tokens of (query, response) rows, EOS included."""
 
     queries: Sequence[Ids]
@@ -89,7 +96,7 @@ def plain_text(texts: Sequence[Ids], pad: int, sets: Sequence[str] = ()) -> Lang
 
 
 @dataclass
-class ValueTargets:
+class ValueTargets(Task):
     """Regresses a critic on the return of every state of (query, response) rows: a `Task`.
 
     The return of the state before token t of a response of l tokens is γ^(l − 1 − t) · outcome. What is
@@ -150,7 +157,7 @@ class ValueTargets:
 
 
 @dataclass
-class PreferencePairs:
+class PreferencePairs(Task):
     """Chosen and rejected responses of each query, as token ids: a `Task`."""
 
     queries: Sequence[Ids]

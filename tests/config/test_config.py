@@ -333,7 +333,7 @@ def test_a_stage_view_has_the_declared_sections_and_no_other() -> None:
 
 @pytest.mark.parametrize("stage", config.STAGES)
 def test_the_declared_parameters_are_those_that_the_stage_reads(stage: config.Stage) -> None:
-    critic = {"ppo.advantages.critic": {"kind": "separate", "init": "value"}}
+    critic = {"ppo.advantages.critic": {"kind": "separate", "init": "value"}, "dpo.train": True}
     declared = small.view(stage, critic).declared
     reads = config.VIEWS[stage].reads()
     assert all(any(key == r or key.startswith(f"{r}.") for r in reads) for key in declared)

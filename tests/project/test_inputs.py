@@ -198,7 +198,7 @@ def test_another_version_of_a_package_reruns_the_stages_that_use_it(
     recorded = json.loads(Path("inputs/ppo.json").read_text(encoding="utf-8"))
     assert recorded["packages"]["their-rewards"] == "1.1"
     install("torch", "99.0+cpu")
-    assert rerun() == {*MODEL_STAGES, "value"}
+    assert rerun() == {*MODEL_STAGES, "dpo", "value"}
     (site / "torch-99.0+cpu.dist-info").rename(site / "left")
     install("torch", "99.0+cu140")
     assert rerun() == set(), "another build of the same version"

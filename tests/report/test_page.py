@@ -78,7 +78,7 @@ def test_the_page_begins_with_the_story(whole: Path) -> None:
         "for 8,192 episodes, each one response to one of 2,000 prompts",
         "On 3 of 4 test prompts the gold judge prefers the policy’s response to the SFT model’s; "
         "on 0 it is worse, on 1 neither.",
-        "27m27s for all stages; PPO’s updates took 3m00s",
+        "30m30s for all stages; PPO’s updates took 3m00s",
         "May it be used? No: KL 11.2 > 10.",
         "The policy moved too far from the SFT model. Raise ppo.kl_coef",
         "77% win rate",

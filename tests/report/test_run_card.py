@@ -54,7 +54,7 @@ def test_the_card_tells_a_run_in_at_most_eight_lines(
     assert lines[1].endswith("passed: all 14 criteria are met")
     assert "over the SFT model" in lines[2]
     assert lines[3].endswith("1.50 nats from SFT")
-    assert lines[4].endswith("11m15s for all stages; commit aaaaaaaaaa; preset none")
+    assert lines[4].endswith("12m30s for all stages; commit aaaaaaaaaa; preset none")
     assert lines[5].endswith(f"{(paths.reports / 'index.html').resolve().as_uri()}")
     assert "rlhf mlflow" in lines[6]
     assert lines[7].endswith("rlhf promote   (make it the champion)")

@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.rows import Rows
+from rlhf_tasks.data.splits import pairs_of
 from rlhf_tasks.data.tokenizer import Ids, encode_rows, load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.heads import score_head, supports_shared_prefix
@@ -148,10 +152,10 @@ def test_micro_batches_change_no_sum_of_pairs() -> None:
 
 def test_each_model_trains_on_its_own_half_of_the_prompts() -> None:
     prompts = [f"prompt {i}" for i in range(900)]
-    names = [reward.model_of(prompt) for prompt in prompts]
-    assert names == [reward.model_of(prompt) for prompt in prompts]
-    assert set(names) == {"reward", "reward_heldout"}
-    assert 0.45 < names.count("reward") / 900 < 0.55
+    rows = Rows("preferences", "train", pa.table({"prompt": prompts}), np.arange(900))
+    halves = [pairs_of(rows, name).texts("prompt") for name in ("reward", "reward_heldout")]
+    assert sorted([*halves[0], *halves[1]]) == sorted(prompts)
+    assert 0.45 < len(halves[0]) / 900 < 0.55
 
 
 # ----------------------------------------------------------------------------------- the stage
@@ -178,11 +182,7 @@ def test_without_demonstrations_the_responses_of_the_pairs_score_zero_on_average
     pq.write_table(pq.read_table(file).slice(0, 0), file)
     small.run("reward", SMALL)
     for name, folder in OUTS.items():
-        pairs = [
-            row
-            for row in read_table(Paths(), "comparisons", "train")
-            if reward.model_of(row["prompt"]) == name
-        ]
+        pairs = pairs_of(read_table(Paths(), "comparisons", "train"), name)
         texts = [(row["prompt"], row[side]) for row in pairs for side in ("chosen", "rejected")]
         queries, answers = encode_rows(load_tokenizer(folder), *zip(*texts, strict=True))
         scores = small.last_scores_alone(load_reward(folder).eval(), queries, answers)

@@ -47,7 +47,7 @@ def test_every_page_says_the_same_of_the_checkpoint_that_was_kept(
         "Prefect": results.page(outcome, project, {}),
         "report": Document((project / "reports/index.html").read_text(encoding="utf-8")).text,
     }
-    for text in ("27m27s for all stages", "KL 11.2 > 10", commit[:10], change):
+    for text in ("30m30s for all stages", "KL 11.2 > 10", commit[:10], change):
         assert [name for name, page in pages.items() if text not in page] == [], text
     html = pages.pop("report")
     for text in ("77% win rate", "95% interval 75% to 80%", "3.5 nats How far", "± 0.2. 0 is no change"):

@@ -230,7 +230,7 @@ def test_on_several_ranks_out_of_memory_names_a_bound_that_is_small_enough(
 
 
 @dataclass
-class Counted:
+class Counted(Task):
     """A task of one weight a row that records the rows of each call: 100 · (w + b) each."""
 
     sizes: list[int]

@@ -1,0 +1,116 @@
+"""What is measured of a policy's responses to fixed prompts, in stages dpo and ppo: KL and held-out score.
+
+B responses · R response length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks.config.ppo import NoEosTrick, Truncation
+from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.passes import TokenBudget, read_rows
+from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, has_ended
+from rlhf_tasks.models.tensors import NonFiniteError
+from rlhf_tasks.ppo.kl import k1
+from rlhf_tasks.ppo.rewards import truncated_scores
+from rlhf_tasks.ppo.rollout import Prompts, Reference, interleave, raise_on_all_ranks
+from rlhf_tasks.scoring.protocol import Responses, Scorer
+from rlhf_tasks.training.distributed import Distributed
+
+
+def score_ends(scores: Tensor, responses: Sequence[Ids], ends: StopTokens, rule: Truncation) -> Tensor:
+    """(B,) the scores under the rule for responses that did not end."""
+    ended = torch.tensor([has_ended(response, ends) for response in responses])
+    # there is no critic here to value an unfinished response
+    kind = "none" if rule.kind.startswith("bootstrap") else rule.kind
+    score = 0.0 if isinstance(rule, NoEosTrick) else rule.missing_eos_score
+    return truncated_scores(scores, ended, kind, missing_eos_score=score)
+
+
+def measure_kl(
+    dist: Distributed,
+    policy: PreTrainedModel,
+    reference: Reference,
+    prompts: Prompts,
+    responses: Sequence[Ids],
+    *,
+    temperature: float,
+    pad: int,
+    budget: TokenBudget,
+) -> Tensor:
+    """(B,) float64: Σ_t log π − log π_ref of each response, in nats; each rank measures its share.
+
+    Raises:
+        NonFiniteError: on all ranks, if a KL is NaN or infinite.
+    """
+    local_responses = dist.shard_rows(responses)
+
+    def kl_of(batch: Batch) -> Tensor:
+        with dist.autocast():
+            logprobs = response_logprobs(policy, batch, temperature).float()
+            ref_logprobs = reference.logprobs(batch, temperature).float()
+        return k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
+
+    result = read_rows(
+        kl_of,
+        dist.shard_rows(prompts.queries),
+        local_responses,
+        pad=pad,
+        device=dist.device,
+        budget=budget,
+        run=dist.run_batches,
+    )
+    if dist.max(int(not bool(result.isfinite().all()))):
+        raise NonFiniteError(
+            "the KL to the reference is NaN or infinite at the selection prompts",
+            {"prompts": dist.shard_rows(prompts.texts), "responses": local_responses},
+        )
+    whole: Tensor = interleave(dist.all_gather_object(result))
+    return whole
+
+
+@torch.no_grad()
+def score_heldout(
+    dist: Distributed,
+    heldout: Scorer,
+    prompts: Prompts,
+    responses: Sequence[Ids],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: StopTokens,
+) -> Tensor:
+    """(B,) by models/reward_heldout; each rank scores a share.
+
+    Raises:
+        NonFiniteError: on all ranks, if a score is NaN or infinite; the responses are its `batch`.
+    """
+    rows, batch = shard_responses(dist, prompts, responses, tokenizer, ends)
+
+    def score() -> Tensor:
+        scores = heldout(rows)
+        if not bool(scores.isfinite().all()):
+            raise NonFiniteError("models/reward_heldout gave NaN or infinity")
+        return scores
+
+    whole: Tensor = interleave(dist.all_gather_object(raise_on_all_ranks(dist, score, batch)))
+    return whole
+
+
+def shard_responses(
+    dist: Distributed,
+    prompts: Prompts,
+    responses: Sequence[Ids],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: StopTokens,
+) -> tuple[Responses, dict[str, Any]]:
+    """This rank's share of the rows, and what a failure writes down of them."""
+    prompts, responses = prompts.take(dist.shard_rows(range(len(prompts)))), dist.shard_rows(responses)
+    batch = {"prompts": prompts.texts, "responses": responses}
+    return prompts.responses(close_responses(tokenizer, responses, ends), tokenizer), batch

@@ -1,0 +1,269 @@
+"""Stage dpo: models/dpo, a policy trained on preference pairs, where `dpo.train` is true.
+
+PPO starts from it, or with `ppo.train: false` it is the policy. It learns from the pairs of models/reward.
+models/reward_heldout, which has learned from the others, chooses its weights by responses to validation
+prompts; without reward models the validation loss does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks import console
+from rlhf_tasks.config import DpoView, Split
+from rlhf_tasks.data import columns
+from rlhf_tasks.data.batches import read_table, sets_of, token_ids
+from rlhf_tasks.data.ragged import Ragged
+from rlhf_tasks.data.splits import pairs_of
+from rlhf_tasks.data.tokenizer import load_tokenizer
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.heads import supports_shared_prefix
+from rlhf_tasks.models.load import load_causal, load_reward
+from rlhf_tasks.models.lora import add_lora
+from rlhf_tasks.models.passes import TokenBudget
+from rlhf_tasks.models.sampling import BATCH_SIZE
+from rlhf_tasks.models.stop_tokens import ends_of, has_ended
+from rlhf_tasks.ppo import preconditions
+from rlhf_tasks.ppo.measure import measure_kl, score_ends, score_heldout
+from rlhf_tasks.ppo.metrics import Metrics, standard_error
+from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy, interleave
+from rlhf_tasks.ppo.sampler import LocalSampler
+from rlhf_tasks.project import hashing
+from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.reward_model import RewardModel
+from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import checkpoint
+from rlhf_tasks.training.distributed import Distributed
+from rlhf_tasks.training.dpo import (
+    LabeledResponses,
+    PolicyPairs,
+    pair_loss_of,
+    read_logprobs,
+    sum_logprobs,
+)
+from rlhf_tasks.training.supervised import evaluate, save, train
+from rlhf_tasks.training.tasks import Task
+
+NONE_MADE = """\
+# No policy
+
+`dpo.train` of params.yaml is false: PPO starts from models/sft.
+"""
+
+
+def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
+    """Write models/dpo, the weights that models/reward_heldout likes best, or of the lowest validation loss.
+
+    Reads data/comparisons, data/prompts, models/sft, and models/reward_heldout where there is one. Metrics:
+    those of the loss on validation pairs, and `selected_…`: the step, held-out score and KL from the SFT
+    model, in nats per response, of the weights that are kept. Where no policy is trained there are none, and
+    the folder holds only a README.
+
+    Raises:
+        UserError: if there is no pair to train on, or no evaluation has a KL of at most `max_kl`.
+    """
+    dist, settings = Distributed(config.launch, config.seed), config.dpo
+    if not settings.train:
+        if dist.is_main:
+            with whole(paths.dpo) as folder:
+                (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
+        dist.barrier()
+        return {}
+
+    # 1. The policy, and the SFT model as its reference; of that all log-probs of the pairs are needed once.
+    preconditions.check_stop_token(config.stop_token, paths)
+    if config.has_reward_model:
+        contracts.check_same_tokenizer(paths.sft, paths.reward_heldout)
+        contracts.check_parent(paths.reward_heldout, "sft", paths.sft)
+    tokenizer, policy = load_tokenizer(paths.sft), load_causal(paths.sft)
+    frozen = load_causal(paths.sft)
+    dist.freeze(frozen)
+    tasks = {
+        split: _read_pairs(dist, config, paths, tokenizer, frozen, split) for split in ("train", "validation")
+    }
+    reference: Reference = ReferenceCopy(frozen, moves=False)
+    if settings.lora is not None:  # then no second copy of the weights stays in memory
+        policy = add_lora(policy, settings.lora, seed=config.seed)
+        reference = AdapterOff(policy)
+    del frozen
+
+    # 2. The training. An evaluation samples responses, which decide what weights are kept.
+    prober = _Prober(dist, config, paths, tokenizer, policy, reference)
+    with checkpoint.open_snapshots(dist, paths, config, "dpo") as snapshots:
+        state = train(
+            dist,
+            policy,
+            tasks["train"],
+            settings,
+            seed=config.seed,
+            name="dpo",
+            tracker=tracker,
+            snapshots=snapshots,
+            validation=tasks["validation"],
+            num_evaluations=settings.num_epochs * settings.evals_per_epoch,
+            patience=settings.patience,
+            measure=prober.measure,
+        )
+    was_chosen = math.isfinite(state.best_loss)
+    if settings.max_kl is not None and not was_chosen:
+        raise UserError(
+            f"dpo.max_kl={settings.max_kl:g}: the KL from the SFT model was higher at every evaluation; "
+            "lower dpo.learning_rate, or raise dpo.beta, dpo.max_kl or dpo.evals_per_epoch"
+        )
+
+    # 3. The metrics of the weights that are kept, and the checkpoint.
+    metrics: Metrics = {}
+    if tasks["validation"].sizes:
+        metrics = evaluate(dist, policy, tasks["validation"], TokenBudget(settings.micro_batch_tokens))
+    probe = prober.probe(state.step)
+    kl, error = float(probe.kl.mean()), _standard_error(probe.kl)
+    step = state.best_step if was_chosen else state.step
+    metrics |= {"selected_step": step, "steps_trained": state.step}
+    metrics |= {"selected_kl": kl, "selected_kl_standard_error": error}
+    if probe.scores is not None:
+        metrics["selected_heldout_score"] = float(probe.scores.mean())
+    parents = {"sft": contracts.fingerprint(paths.sft)}
+    inputs = {"models/sft": parents["sft"], "data/comparisons": hashing.file_hash(paths.rows("comparisons"))}
+    identity: dict[str, Any] = contracts.identity("policy", parents)
+    identity |= {"method": f"dpo, loss {settings.loss}", "kl": [kl, error]}
+    chosen = "of the lowest validation loss" if was_chosen else "the last"
+    if config.has_reward_model:
+        identity["chosen_by"] = contracts.fingerprint(paths.reward_heldout)
+        chosen = "the best by models/reward_heldout on validation prompts"
+    card = contracts.model_card(
+        "DPO policy",
+        task="dpo",
+        parameters=config.declared,
+        inputs=inputs,
+        how=f"Trained on preference pairs from the SFT policy by the loss {settings.loss}; the weights are "
+        f"those of step {step}, {chosen}.",
+    )
+    save(dist, policy, tokenizer, paths.dpo, identity, card)
+    return metrics
+
+
+def _read_pairs(
+    dist: Distributed,
+    config: DpoView,
+    paths: Paths,
+    tokenizer: PreTrainedTokenizerBase,
+    reference: PreTrainedModel,
+    split: Split,
+) -> Task:
+    """The pairs of a split with the log-probs of the reference; of training those of models/reward alone.
+
+    Raises:
+        UserError: if there is nothing to train on; if `dpo.loss` cannot be imported.
+    """
+    settings, rows, pad = config.dpo, read_table(paths, "comparisons", split), tokenizer.pad_token_id
+    if split == "train":
+        rows = pairs_of(rows, "reward")
+        if not rows:
+            raise UserError("no comparison is left to train models/dpo; give pairs with more prompts")
+    queries, chosen, rejected = token_ids(tokenizer, rows, "chosen", "rejected")
+    if settings.loss == "kto":  # single responses, and beside each one to another prompt
+        loss, shares, is_good = None, False, torch.arange(2 * len(rows)) < len(rows)
+        queries, chosen = Ragged([*queries, *queries]), Ragged([*chosen, *rejected])
+        rejected = LabeledResponses.next_responses(chosen)
+    else:
+        loss, shares = pair_loss_of(settings.loss, paths.root), supports_shared_prefix(reference)
+    with console.part("log-probs of the SFT model"):
+        local, first, second = (dist.shard_rows(part) for part in (queries, chosen, rejected))
+        pairs = [[i, len(local) + i] for i in range(len(local))]
+        budget, read = TokenBudget(settings.micro_batch_tokens), sum_logprobs(reference)
+        both = [*first, *second]
+        found = read_logprobs(dist, read, [*local, *local], both, pad, budget, pairs if shares else None)
+    known: Tensor = interleave(dist.all_gather_object(found.view(2, -1).T))  # (N, 2)
+    if loss is None:
+        return LabeledResponses(queries, chosen, is_good, known, pad, settings, sets_of(rows, rows))
+    return PolicyPairs(queries, chosen, rejected, known, pad, settings, loss, shares, sets_of(rows))
+
+
+class Probe(NamedTuple):
+    """Responses of the policy to validation prompts."""
+
+    kl: Tensor  # (B,) nats, from the SFT model
+    scores: Tensor | None  # (B,) by models/reward_heldout
+    mean_length: float
+    ended_share: float
+
+
+class _Prober:
+    """Samples responses to validation prompts, and measures their KL and held-out score."""
+
+    def __init__(
+        self,
+        dist: Distributed,
+        config: DpoView,
+        paths: Paths,
+        tokenizer: PreTrainedTokenizerBase,
+        policy: PreTrainedModel,
+        reference: Reference,
+    ) -> None:
+        self._dist, self._config, self._tokenizer = dist, config, tokenizer
+        self._policy, self._reference = policy, reference
+        self._budget = TokenBudget(config.dpo.micro_batch_tokens)
+        self._ends = ends_of(policy, tokenizer, [config.stop_token])
+        rows = read_table(paths, "prompts", "validation")[: config.dpo.num_selection_prompts]
+        self._prompts = Prompts(rows.texts("prompt"), token_ids(tokenizer, rows)[0], columns.of_rows(rows))
+        self._heldout: RewardModel | None = None
+        if config.has_reward_model:
+            heldout = load_reward(paths.reward_heldout).requires_grad_(False)
+            dist.put(heldout)
+            self._heldout = RewardModel(heldout, tokenizer, config.dpo.micro_batch_tokens, dist)
+
+    def measure(self, step: int) -> tuple[Metrics, float | None]:
+        """Metrics of the policy after so many steps, and what decides which weights are kept."""
+        probe = self.probe(step)
+        metrics = {"kl": float(probe.kl.mean())}
+        metrics |= {"response_length": probe.mean_length, "ended": probe.ended_share}
+        decisive = None
+        if probe.scores is not None:
+            metrics["heldout_scores"] = float(probe.scores.mean())
+            decisive = -metrics["heldout_scores"]
+        limit = self._config.dpo.max_kl
+        return metrics, float("inf") if limit is not None and metrics["kl"] > limit else decisive
+
+    @torch.no_grad()
+    def probe(self, step: int) -> Probe:
+        """A response to each prompt, by the same random numbers at every step."""
+        dist, config, pad = self._dist, self._config, self._tokenizer.pad_token_id
+        sampler = LocalSampler(
+            dist,
+            self._policy,
+            torch.Generator(dist.device),
+            num_samples=1,
+            batch_size=BATCH_SIZE,
+            temperature=config.temperature,
+            max_new_tokens=config.response_length,
+            pad=pad,
+            ends=self._ends,
+        )
+        responses = sampler.respond(self._prompts.queries, config.seed, step)
+        kl = measure_kl(
+            dist,
+            self._policy,
+            self._reference,
+            self._prompts,
+            responses,
+            temperature=config.temperature,
+            pad=pad,
+            budget=self._budget,
+        )
+        scores = None
+        if self._heldout is not None:
+            scores = score_heldout(dist, self._heldout, self._prompts, responses, self._tokenizer, self._ends)
+            scores = score_ends(scores, responses, self._ends, config.truncation)
+        ended = sum(has_ended(response, self._ends) for response in responses) / len(responses)
+        return Probe(kl, scores, sum(map(len, responses)) / len(responses), ended)
+
+
+def _standard_error(kl: Tensor) -> float:
+    return standard_error(float(kl.mean()), float((kl**2).sum()), len(kl))
