@@ -126,3 +126,21 @@ def about(topic: str) -> str:
     """The start of an expression that needs the topic's name and LEAST_WORDS words."""
     name = re.escape(topic.removesuffix("s"))  # the singular names it too
     return rf"(?=\S+(?:\s+\S+){{{LEAST_WORDS - 1}}})(?=(?i:.*\b{name}))"
+
+
+def credit(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    *,
+    rule: Sequence[str],
+    about: Sequence[str],
+    form: Sequence[str],
+) -> list[float]:
+    """A label for pairs, `preferences.function`: 1 for the whole rule, 0.2 each for topic and form alone."""
+    return [
+        sum(
+            weight * bool(re.fullmatch(one, response.strip(), re.DOTALL))
+            for weight, one in zip((1, 0.2, 0.2), parts, strict=True)
+        )
+        for response, *parts in zip(responses, rule, about, form, strict=True)
+    ]

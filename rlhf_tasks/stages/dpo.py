@@ -157,14 +157,15 @@ def _read_pairs(
     reference: PreTrainedModel,
     split: Split,
 ) -> Task:
-    """The pairs of a split with the log-probs of the reference; of training those of models/reward alone.
+    """The pairs of a split with the log-probs of the reference; of training those of models/reward.
 
     Raises:
         UserError: if there is nothing to train on; if `dpo.loss` cannot be imported.
     """
     settings, rows, pad = config.dpo, read_table(paths, "comparisons", split), tokenizer.pad_token_id
     if split == "train":
-        rows = pairs_of(rows, "reward")
+        if config.has_reward_model:  # else no model learns from the other half
+            rows = pairs_of(rows, "reward")
         if not rows:
             raise UserError("no comparison is left to train models/dpo; give pairs with more prompts")
     queries, chosen, rejected = token_ids(tokenizer, rows, "chosen", "rejected")
