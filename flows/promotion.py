@@ -19,15 +19,7 @@ from flows.slots import Slots
 from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion.command import (
-    DEFERRED,
-    DONE,
-    POLICY,
-    REFUSED,
-    RETRY_HINT,
-    UNDECIDED,
-    verdict_file,
-)
+from rlhf_tasks.promotion.command import DEFERRED, DONE, POLICY, REFUSED, RETRY_HINT, UNDECIDED, verdict_file
 from rlhf_tasks.promotion.verdict import Verdict
 
 NAMES: Mapping[int, str] = dict(zip((DONE, REFUSED, DEFERRED), results.VERDICTS, strict=True))

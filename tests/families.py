@@ -153,11 +153,7 @@ def config(family: str, **changes: Any) -> PretrainedConfig:
     renamed = {own: name for name, own in getattr(kind, "attribute_map", {}).items()}
     changes = {renamed.get(name, name): value for name, value in changes.items()}
     sizes = {name: value for name, value in SIZES.items() if name in names and name not in renamed}
-    sizes |= {
-        **(LATENT if "qk_rope_head_dim" in sizes else {}),
-        **SPECIAL.get(family, {}),
-        **changes,
-    }
+    sizes |= {**(LATENT if "qk_rope_head_dim" in sizes else {}), **SPECIAL.get(family, {}), **changes}
     return kind(**{name: value for name, value in sizes.items() if value is not None})
 
 

@@ -17,14 +17,7 @@ from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.inputs import NO_RESULT
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import catalogue, curves
-from tests.imports import (
-    CONFIG,
-    ROOT,
-    all_modules,
-    file_of,
-    imports,
-    tree_of,
-)
+from tests.imports import CONFIG, ROOT, all_modules, file_of, imports, tree_of
 
 REPORTED = ("rlhf_tasks/tracking/catalogue.py",)  # the report draws its figures by it
 BEFORE_ALL = "inputs"

@@ -131,12 +131,20 @@ def test_prefect_accepts_the_job_template() -> None:
         WorkPoolCreate(name="gpus", type="kubernetes", base_job_template=broken)
 
 
-def test_a_job_requests_its_gpus_and_has_restricted_rights() -> None:
+def job(**values: Any) -> dict[str, Any]:
+    """The manifest of a flow run's job, with the template's defaults."""
     properties = template()["variables"]["properties"]
-    values = {name: field["default"] for name, field in properties.items() if "default" in field} | {
-        "gpus": 4
-    }
-    manifest = apply_values(template()["job_configuration"], values)["job_manifest"]
+    given = {name: field["default"] for name, field in properties.items() if "default" in field}
+    given |= {"name": "run", "command": "python -m prefect.engine", **values}
+    made: dict[str, Any] = apply_values(template()["job_configuration"], given)["job_manifest"]
+    container = made["spec"]["template"]["spec"]["containers"][0]
+    container["args"] = container["args"].split()  # as Prefect's worker does
+    container["env"] = [{"name": name, "value": value} for name, value in container["env"].items()]
+    return made
+
+
+def test_a_job_requests_its_gpus_or_rdma_and_has_restricted_rights() -> None:
+    manifest = job(gpus=4)
     pod = manifest["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
@@ -145,11 +153,7 @@ def test_a_job_requests_its_gpus_and_has_restricted_rights() -> None:
     assert manifest["spec"]["backoffLimit"] == 0, "Prefect retries, not Kubernetes"
     assert {"parallelism", "completions"} <= set(pod), "Prefect's worker refuses a template without them"
     assert_restricted(pod)
-
-
-def test_a_job_may_ask_for_rdma() -> None:
-    manifest = apply_values(template()["job_configuration"], {"rdma": 1})["job_manifest"]
-    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    (container,) = job(rdma=1)["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["rdma/hca"] == container["resources"]["requests"]["rdma/hca"] == 1
 
 
@@ -196,18 +200,6 @@ def test_the_manifests_fit_together() -> None:
             assert tree["spec"].get("type", "ClusterIP") == "ClusterIP", (
                 "nothing may listen outside the cluster"
             )
-
-
-def job(**values: Any) -> dict[str, Any]:
-    """The manifest of a flow run's job, with the template's defaults."""
-    properties = template()["variables"]["properties"]
-    given = {name: field["default"] for name, field in properties.items() if "default" in field}
-    given |= {"name": "run", "command": "python -m prefect.engine", **values}
-    made: dict[str, Any] = apply_values(template()["job_configuration"], given)["job_manifest"]
-    container = made["spec"]["template"]["spec"]["containers"][0]
-    container["args"] = container["args"].split()  # as Prefect's worker does
-    container["env"] = [{"name": name, "value": value} for name, value in container["env"].items()]
-    return made
 
 
 def test_the_pods_of_several_nodes_are_numbered_and_find_the_first_one() -> None:

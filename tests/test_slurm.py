@@ -153,7 +153,7 @@ def test_a_flow_run_is_a_job_of_slurm_and_is_cancelled_with_it(cluster: Slurm, t
         environment["PREFECT_API_URL"] = f"{service.url('prefect')}/api"
         make = ["work-pool", "create", "slurm", "--type", "process"]
         make += ["--base-job-template", "infra/slurm/job-template.json"]
-        for words in (["prefect", *make], ["rlhf_tasks.cli", "deploy", "--pool", "slurm"]):
+        for words in (["prefect", *make], ["rlhf_tasks.cli", "up", "--pool", "slurm"]):
             subprocess.run(
                 [sys.executable, "-m", *words], cwd=root, env=environment, check=True, capture_output=True
             )

@@ -62,10 +62,7 @@ SMALL: Mapping[str, Any] = {
         "num_selection_prompts": 8,
         "micro_batch_tokens": 64,
     },
-    "judge": {
-        "judges": [small.HELDOUT],
-        "num_examples": 8,
-    },
+    "judge": {"judges": [small.HELDOUT], "num_examples": 8},
     "promotion": None,
     "tracking": {"enabled": False},
 }

@@ -65,9 +65,7 @@ def compare(
 
 def lineage(
     target: str = Argument(
-        ...,
-        metavar="MODEL_OR_COMMIT",
-        help="an out of dvc.yaml, an experiment, or a git revision",
+        ..., metavar="MODEL_OR_COMMIT", help="an out of dvc.yaml, an experiment, or a git revision"
     ),
 ) -> int:
     """Show the data, code and runs that made a model, its verdict, and how to restore it."""

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Split
@@ -96,15 +98,11 @@ class Batch:
 
 def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch:
     """Pad to the longest of these rows."""
-    width, width_r = max(sizes(queries, responses)), max(map(len, responses))
-    ids = torch.full((len(queries), width), pad, dtype=torch.long)
-    attended, answered = torch.zeros(len(queries), width), torch.zeros(len(queries), width_r)
-    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
-        start = width - len(query) - len(response)
-        ids[row, start:] = torch.tensor(query + response, dtype=torch.long)
-        attended[row, start:] = 1
-        answered[row, width_r - len(response) :] = 1
-    return Batch(ids, attended.long(), answered.bool())
+    pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
+    rows = [torch.tensor(q + r, dtype=torch.long) for q, r in zip(queries, responses, strict=True)]
+    attended = pad_left([torch.ones_like(row) for row in rows])
+    answered = pad_left([torch.ones(len(response), dtype=torch.bool) for response in responses])
+    return Batch(pad_left(rows, padding_value=pad), attended, answered)
 
 
 @dataclass(frozen=True)

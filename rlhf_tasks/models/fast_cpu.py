@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import AttentionInterface
-from transformers.pytorch_utils import Conv1D
 
 SMALLEST = 2**24
 """oneDNN compiles code for each shape: matmuls of fewer multiplications stay with torch's library."""
@@ -43,8 +42,6 @@ def accelerate(model: nn.Module) -> nn.Module:
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = OneDnnLinear
-            elif type(module) is Conv1D:
-                module.__class__ = OneDnnConv1D
     return model
 
 
@@ -87,13 +84,6 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
-
-
-class OneDnnConv1D(Conv1D):
-    """GPT-2's linear layer by oneDNN; its weight is (in, out)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.t(), self.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

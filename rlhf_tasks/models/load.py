@@ -47,12 +47,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Ready, Scratch, is_hub_id
 from rlhf_tasks.data import chat
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.classifiers import (
-    build_classifier,
-    classifier_class,
-    find_trunk,
-    is_classifier,
-)
+from rlhf_tasks.models.classifiers import build_classifier, classifier_class, find_trunk, is_classifier
 from rlhf_tasks.models.contracts import IDENTITY, ContractError, fingerprint
 from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.models.foreign import ANY_WEIGHTS, SCORE_HEADS, Head, find_head, put_head, refuse_others

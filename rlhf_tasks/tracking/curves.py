@@ -22,15 +22,8 @@ if TYPE_CHECKING:
 
 Points = Sequence[Mapping[str, float]]  # rows of a plots/STAGE.csv: the x axis first, "step" or "episode"
 
-CURVES: tuple[Stage, ...] = (
-    "base",
-    "sft",
-    "reward",
-    "dpo",
-    "value",
-    "ppo",
-    "judge",
-)  # the stages with a plots/STAGE.csv
+CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "dpo", "value", "ppo", "judge")
+"""The stages with a plots/STAGE.csv."""
 HEADLINES = (
     "objective/kl",
     *(metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve),

@@ -52,9 +52,7 @@ TYPED: dict[str, dict[str, Any]] = {
     },
     "rlhf-data-watch/watch": {"preset": "smoke", "deployment": "rlhf-pipeline/scheduled"},
 }
-DEFAULTS: dict[str, list[Any]] = {
-    "seeds": [1, 2, 3],
-}
+DEFAULTS: dict[str, list[Any]] = {"seeds": [1, 2, 3]}
 
 
 @pytest.mark.parametrize("interface", forms.INTERFACES)

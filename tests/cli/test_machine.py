@@ -103,13 +103,6 @@ def test_no_program_is_started_where_a_file_of_the_project_could_stand_for_a_mod
     assert started >= 10
 
 
-def test_a_run_in_a_folder_with_a_module_of_the_standard_library(repository: Path, rlhf: Command) -> None:
-    """DVC imports `numbers`."""
-    (repository / "numbers.py").write_text("raise SystemExit('not this one')\n", encoding="utf-8")
-    rlhf("run")
-    assert (repository / "made").exists()
-
-
 @pytest.mark.parametrize("command", ["run", "run --flow", "prepare", "lineage given", "up", "sync"])
 def test_a_repository_of_another_user_is_named_with_the_remedy(
     command: str, repository: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command

@@ -18,9 +18,7 @@ from rlhf_tasks.errors import UserError
 from tests.data.conftest import converted
 
 CASES = sorted((Path(__file__).parent / "cases").iterdir())
-NEEDS: dict[str, dict[str, Any]] = {
-    "20_verl_gsm8k": {"columns": {"keep": ["reward_model"]}},
-}
+NEEDS: dict[str, dict[str, Any]] = {"20_verl_gsm8k": {"columns": {"keep": ["reward_model"]}}}
 """What a user sets."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "pairs by safety": {"format": "safer_response_id"},

@@ -427,26 +427,22 @@ def test_plain_texts_are_read_as_the_same_texts_in_messages(
 
 
 @pytest.mark.parametrize(
-    ("setting", "prompt", "expected"),
+    ("setting", "row", "expected"),
     [
-        ("auto", "hi", TURN),
-        ("auto", TURN, TURN),
-        ("always", TURN, f"<user>{TURN}<eos>\n<assistant>"),
-        ("never", "hi", "hi"),
-        ("never", TURN, TURN),
+        ("auto", {"prompt": "hi"}, TURN),
+        ("auto", {"prompt": TURN}, TURN),
+        ("always", {"prompt": TURN}, f"<user>{TURN}<eos>\n<assistant>"),
+        ("never", {"prompt": "hi"}, "hi"),
+        ("never", {"prompt": TURN}, TURN),
+        ("never", {"prompt": [user("hi")]}, TURN),
+        ("never", {"prompt": "hi", "system": "Be brief."}, "Be brief.\n\nhi"),
     ],
 )
-def test_the_setting_decides_and_what_holds_the_marks_was_rendered_before(
-    setting: Setting, prompt: str, expected: str, chat_model: Path, tmp_path: Path
+def test_the_setting_decides_but_for_messages_and_what_holds_the_marks_was_rendered_before(
+    setting: Setting, row: dict[str, Any], expected: str, chat_model: Path, tmp_path: Path
 ) -> None:
-    file = jsonl(tmp_path / "rows.jsonl", {"prompt": prompt})
+    file = jsonl(tmp_path / "rows.jsonl", row)
     assert texts(file, made_ready(chat_model, setting), "prompts") == [{"prompt": expected}]
-
-
-def test_a_system_column_stands_above_a_prompt_that_stays_plain(chat_model: Path, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "rows.jsonl", {"system": "Be brief.", "prompt": "hi"})
-    [row] = texts(file, made_ready(chat_model, "never"), "prompts")
-    assert row["prompt"] == "Be brief.\n\nhi"
 
 
 def test_prompts_whose_reference_is_a_completion_are_counted_too(
@@ -455,11 +451,6 @@ def test_prompts_whose_reference_is_a_completion_are_counted_too(
     file = jsonl(tmp_path / "prompts.jsonl", {"prompt": "hi", "completion": "yes"})
     assert texts(file, made_ready(chat_model, "auto"), "prompts") == [{"prompt": TURN}]
     assert "1 plain prompt(s) become a user's turn" in capsys.readouterr().out
-
-
-def test_messages_are_rendered_whatever_the_setting(chat_model: Path, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
-    assert texts(file, made_ready(chat_model, "never"), "prompts") == [{"prompt": TURN}]
 
 
 MARKS_WRITTEN = {

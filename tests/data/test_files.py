@@ -197,17 +197,9 @@ MARS = parquet(pa.scalar(1, pa.timestamp("us", "Mars/Phobos")))
 REFUSED: list[tuple[str, bytes, str]] = [
     ("sft.trian.jsonl", b"{}", "sft.trian.jsonl: 'trian' is no split"),
     ("sft.jsonl", bz2.compress(TEXT), "sft.jsonl is packed by bzip2; unpack it: bunzip2 -k sft.jsonl"),
-    (
-        "sft.jsonl.bz2",
-        bz2.compress(TEXT),
-        "sft.jsonl.bz2 is packed by bzip2; unpack it: bunzip2",
-    ),
+    ("sft.jsonl.bz2", bz2.compress(TEXT), "sft.jsonl.bz2 is packed by bzip2; unpack it: bunzip2"),
     ("sft.json", lzma.compress(TEXT), "sft.json is packed by xz; unpack it: xz -dk sft.json"),
-    (
-        "sft.parquet.xz",
-        lzma.compress(TEXT),
-        "sft.parquet.xz is packed by xz; unpack it: xz",
-    ),
+    ("sft.parquet.xz", lzma.compress(TEXT), "sft.parquet.xz is packed by xz; unpack it: xz"),
     ("sft.jsonl", lzma.compress(TEXT, lzma.FORMAT_ALONE), "sft.jsonl is packed by LZMA; unpack it: xz -dc"),
     ("sft.jsonl", b"\xff\6\0\0sNaPpY" + TEXT, "sft.jsonl is packed by snappy; unpack it: "),
     ("sft.csv", b"PK\3\4" + TEXT, "sft.csv is packed by ZIP, or an Excel workbook; unpack it"),
@@ -220,11 +212,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
     ),
     ("sft.parquet", b"PAR1 torn", "sft.parquet is not readable as Parquet"),
     ("sft.jsonl", b"\n" + PRINTED, "sft.jsonl:2: this is one JSON document"),
-    (
-        "sft.jsonl",
-        PRINTED + b"\n" + PRINTED,
-        "sft.jsonl:1: a JSON value goes over several lines; write",
-    ),
+    ("sft.jsonl", PRINTED + b"\n" + PRINTED, "sft.jsonl:1: a JSON value goes over several lines; write"),
     ("sft.csv", b"prompt,completion,prompt\na,b,c\n", "sft.csv:1: the header names 'prompt' twice"),
     ("a.csv", b"sep=;\nprompt;completion\na;b\n", "a.csv:1: sep=; is a hint for Excel, not the header"),
     ("a.csv", b"prompt|completion\na|b\n", "a.csv:1: `|` separates the columns; convert it to CSV: "),

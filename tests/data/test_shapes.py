@@ -412,10 +412,7 @@ FLAGGED = {"prompt": "q", "response_a": "B", "response_b": "A", "winner_model_a"
             {"input": {"messages": ASKED}, "preferred_output": ANSWERED, "non_preferred_output": WORSE},
             pair(ASKED, ANSWERED, WORSE),
         ),
-        (
-            {"conversations": ASKED, "chosen": ANSWERED[0], "rejected": WORSE[0]},
-            pair(ASKED, ANSWERED, WORSE),
-        ),
+        ({"conversations": ASKED, "chosen": ANSWERED[0], "rejected": WORSE[0]}, pair(ASKED, ANSWERED, WORSE)),
         (
             {"prompt": "q", "response_1": "A", "response_2": "B", "preference_strength": -1},
             pair("q", "A", "B"),

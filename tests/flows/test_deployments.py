@@ -63,6 +63,8 @@ def test_applying_again_keeps_what_users_changed(root: Path) -> None:
     with get_client(sync_client=True) as client:
         often = IntervalSchedule(interval=timedelta(minutes=5))
         client.update_deployment_schedule(first.id, hourly.id, active=True, schedule=often)
+        client.create_work_queue("urgent", work_pool_name=settings.POOL)
+    update(RUNS, work_pool_name=settings.POOL, work_queue_name="urgent")
     update(CHECKS, parameters={"preset": "smoke"}, job_variables={"env": {"A": "b"}}, description="mine")
     deployments.apply(root, None)
     again = deployment(CHECKS)
@@ -72,6 +74,7 @@ def test_applying_again_keeps_what_users_changed(root: Path) -> None:
     assert again.description == first.description, "the description comes from this project"
     (kept,) = again.schedules
     assert (kept.id, kept.active, kept.schedule.interval) == (hourly.id, True, timedelta(minutes=5))
+    assert deployment(RUNS).work_queue_name == "urgent"
 
 
 def test_the_form_gives_default_unit_and_range_and_refuses_wrong_keys(root: Path) -> None:
@@ -110,15 +113,6 @@ def test_the_form_has_a_sentence_and_a_recorded_duration_for_each_preset(root: P
     assert [name for name in presets.names() if f" • {name}: {presets.summary(name)}" not in text] == []
     assert f"{presets.summary('smoke')} (0s here)" in text
     assert f"{presets.summary('trl')} (" not in text, "that run changed more than the preset"
-
-
-def test_a_deployment_keeps_the_queue_that_a_user_chose(root: Path) -> None:
-    deployments.apply(root, None)
-    with get_client(sync_client=True) as client:
-        client.create_work_queue("urgent", work_pool_name=settings.POOL)
-    update(RUNS, work_pool_name=settings.POOL, work_queue_name="urgent")
-    deployments.apply(root, None)
-    assert deployment(RUNS).work_queue_name == "urgent"
 
 
 def test_projects_of_one_server_have_different_pools_and_names(root: Path, tmp_path: Path) -> None:
@@ -334,7 +328,8 @@ UNCHANGED = "the data is that of the last completed run"
 
 
 def test_each_preset_has_its_own_last_completed_run(root: Path, made: Made) -> None:
-    complete(root, Request())
+    run: Any = pipeline.pipeline(promote=False, return_state=True)
+    assert run.is_completed()
     assert check() == UNCHANGED
     first = check(preset="smoke")
     assert first.startswith("the data changed: its run is ")

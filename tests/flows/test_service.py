@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -127,20 +126,6 @@ def test_two_runs_at_once_share_the_slot_and_both_end(fresh: Service) -> None:
     assert {"both-11", "both-12"} <= set(fresh.experiments())
     limit = fresh.call("GET", "/v2/concurrency_limits/gpu")
     assert (limit["limit"], limit["active_slots"]) == (1, 0)
-
-
-@pytest.mark.slow
-def test_a_new_stage_of_dvc_yaml_appears_without_a_change_to_code(fresh: Service) -> None:
-    file = fresh.root / "dvc.yaml"
-    before = file.read_text(encoding="utf-8")
-    third = "  third:\n    cmd: cp second.txt third.txt\n    deps: [second.txt]\n    outs: [third.txt]\n"
-    file.write_text(before + third, encoding="utf-8")
-    toy.commit(fresh.root)
-    identity = fresh.start(seed=6)
-    assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
-    assert list(fresh.tasks(identity)) == ["first", "second", "third"]
-    file.write_text(before, encoding="utf-8")
-    toy.commit(fresh.root)
 
 
 @pytest.mark.slow
@@ -315,52 +300,6 @@ def test_a_sweep_repeats_no_run_and_ends_with_one_comparison(fresh: Service) -> 
     wider = parameters | {"seeds": [1, 2, 3]}
     state = fresh.end(fresh.start("rlhf-sweep/sweep", **wider))
     assert state["message"] == "2 setting(s), 6 runs, 4 of them done before"
-
-
-@pytest.mark.slow
-def test_the_watch_runs_the_pipeline_only_after_a_change_of_the_data(fresh: Service) -> None:
-    watch = "rlhf-data-watch/watch"
-    assert fresh.end(fresh.start())["type"] == "COMPLETED"
-    assert fresh.end(fresh.start(watch))["message"] == "the data is that of the last completed run"
-    (fresh.root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
-    before = num_runs(fresh)
-    message = fresh.end(fresh.start(watch))["message"]
-    assert message.startswith("the data changed: its run is ")
-    assert fresh.end(fresh.start(watch))["type"] == "COMPLETED"
-    toy.until(lambda: named(fresh, message)["state"]["type"] == "COMPLETED", "the run of the change")
-    assert fresh.end(fresh.start(watch))["message"] == "the data is that of the last completed run"
-    assert num_runs(fresh) == before + 1, "one change makes one run, however often it is checked"
-    toy.git(fresh.root, "checkout", "-q", "given/rows.txt")
-
-
-def num_runs(service: Service) -> int:
-    """The number of runs of the pipeline's deployment."""
-    identity = service.call("GET", "/deployments/name/rlhf-pipeline/pipeline")["id"]
-    return int(service.call("POST", "/flow_runs/count", {"deployments": {"id": {"any_": [identity]}}}))
-
-
-def named(service: Service, message: str) -> dict[str, Any]:
-    """The run whose page a message of the watch ends with."""
-    run: dict[str, Any] = service.call("GET", f"/flow_runs/{message.rpartition('/')[2]}")
-    return run
-
-
-@pytest.mark.slow
-def test_an_active_schedule_makes_runs(fresh: Service) -> None:
-    deployment = fresh.call("GET", "/deployments/name/rlhf-pipeline/scheduled")
-    schedule = deployment["schedules"][0]
-    assert not schedule["active"]
-    path = f"/deployments/{deployment['id']}/schedules/{schedule['id']}"
-    response = httpx.patch(f"{fresh.url('prefect')}/api{path}", json={"active": True}, timeout=30)
-    assert response.is_success
-    scheduled = {
-        "deployments": {"id": {"any_": [deployment["id"]]}},
-        "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
-    }
-    toy.until(lambda: fresh.call("POST", "/flow_runs/filter", scheduled), "scheduled runs")
-    assert fresh.up().returncode == 0
-    assert fresh.call("GET", f"{path.rpartition('/schedules')[0]}")["schedules"][0]["active"]
-    httpx.patch(f"{fresh.url('prefect')}/api{path}", json={"active": False}, timeout=30)
 
 
 @pytest.mark.slow

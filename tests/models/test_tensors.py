@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.models.tensors import (
-    copy_to_cpu,
-    distinct,
-    masked_mean,
-    masked_moments,
-    masked_sum,
-    whiten,
-)
+from rlhf_tasks.models.tensors import copy_to_cpu, distinct, masked_mean, masked_moments, masked_sum, whiten
 
 X = torch.tensor([[1.0, 2.0, 6.0], [3.0, 8.0, 9.0]])
 MASK = torch.tensor([[True, True, False], [True, False, False]])  # 1, 2, 3: mean 2, variance 2/3

@@ -158,12 +158,7 @@ def put_all(root: Path, commit: str = "f" * 40) -> None:
         if stage in metrics:
             put_json(root / f"metrics/{stage}.json", metrics[stage])
         key = f"{stage}-20260102T03{5 * minute:02}00-aa"
-        lineage = {
-            "rlhf.run": key,
-            "seconds": 183.0,
-            "inputs": {"models/sft": "ab" * 16},
-            "git.rev": commit,
-        }
+        lineage = {"rlhf.run": key, "seconds": 183.0, "inputs": {"models/sft": "ab" * 16}, "git.rev": commit}
         put_json(root / f"models/lineage/{stage}.json", lineage)
     put_text(
         root / "plots/ppo.csv",

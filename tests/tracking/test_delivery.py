@@ -58,12 +58,22 @@ def test_a_run_that_was_resumed_before_its_delivery_is_not_over(home: Path) -> N
     assert (status(home, "sft"), pending(home)) == (["FINISHED"], set())
 
 
-@pytest.mark.parametrize("first_part", ["delivered", "not delivered"])
-def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part: str) -> None:
-    """Killed after step 3, resumed from the snapshot after step 2."""
+@pytest.mark.parametrize(
+    ("first_part", "hour"), [("delivered", 0.0), ("not delivered", 0.0), ("delivered", 3600.0)]
+)
+def test_a_resumed_run_is_one_run_without_doubled_points_whatever_the_clock_says(
+    home: Path, monkeypatch: pytest.MonkeyPatch, first_part: str, hour: float
+) -> None:
+    """Killed after step 3, resumed from the snapshot after step 2.
+
+    The clock is set back by the hour between two points, and once more between the kill and the resumed run.
+    """
+    real, behind = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: real() - behind)
     with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         for step in (1, 2):
             tracker.metrics({"train/loss": float(step)}, step=step)
+            behind = hour
         tracker.table("samples", [{"query": "a"}])
         state = tracker.state_dict()
         tracker.metrics({"train/loss": 3.0}, step=3)
@@ -72,6 +82,7 @@ def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part:
     if first_part == "delivered":
         assert sync(home) == (1, {})
         assert status(home, "sft", "pipeline") == ["FAILED", "FAILED"]
+    behind = 2 * hour
     with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         tracker.load_state_dict(json.loads(json.dumps(state)))
         for step in (3, 4):
@@ -92,30 +103,6 @@ def test_a_resumed_run_sends_points_that_mlflow_lacks_below_its_newest_one(home:
         killed(home, "k")
         assert sync(home) == (1, {})
     assert sorted(points(home)) == [(2, 2.0), (3, 3.0), (4, 4.0), (6, 6.0)]
-
-
-def test_a_clock_that_is_set_back_loses_no_point_and_doubles_none(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By an hour: once between two points, and once more between a kill and the resumed run."""
-    real, behind = time.time, 0.0
-    monkeypatch.setattr(time, "time", lambda: real() - behind)
-    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-        tracker.metrics({"train/loss": 1.0}, step=1)
-        behind = 3600.0
-        tracker.metrics({"train/loss": 2.0}, step=2)
-        state = tracker.state_dict()
-        tracker.metrics({"train/loss": 3.0}, step=3)
-    killed(home, "k")
-    assert sync(home) == (1, {})
-    behind = 7200.0
-    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
-        tracker.load_state_dict(json.loads(json.dumps(state)))
-        for step in (3, 4):
-            tracker.metrics({"train/loss": float(step)}, step=step)
-    assert sync(home) == (1, {})
-    assert points(home) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-    assert (status(home, "sft"), pending(home)) == (["FINISHED"], set())
 
 
 def test_a_resumed_run_belongs_to_the_pipeline_that_ends_it(
