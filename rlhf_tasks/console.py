@@ -1,10 +1,10 @@
 """Prints lines, tables and progress bars while a stage runs; plain lines if stdout is not a terminal.
 
-A stage prints one line of progress, `5/10 reward  62% of 3 epochs  1m10s left`, and what a person must know.
+A stage prints one line of progress, `5/11 reward  62% of 3 epochs  1m10s left`, and what a person must know.
 Its tables and remarks go to a log file (`stage`, `log_to`). Ranks but the first are quiet: nothing is shown.
 
 What takes long names itself (`part`), counted if it can be. A thread of the stage calls `show_life` every
-second: `7/10 ppo  25% of 8,192 episodes  sampling  12% of 64 responses  20s so far`.
+second: `8/11 ppo  25% of 8,192 episodes  sampling  12% of 64 responses  20s so far`.
 
 The program that started the stage may follow its own work (not what is inside it, such as an evaluation) by
 the file of $RLHF_PROGRESS_FILE: `{"share": 0.62, "work": "62% of 3 epochs", "left": 70.0}`, left in seconds.
@@ -112,7 +112,7 @@ class Console:
 
     @contextmanager
     def stage(self, name: str, number: int, count: int) -> Iterator[None]:
-        """Within the block, progress is that of a stage, and begins with `5/10 reward`."""
+        """Within the block, progress is that of a stage, and begins with `5/11 reward`."""
         before = self._stage, self._label
         self._stage, self._label = name, f"{number}/{count} {name}"
         self._began_at, self._pause = time.monotonic(), SILENT_SECONDS

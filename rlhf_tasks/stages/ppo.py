@@ -61,7 +61,7 @@ PTX_TOKENS = 256
 def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/policy and evaluation/ppo/{samples,answers,rollouts}.parquet, guards.json and audit.json.
 
-    Reads data/prompts, models/sft, and models/reward and reward_heldout where there are reward models; with
+    Reads data/prompts, models/sft, models/dpo where there is one to start from, and models/reward and reward_heldout where there are reward models; with
     `ptx: {text: null}` data/sft; with `critic.init: base` or `value` that model; and what its parameters
     (`PpoView`) name: scorers and their models, the text of `ptx`, a judge that selects, functions.
 
