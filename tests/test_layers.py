@@ -43,7 +43,7 @@ LINES: Mapping[str, int] = {
     "scoring": 1357,  # the client of language models, which was in judging, and the scorer that uses it
     "training": 3327,  # losses of stage dpo, speed on GPUs, objects by gloo, tokens of a pass by layout
     "ppo": 3530,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2283,  # stage dpo, a policy that is passed on
+    "stages": 2284,  # stage dpo, a policy that is passed on
     "judging": 2619,
     "promotion": 1379,
     "tracking": 1839,  # judges by the model that they read; a store that follows its project

@@ -61,9 +61,10 @@ PTX_TOKENS = 256
 def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/policy and evaluation/ppo/{samples,answers,rollouts}.parquet, guards.json and audit.json.
 
-    Reads data/prompts, models/sft, models/dpo where there is one to start from, and models/reward and reward_heldout where there are reward models; with
-    `ptx: {text: null}` data/sft; with `critic.init: base` or `value` that model; and what its parameters
-    (`PpoView`) name: scorers and their models, the text of `ptx`, a judge that selects, functions.
+    Reads data/prompts; models/sft, or models/dpo where there is one; models/reward and reward_heldout where
+    there are reward models; with `ptx: {text: null}` data/sft; with `critic.init: base` or `value` that
+    model; and what its parameters (`PpoView`) name: scorers and their models, the text of `ptx`, a judge that
+    selects, functions.
 
     Metrics: the last update's, and `selected_…` of the weights that are kept. With `train: false` the policy
     of stage dpo is passed on.
