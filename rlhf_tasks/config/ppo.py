@@ -66,7 +66,7 @@ class SeparateCritic(ValueLoss):
     learning_rate: t.PositiveFloat | None = None
     """Peak learning rate of the critic; null: the same as the policy's."""
     schedule: Literal["constant", "linear", "cosine"] | None = None
-    """Shape of the critic's learning rate after the policy's warm-up; null: the policy's."""
+    """Shape of the critic's learning rate, without a warm-up; null: the policy's, with its warm-up."""
     adam_eps: t.PositiveFloat | None = None
     """AdamW's eps for the critic; null: 1e-5, as for the policy. Above the RMS of a gradient it slows the
     weights down: of a new head the trunk's is 1e-7 to 1e-6."""

@@ -59,7 +59,7 @@ from rlhf_tasks.ppo.rollout import Prompts, Rollout, interleave, pad_rows, raise
 from rlhf_tasks.ppo.state import PpoState, Setup, handle_trips, stop_at_non_finite
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import MicroRows
-from rlhf_tasks.training.optim import learning_rate, reset_moments, set_learning_rate
+from rlhf_tasks.training.optim import decay, learning_rate, reset_moments, set_learning_rate
 from rlhf_tasks.training.supervised import budget_metrics
 
 
@@ -106,10 +106,11 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 # its first real ones too small, or too large where the moments are slow
                 reset_moments(state.optimizer, state.num_policy_groups)
                 bar.restart_speed()  # a warm-up has taken time, and none of the episodes
-            of_critic = rate
-            if separate.schedule is not None and not is_warmup:
-                of_critic = learning_rate(config, state.update, num_updates, separate.schedule)
-            set_learning_rate(state.optimizer, rate, of_critic)
+            critic_rate = None  # the policy's, by its scale
+            if separate.schedule is not None:
+                peak = separate.learning_rate or config.learning_rate
+                critic_rate = peak * decay(separate.schedule, state.update / num_updates)
+            set_learning_rate(state.optimizer, rate, critic_rate)
 
             # 2. Responses: k to each of n prompts, in the order of `Samples`.
             prompts = setup.prompts.take(state.prompt_order.take(num_prompts))

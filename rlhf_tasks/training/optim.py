@@ -30,18 +30,13 @@ def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=eps, fused=True)
 
 
-def learning_rate(
-    settings: Optimization | Ppo, step: int, num_steps: int, schedule: str | None = None
-) -> float:
-    """The rate of step 0 … num_steps − 1: linear warm-up, then constant, linear or cosine to zero.
-
-    `schedule` is the shape after the warm-up, by default that of `settings`.
-    """
+def learning_rate(settings: Optimization | Ppo, step: int, num_steps: int) -> float:
+    """The rate of step 0 … num_steps − 1: linear warm-up, then constant, linear or cosine to zero."""
     warmup = math.ceil(settings.warmup_fraction * num_steps)
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     done = (step - warmup) / max(1, num_steps - warmup)
-    return settings.learning_rate * decay(schedule or settings.schedule, done)
+    return settings.learning_rate * decay(settings.schedule, done)
 
 
 def decay(schedule: str, done: float) -> float:
@@ -49,10 +44,12 @@ def decay(schedule: str, done: float) -> float:
     return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, of_critic: float = 0.0) -> None:
-    """Set the rate of all groups; the critic's have a `scale`, by which `of_critic` is multiplied."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, of_critic: float | None = None) -> None:
+    """Set the rate of all groups; the critic's have a `scale` and get that multiple, or `of_critic`."""
     for group in optimizer.param_groups:
-        group["lr"] = of_critic * group["scale"] if "scale" in group else rate
+        group["lr"] = rate
+        if "scale" in group:
+            group["lr"] = rate * group["scale"] if of_critic is None else of_critic
 
 
 def reset_moments(optimizer: torch.optim.Optimizer, num_groups: int) -> None:
