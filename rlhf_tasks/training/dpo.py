@@ -170,7 +170,7 @@ class LabeledResponses(Task):
 
     def __post_init__(self) -> None:
         self.sizes = sizes(self.queries, self.responses)
-        self._others = self.next_responses(self.responses)
+        self._others: Sequence[Ids] = self.next_responses(self.responses)
         self._kl = 0.0
 
     @staticmethod
