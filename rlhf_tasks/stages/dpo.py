@@ -145,7 +145,7 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         how=f"Trained on preference pairs from the SFT policy by the loss {settings.loss}; the weights are "
         f"those of step {step}, {chosen}.",
     )
-    save(dist, policy, tokenizer, paths.dpo, identity, card)
+    save(dist, policy, tokenizer, paths.dpo, identity, card, others=prober.ends)
     return metrics
 
 
@@ -211,7 +211,7 @@ class _Prober:
         self._dist, self._config, self._tokenizer = dist, config, tokenizer
         self._policy, self._reference = policy, reference
         self._budget = TokenBudget(config.dpo.micro_batch_tokens)
-        self._ends = ends_of(policy, tokenizer, [config.stop_token])
+        self.ends = ends_of(policy, tokenizer, [config.stop_token])
         rows = read_table(paths, "prompts", "validation")[: config.dpo.num_selection_prompts]
         self._prompts = Prompts(rows.texts("prompt"), token_ids(tokenizer, rows)[0], columns.of_rows(rows))
         self._heldout: RewardModel | None = None
@@ -245,7 +245,7 @@ class _Prober:
             temperature=config.temperature,
             max_new_tokens=config.response_length,
             pad=pad,
-            ends=self._ends,
+            ends=self.ends,
         )
         responses = sampler.respond(self._prompts.queries, config.seed, step)
         kl = measure_kl(
@@ -260,9 +260,9 @@ class _Prober:
         )
         scores = None
         if self._heldout is not None:
-            scores = score_heldout(dist, self._heldout, self._prompts, responses, self._tokenizer, self._ends)
-            scores = score_ends(scores, responses, self._ends, config.truncation)
-        ended = sum(has_ended(response, self._ends) for response in responses) / len(responses)
+            scores = score_heldout(dist, self._heldout, self._prompts, responses, self._tokenizer, self.ends)
+            scores = score_ends(scores, responses, self.ends, config.truncation)
+        ended = sum(has_ended(response, self.ends) for response in responses) / len(responses)
         return Probe(kl, scores, sum(map(len, responses)) / len(responses), ended)
 
 

@@ -12,15 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import GenerationConfig
 
 from rlhf_tasks import config
 from rlhf_tasks.config import Dpo
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.splits import pairs_of
-from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.models.passes import TokenBudget
+from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.verdict import read_kl
 from rlhf_tasks.stages import dpo
@@ -236,6 +239,12 @@ def test_without_ppo_it_is_the_policy_that_is_judged(models_here: Path) -> None:
     assert kl.mean == metrics["selected_kl"]
     assert pq.read_table(Paths().ppo_responses).num_rows == 0
     assert "reward_model/policy_vs_sft/win_rate" in small.run("judge", changes)
+
+
+def test_it_ends_its_responses_at_the_stop_token_wherever_it_is_sampled(models_here: Path) -> None:
+    small.run("dpo", SMALL | {"ppo.stop_token": 5, "dpo.num_epochs": 0.5})
+    known = GenerationConfig.from_pretrained(Paths().dpo).eos_token_id
+    assert known == list(ends_of(load_causal(Paths().sft), load_tokenizer(Paths().sft), [5]))
 
 
 def test_without_need_there_is_a_readme_and_no_metric(models_here: Path) -> None:
