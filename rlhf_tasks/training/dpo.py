@@ -34,7 +34,7 @@ from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.passes import TokenBudget, read_rows
-from rlhf_tasks.project.imports import load_function
+from rlhf_tasks.project.imports import call, load_function
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.tasks import Sums, Task
 
@@ -90,20 +90,23 @@ def pair_loss_of(name: str, root: Path) -> PairLoss:
     """The built-in loss, or the function of `PairLogProbs` and section `dpo` that `dpo.loss` names.
 
     Raises:
-        UserError: if it cannot be imported; when it is called, if it does not return (b,) numbers.
+        UserError: if it cannot be imported; when it is called, if it raises, or does not return (b,) numbers
+            that depend on the policy.
     """
     if name in PAIR_LOSSES:
         return PAIR_LOSSES[name]
-    function = load_function(name, "dpo.loss", root)
+    function, key = load_function(name, "dpo.loss", root), f"dpo.loss: {name}"
 
-    def call(pairs: PairLogProbs, settings: Dpo) -> Tensor:
-        loss: Any = function(pairs, settings)
+    def call_user_loss(pairs: PairLogProbs, settings: Dpo) -> Tensor:
+        loss: Any = call(key, function, pairs, settings)
         if not isinstance(loss, Tensor) or loss.shape != pairs.chosen.shape:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserError(f"dpo.loss: {name} returned {shape}; it must return one loss for each pair, (b,)")
+            raise UserError(f"{key} returned {shape}; it must return one loss for each pair, (b,)")
+        if pairs.chosen.requires_grad and not loss.requires_grad:
+            raise UserError(f"{key}: the losses do not depend on the log-probs: nothing would be learned")
         return loss
 
-    return call
+    return call_user_loss
 
 
 @dataclass

@@ -187,6 +187,20 @@ def test_a_policy_learns_from_the_pairs(models_here: Path, loss: str) -> None:
     assert identity["kl"] == [metrics["selected_kl"], metrics["selected_kl_standard_error"]]
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("pairs.lead.mean()", r"dpo\.loss: losses:mine returned \(\); it must return one loss for each pair"),
+        ("-pairs.lead.detach()", "nothing would be learned"),
+        ("pairs.margins", r"dpo\.loss: losses:mine raised AttributeError: .*margins"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_a_clear_message(models_here: Path, body: str, message: str) -> None:
+    Path("losses.py").write_text(f"def mine(pairs, settings):\n    return {body}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        small.run("dpo", SMALL | {"dpo.loss": "losses:mine"})
+
+
 def test_it_trains_on_no_pair_of_the_model_that_selects(models_here: Path, monkeypatch: Any) -> None:
     seen = list[Any]()
 
