@@ -41,7 +41,7 @@ LINES: Mapping[str, int] = {
     "data/readers": 2448,
     "models": 2438,  # the output layer by TF32 on a GPU, models that scored a policy
     "scoring": 1357,  # the client of language models, which was in judging, and the scorer that uses it
-    "training": 3340,  # losses of stage dpo, checks of a user's, its stop tokens; speed on GPUs, objects by gloo, tokens of a pass by layout
+    "training": 3345,  # losses of stage dpo and of users, speed on GPUs, objects by gloo, tokens by layout
     "ppo": 3530,  # groups without variance, truncated responses, what stage dpo measures too
     "stages": 2283,  # stage dpo, a policy that is passed on
     "judging": 2619,

@@ -8,6 +8,7 @@ prompts; without reward models the validation loss does.
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ from rlhf_tasks.training.dpo import (
     PolicyPairs,
     pair_loss_of,
     read_logprobs,
+    responses_to_others,
     sum_logprobs,
 )
 from rlhf_tasks.training.supervised import evaluate, save, train
@@ -171,8 +173,8 @@ def _read_pairs(
     queries, chosen, rejected = token_ids(tokenizer, rows, "chosen", "rejected")
     if settings.loss == "kto":  # single responses, and beside each one to another prompt
         loss, shares, is_good = None, False, torch.arange(2 * len(rows)) < len(rows)
-        queries, chosen = Ragged([*queries, *queries]), Ragged([*chosen, *rejected])
-        rejected = LabeledResponses.next_responses(chosen)
+        queries, chosen = Ragged(chain(queries, queries)), Ragged(chain(chosen, rejected))
+        rejected = responses_to_others(queries, chosen)
     else:
         loss, shares = pair_loss_of(settings.loss, paths.root), supports_shared_prefix(reference)
     with console.part("log-probs of the SFT model"):
@@ -183,7 +185,8 @@ def _read_pairs(
         found = read_logprobs(dist, read, [*local, *local], both, pad, budget, pairs if shares else None)
     known: Tensor = interleave(dist.all_gather_object(found.view(2, -1).T))  # (N, 2)
     if loss is None:
-        return LabeledResponses(queries, chosen, is_good, known, pad, settings, sets_of(rows, rows))
+        sets = sets_of(rows, rows)
+        return LabeledResponses(queries, chosen, rejected, is_good, known, pad, settings, sets)
     return PolicyPairs(queries, chosen, rejected, known, pad, settings, loss, shares, sets_of(rows))
 
 

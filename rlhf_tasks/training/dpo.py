@@ -165,21 +165,16 @@ class LabeledResponses(Task):
 
     queries: Sequence[Ids]
     responses: Sequence[Ids]
+    others: Sequence[Ids]  # `responses_to_others`, from which z is estimated
     is_good: Tensor  # (N,) bool
-    reference: Tensor  # (N, 2): log-probs by the SFT model of the response, and of the next row's
+    reference: Tensor  # (N, 2): log-probs by the SFT model of the response, and of the other one
     pad: int
     settings: Dpo
     sets: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sizes = sizes(self.queries, self.responses)
-        self._others = self.next_responses(self.responses)
         self._kl = 0.0
-
-    @staticmethod
-    def next_responses(responses: Sequence[Ids]) -> Ragged:
-        """The response of the next row, which belongs to another prompt."""
-        return Ragged([*responses[1:], *responses[:1]])
 
     def num_targets(self, rows: Sequence[int]) -> float:
         return len(rows)
@@ -191,7 +186,7 @@ class LabeledResponses(Task):
             dist,
             sum_logprobs(model),
             [self.queries[i] for i in local],
-            [self._others[i] for i in local],
+            [self.others[i] for i in local],
             self.pad,
             budget,
         )
@@ -212,6 +207,16 @@ class LabeledResponses(Task):
             "accuracy": right.float().sum(),
             "kl_estimate": torch.full_like(ratio.detach(), self._kl).sum(),
         }
+
+
+def responses_to_others(queries: Sequence[Ids], responses: Sequence[Ids]) -> Ragged:
+    """For each row the response of the next one with another prompt; of one prompt alone, any of its."""
+    count = len(queries)
+    others = list(range(count))
+    for i in reversed(range(2 * count - 1)):  # twice around, since the first row follows the last
+        row, following = i % count, (i + 1) % count
+        others[row] = following if queries[row] != queries[following] else others[following]
+    return Ragged(responses[other] for other in others)
 
 
 def read_logprobs(

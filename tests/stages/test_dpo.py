@@ -28,7 +28,13 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.verdict import read_kl
 from rlhf_tasks.stages import dpo
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training.dpo import PAIR_LOSSES, LabeledResponses, PairLogProbs, PolicyPairs
+from rlhf_tasks.training.dpo import (
+    PAIR_LOSSES,
+    LabeledResponses,
+    PairLogProbs,
+    PolicyPairs,
+    responses_to_others,
+)
 from tests import small
 from tests.small import PAD
 
@@ -73,8 +79,9 @@ def task_of(loss: str, seed: int = 0, **changes: Any) -> PolicyPairs | LabeledRe
         known = reference(model, CHOSEN, REJECTED)
         return PolicyPairs(QUERIES, CHOSEN, REJECTED, known, PAD, settings, PAIR_LOSSES[loss])
     responses = [*CHOSEN[:3], *REJECTED[3:]]
-    known = reference(model, responses, LabeledResponses.next_responses(responses))
-    return LabeledResponses(QUERIES, responses, torch.arange(6) < 3, known, PAD, settings)
+    others = [*responses[1:], responses[0]]
+    known = reference(model, responses, others)
+    return LabeledResponses(QUERIES, responses, others, torch.arange(6) < 3, known, PAD, settings)
 
 
 def mean_loss(task: PolicyPairs | LabeledResponses, model: Any) -> Tensor:
@@ -105,6 +112,14 @@ def test_the_loss_of_a_pair_by_hand(loss: str, expected: float) -> None:
     numbers = (torch.tensor([float(x)]) for x in (-4, -9, -5, -6, 2, 3))
     settings = Dpo(beta=0.5, label_smoothing=0.2 if loss == "sigmoid" else 0.0, loss=loss)
     assert PAIR_LOSSES[loss](PairLogProbs(*numbers), settings).item() == pytest.approx(expected)
+
+
+def test_the_kl_of_kto_is_of_responses_to_other_prompts() -> None:
+    """Also where rows of one prompt stand together, and around the end."""
+    queries, responses = [[7], [8], [8], [9], [7]], [[10], [11], [12], [13], [14]]
+    assert [*responses_to_others(queries, responses)] == [[11], [13], [13], [14], [11]]
+    assert len(responses_to_others([[7], [7]], [[10], [11]])) == 2, "there is no other prompt"
+    assert [*responses_to_others([], [])] == []
 
 
 def slow_loss(loss: str, model: Any, ref: Any, beta: float) -> Tensor:
