@@ -285,6 +285,21 @@ def test_without_need_there_is_a_readme_and_no_metric(models_here: Path) -> None
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {**small.WITHOUT_REWARD, "ppo.guards": {"gap_max": 2.0}},
+        {"launch.num_processes": 2, "ppo.rollout_batch_size": 255, "ppo.num_mini_batches": 1},
+        {"launch.num_processes": 2, "ppo.advantages.critic.init": "value", "value.batch_size": 31},
+        {"launch.parallelism": "zero2", "ppo.advantages.critic.steps": 2},
+    ],
+)
+def test_nothing_is_asked_of_a_ppo_that_does_not_train(changes: dict[str, Any]) -> None:
+    config.validate(small.params({"dpo.train": True, "ppo.train": False, **changes}), "test")
+    with pytest.raises(UserError):
+        config.validate(small.params({"dpo.train": True, **changes}), "test")
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"ppo.train": False}, "no policy but the SFT model"),
