@@ -113,12 +113,6 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             patience=settings.patience,
             measure=prober.measure,
         )
-    was_chosen = math.isfinite(state.best_loss)
-    if settings.max_kl is not None and not was_chosen:
-        raise UserError(
-            f"dpo.max_kl={settings.max_kl:g}: the KL from the SFT model was higher at every evaluation; "
-            "lower dpo.learning_rate, or raise dpo.beta, dpo.max_kl or dpo.evals_per_epoch"
-        )
 
     # 3. The metrics of the weights that are kept, and the checkpoint.
     metrics: Metrics = {}
@@ -126,6 +120,12 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         metrics = evaluate(dist, policy, tasks["validation"], TokenBudget(settings.micro_batch_tokens))
     probe = prober.probe(state.step)
     kl, error = float(probe.kl.mean()), _standard_error(probe.kl)
+    was_chosen = math.isfinite(state.best_loss)  # else they are the last
+    if settings.max_kl is not None and not was_chosen and kl > settings.max_kl:
+        raise UserError(
+            f"dpo.max_kl={settings.max_kl:g}: the KL from the SFT model was higher at every evaluation; "
+            "lower dpo.learning_rate, or raise dpo.beta, dpo.max_kl or dpo.evals_per_epoch"
+        )
     step = state.best_step if was_chosen else state.step
     metrics |= {"selected_step": step, "steps_trained": state.step}
     metrics |= {"selected_kl": kl, "selected_kl_standard_error": error}

@@ -236,6 +236,19 @@ def test_without_a_reward_model_the_validation_loss_selects(models_here: Path) -
     assert "chosen_by" not in contracts.read_identity(Paths().dpo)
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_without_a_pair_to_validate_on_the_last_weights_within_the_bound_are_kept(
+    models_here: Path, loss: str
+) -> None:
+    rows = read_table(Paths(), "comparisons", "validation")
+    pq.write_table(rows.table.slice(0, 0), Paths().table("comparisons", "validation"))
+    changes = {**SMALL, **small.WITHOUT_REWARD, "dpo.loss": loss, "dpo.max_kl": 1e3}
+    metrics = small.run("dpo", changes)
+    assert metrics["selected_step"] == metrics["steps_trained"]
+    assert "loss" not in metrics
+    assert "the last" in (Paths().dpo / "README.md").read_text(encoding="utf-8")
+
+
 def test_weights_above_the_bound_on_the_kl_are_not_kept(models_here: Path) -> None:
     with pytest.raises(UserError, match=r"dpo\.max_kl=1e-06: the KL from the SFT model was higher"):
         small.run("dpo", SMALL | {"dpo.max_kl": 1e-6, "dpo.learning_rate": 0.1})
