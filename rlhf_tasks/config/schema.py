@@ -725,21 +725,21 @@ class Config(Section):
         how, processes = f"launch.parallelism: {launch.parallelism}", launch.num_processes
         if launch.parallelism == "ddp" and launch.offload:
             yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
-        rollout = self.ppo.rollout_batch_size
-        for key, size in {
-            "base.batch_size": self.base.batch_size,
-            "sft.batch_size": self.sft.batch_size,
-            "reward.batch_size": self.reward.batch_size,
-            **({"dpo.batch_size": self.dpo.batch_size} if self.dpo.train else {}),
-            **({"value.batch_size": self.value.batch_size} if self.ppo.critic_init == "value" else {}),
-            "ppo.rollout_batch_size / num_mini_batches": rollout // self.ppo.num_mini_batches,
-            "ppo.rollout_batch_size / samples_per_prompt": rollout // self.ppo.samples_per_prompt,
-        }.items():
+        sizes = {f"{name}.batch_size": getattr(self, name).batch_size for name in ("base", "sft", "reward")}
+        if self.dpo.train:
+            sizes["dpo.batch_size"] = self.dpo.batch_size
+        if self.ppo.train and self.ppo.critic_init == "value":
+            sizes["value.batch_size"] = self.value.batch_size
+        if self.ppo.train:
+            rollout = self.ppo.rollout_batch_size
+            sizes["ppo.rollout_batch_size / num_mini_batches"] = rollout // self.ppo.num_mini_batches
+            sizes["ppo.rollout_batch_size / samples_per_prompt"] = rollout // self.ppo.samples_per_prompt
+        for key, size in sizes.items():
             if size % processes:
                 yield f"{key}={size} is not divisible by launch.num_processes={processes}"
         critic, is_zero = self.ppo.critic, launch.parallelism.startswith("zero")
         steps, norm = getattr(critic, "steps", 1), getattr(critic, "max_grad_norm", None)
-        if is_zero and (steps > 1 or norm is not None):
+        if is_zero and self.ppo.train and (steps > 1 or norm is not None):
             yield (
                 f"ppo.advantages.critic: {how} steps and clips policy and critic as one; set steps to 1 and "
                 "max_grad_norm to null, or launch.parallelism to ddp or fsdp2"
@@ -801,7 +801,7 @@ class Config(Section):
             "judge.judges": any(
                 isinstance(one, RewardModelJudge) and one.is_of_pipeline for one in self.judge.judges
             ),
-            "ppo.guards.gap_max": getattr(self.ppo.guards, "gap_max", None) is not None,
+            "ppo.guards.gap_max": self.ppo.train and getattr(self.ppo.guards, "gap_max", None) is not None,
         }
         named = ", ".join(key for key, uses_reward_model in users.items() if uses_reward_model)
         if named and not self.reward.train:

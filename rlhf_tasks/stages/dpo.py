@@ -8,6 +8,7 @@ prompts; without reward models the validation loss does.
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ from rlhf_tasks.training.dpo import (
     PolicyPairs,
     pair_loss_of,
     read_logprobs,
+    responses_to_others,
     sum_logprobs,
 )
 from rlhf_tasks.training.supervised import evaluate, save, train
@@ -111,12 +113,6 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             patience=settings.patience,
             measure=prober.measure,
         )
-    was_chosen = math.isfinite(state.best_loss)
-    if settings.max_kl is not None and not was_chosen:
-        raise UserError(
-            f"dpo.max_kl={settings.max_kl:g}: the KL from the SFT model was higher at every evaluation; "
-            "lower dpo.learning_rate, or raise dpo.beta, dpo.max_kl or dpo.evals_per_epoch"
-        )
 
     # 3. The metrics of the weights that are kept, and the checkpoint.
     metrics: Metrics = {}
@@ -124,6 +120,12 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         metrics = evaluate(dist, policy, tasks["validation"], TokenBudget(settings.micro_batch_tokens))
     probe = prober.probe(state.step)
     kl, error = float(probe.kl.mean()), _standard_error(probe.kl)
+    was_chosen = math.isfinite(state.best_loss)  # else they are the last
+    if settings.max_kl is not None and not was_chosen and kl > settings.max_kl:
+        raise UserError(
+            f"dpo.max_kl={settings.max_kl:g}: the KL from the SFT model was higher at every evaluation; "
+            "lower dpo.learning_rate, or raise dpo.beta, dpo.max_kl or dpo.evals_per_epoch"
+        )
     step = state.best_step if was_chosen else state.step
     metrics |= {"selected_step": step, "steps_trained": state.step}
     metrics |= {"selected_kl": kl, "selected_kl_standard_error": error}
@@ -145,7 +147,7 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         how=f"Trained on preference pairs from the SFT policy by the loss {settings.loss}; the weights are "
         f"those of step {step}, {chosen}.",
     )
-    save(dist, policy, tokenizer, paths.dpo, identity, card)
+    save(dist, policy, tokenizer, paths.dpo, identity, card, others=prober.ends)
     return metrics
 
 
@@ -171,8 +173,8 @@ def _read_pairs(
     queries, chosen, rejected = token_ids(tokenizer, rows, "chosen", "rejected")
     if settings.loss == "kto":  # single responses, and beside each one to another prompt
         loss, shares, is_good = None, False, torch.arange(2 * len(rows)) < len(rows)
-        queries, chosen = Ragged([*queries, *queries]), Ragged([*chosen, *rejected])
-        rejected = LabeledResponses.next_responses(chosen)
+        queries, chosen = Ragged(chain(queries, queries)), Ragged(chain(chosen, rejected))
+        rejected = responses_to_others(queries, chosen)
     else:
         loss, shares = pair_loss_of(settings.loss, paths.root), supports_shared_prefix(reference)
     with console.part("log-probs of the SFT model"):
@@ -183,7 +185,8 @@ def _read_pairs(
         found = read_logprobs(dist, read, [*local, *local], both, pad, budget, pairs if shares else None)
     known: Tensor = interleave(dist.all_gather_object(found.view(2, -1).T))  # (N, 2)
     if loss is None:
-        return LabeledResponses(queries, chosen, is_good, known, pad, settings, sets_of(rows, rows))
+        sets = sets_of(rows, rows)
+        return LabeledResponses(queries, chosen, rejected, is_good, known, pad, settings, sets)
     return PolicyPairs(queries, chosen, rejected, known, pad, settings, loss, shares, sets_of(rows))
 
 
@@ -211,7 +214,7 @@ class _Prober:
         self._dist, self._config, self._tokenizer = dist, config, tokenizer
         self._policy, self._reference = policy, reference
         self._budget = TokenBudget(config.dpo.micro_batch_tokens)
-        self._ends = ends_of(policy, tokenizer, [config.stop_token])
+        self.ends = ends_of(policy, tokenizer, [config.stop_token])
         rows = read_table(paths, "prompts", "validation")[: config.dpo.num_selection_prompts]
         self._prompts = Prompts(rows.texts("prompt"), token_ids(tokenizer, rows)[0], columns.of_rows(rows))
         self._heldout: RewardModel | None = None
@@ -245,7 +248,7 @@ class _Prober:
             temperature=config.temperature,
             max_new_tokens=config.response_length,
             pad=pad,
-            ends=self._ends,
+            ends=self.ends,
         )
         responses = sampler.respond(self._prompts.queries, config.seed, step)
         kl = measure_kl(
@@ -260,9 +263,9 @@ class _Prober:
         )
         scores = None
         if self._heldout is not None:
-            scores = score_heldout(dist, self._heldout, self._prompts, responses, self._tokenizer, self._ends)
-            scores = score_ends(scores, responses, self._ends, config.truncation)
-        ended = sum(has_ended(response, self._ends) for response in responses) / len(responses)
+            scores = score_heldout(dist, self._heldout, self._prompts, responses, self._tokenizer, self.ends)
+            scores = score_ends(scores, responses, self.ends, config.truncation)
+        ended = sum(has_ended(response, self.ends) for response in responses) / len(responses)
         return Probe(kl, scores, sum(map(len, responses)) / len(responses), ended)
 
 

@@ -34,7 +34,7 @@ from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.passes import TokenBudget, read_rows
-from rlhf_tasks.project.imports import load_function
+from rlhf_tasks.project.imports import call, load_function
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.tasks import Sums, Task
 
@@ -90,20 +90,23 @@ def pair_loss_of(name: str, root: Path) -> PairLoss:
     """The built-in loss, or the function of `PairLogProbs` and section `dpo` that `dpo.loss` names.
 
     Raises:
-        UserError: if it cannot be imported; when it is called, if it does not return (b,) numbers.
+        UserError: if it cannot be imported; when it is called, if it raises, or does not return (b,) numbers
+            that depend on the policy.
     """
     if name in PAIR_LOSSES:
         return PAIR_LOSSES[name]
-    function = load_function(name, "dpo.loss", root)
+    function, key = load_function(name, "dpo.loss", root), f"dpo.loss: {name}"
 
-    def call(pairs: PairLogProbs, settings: Dpo) -> Tensor:
-        loss: Any = function(pairs, settings)
+    def call_user_loss(pairs: PairLogProbs, settings: Dpo) -> Tensor:
+        loss: Any = call(key, function, pairs, settings)
         if not isinstance(loss, Tensor) or loss.shape != pairs.chosen.shape:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserError(f"dpo.loss: {name} returned {shape}; it must return one loss for each pair, (b,)")
+            raise UserError(f"{key} returned {shape}; it must return one loss for each pair, (b,)")
+        if pairs.chosen.requires_grad and not loss.requires_grad:
+            raise UserError(f"{key}: the losses do not depend on the log-probs: nothing would be learned")
         return loss
 
-    return call
+    return call_user_loss
 
 
 @dataclass
@@ -162,21 +165,16 @@ class LabeledResponses(Task):
 
     queries: Sequence[Ids]
     responses: Sequence[Ids]
+    others: Sequence[Ids]  # `responses_to_others`, from which z is estimated
     is_good: Tensor  # (N,) bool
-    reference: Tensor  # (N, 2): log-probs by the SFT model of the response, and of the next row's
+    reference: Tensor  # (N, 2): log-probs by the SFT model of the response, and of the other one
     pad: int
     settings: Dpo
     sets: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sizes = sizes(self.queries, self.responses)
-        self._others: Sequence[Ids] = self.next_responses(self.responses)
         self._kl = 0.0
-
-    @staticmethod
-    def next_responses(responses: Sequence[Ids]) -> Ragged:
-        """The response of the next row, which belongs to another prompt."""
-        return Ragged([*responses[1:], *responses[:1]])
 
     def num_targets(self, rows: Sequence[int]) -> float:
         return len(rows)
@@ -188,7 +186,7 @@ class LabeledResponses(Task):
             dist,
             sum_logprobs(model),
             [self.queries[i] for i in local],
-            [self._others[i] for i in local],
+            [self.others[i] for i in local],
             self.pad,
             budget,
         )
@@ -209,6 +207,16 @@ class LabeledResponses(Task):
             "accuracy": right.float().sum(),
             "kl_estimate": torch.full_like(ratio.detach(), self._kl).sum(),
         }
+
+
+def responses_to_others(queries: Sequence[Ids], responses: Sequence[Ids]) -> Ragged:
+    """For each row the response of the next one with another prompt; of one prompt alone, any of its."""
+    count = len(queries)
+    others = list(range(count))
+    for i in reversed(range(2 * count - 1)):  # twice around, since the first row follows the last
+        row, following = i % count, (i + 1) % count
+        others[row] = following if queries[row] != queries[following] else others[following]
+    return Ragged(responses[other] for other in others)
 
 
 def read_logprobs(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -272,15 +272,22 @@ def save(
     identity: Mapping[str, Any],
     card: str,
     source: Ready | None = None,
+    others: Iterable[int] = (),
 ) -> None:
     """Gather the weights and write them from the first process, adapters merged. Collective.
 
-    Those of a `source` are only referred to: see `save_checkpoint`.
+    Those of a `source` are only referred to, and `others` end responses too: see `save_checkpoint`.
     """
     with sharding.to_save(model) as plain:
         if dist.is_main:
             with whole(out) as folder:
                 save_checkpoint(
-                    merge_adapter(plain), tokenizer, folder, identity=identity, card=card, source=source
+                    merge_adapter(plain),
+                    tokenizer,
+                    folder,
+                    identity=identity,
+                    card=card,
+                    others=others,
+                    source=source,
                 )
     dist.barrier()

@@ -12,20 +12,29 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import GenerationConfig
 
 from rlhf_tasks import config
 from rlhf_tasks.config import Dpo
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.splits import pairs_of
-from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.models.passes import TokenBudget
+from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.verdict import read_kl
 from rlhf_tasks.stages import dpo
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training.dpo import PAIR_LOSSES, LabeledResponses, PairLogProbs, PolicyPairs
+from rlhf_tasks.training.dpo import (
+    PAIR_LOSSES,
+    LabeledResponses,
+    PairLogProbs,
+    PolicyPairs,
+    responses_to_others,
+)
 from tests import small
 from tests.small import PAD
 
@@ -70,8 +79,9 @@ def task_of(loss: str, seed: int = 0, **changes: Any) -> PolicyPairs | LabeledRe
         known = reference(model, CHOSEN, REJECTED)
         return PolicyPairs(QUERIES, CHOSEN, REJECTED, known, PAD, settings, PAIR_LOSSES[loss])
     responses = [*CHOSEN[:3], *REJECTED[3:]]
-    known = reference(model, responses, LabeledResponses.next_responses(responses))
-    return LabeledResponses(QUERIES, responses, torch.arange(6) < 3, known, PAD, settings)
+    others = [*responses[1:], responses[0]]
+    known = reference(model, responses, others)
+    return LabeledResponses(QUERIES, responses, others, torch.arange(6) < 3, known, PAD, settings)
 
 
 def mean_loss(task: PolicyPairs | LabeledResponses, model: Any) -> Tensor:
@@ -102,6 +112,14 @@ def test_the_loss_of_a_pair_by_hand(loss: str, expected: float) -> None:
     numbers = (torch.tensor([float(x)]) for x in (-4, -9, -5, -6, 2, 3))
     settings = Dpo(beta=0.5, label_smoothing=0.2 if loss == "sigmoid" else 0.0, loss=loss)
     assert PAIR_LOSSES[loss](PairLogProbs(*numbers), settings).item() == pytest.approx(expected)
+
+
+def test_the_kl_of_kto_is_of_responses_to_other_prompts() -> None:
+    """Also where rows of one prompt stand together, and around the end."""
+    queries, responses = [[7], [8], [8], [9], [7]], [[10], [11], [12], [13], [14]]
+    assert [*responses_to_others(queries, responses)] == [[11], [13], [13], [14], [11]]
+    assert len(responses_to_others([[7], [7]], [[10], [11]])) == 2, "there is no other prompt"
+    assert [*responses_to_others([], [])] == []
 
 
 def slow_loss(loss: str, model: Any, ref: Any, beta: float) -> Tensor:
@@ -184,6 +202,20 @@ def test_a_policy_learns_from_the_pairs(models_here: Path, loss: str) -> None:
     assert identity["kl"] == [metrics["selected_kl"], metrics["selected_kl_standard_error"]]
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("pairs.lead.mean()", r"dpo\.loss: losses:mine returned \(\); it must return one loss for each pair"),
+        ("-pairs.lead.detach()", "nothing would be learned"),
+        ("pairs.margins", r"dpo\.loss: losses:mine raised AttributeError: .*margins"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_a_clear_message(models_here: Path, body: str, message: str) -> None:
+    Path("losses.py").write_text(f"def mine(pairs, settings):\n    return {body}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        small.run("dpo", SMALL | {"dpo.loss": "losses:mine"})
+
+
 def test_it_trains_on_no_pair_of_the_model_that_selects(models_here: Path, monkeypatch: Any) -> None:
     seen = list[Any]()
 
@@ -202,6 +234,19 @@ def test_without_a_reward_model_the_validation_loss_selects(models_here: Path) -
     metrics = small.run("dpo", {**SMALL, **small.WITHOUT_REWARD})
     assert "selected_heldout_score" not in metrics
     assert "chosen_by" not in contracts.read_identity(Paths().dpo)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_without_a_pair_to_validate_on_the_last_weights_within_the_bound_are_kept(
+    models_here: Path, loss: str
+) -> None:
+    rows = read_table(Paths(), "comparisons", "validation")
+    pq.write_table(rows.table.slice(0, 0), Paths().table("comparisons", "validation"))
+    changes = {**SMALL, **small.WITHOUT_REWARD, "dpo.loss": loss, "dpo.max_kl": 1e3}
+    metrics = small.run("dpo", changes)
+    assert metrics["selected_step"] == metrics["steps_trained"]
+    assert "loss" not in metrics
+    assert "the last" in (Paths().dpo / "README.md").read_text(encoding="utf-8")
 
 
 def test_weights_above_the_bound_on_the_kl_are_not_kept(models_here: Path) -> None:
@@ -238,12 +283,33 @@ def test_without_ppo_it_is_the_policy_that_is_judged(models_here: Path) -> None:
     assert "reward_model/policy_vs_sft/win_rate" in small.run("judge", changes)
 
 
+def test_it_ends_its_responses_at_the_stop_token_wherever_it_is_sampled(models_here: Path) -> None:
+    small.run("dpo", SMALL | {"ppo.stop_token": 5, "dpo.num_epochs": 0.5})
+    known = GenerationConfig.from_pretrained(Paths().dpo).eos_token_id
+    assert known == list(ends_of(load_causal(Paths().sft), load_tokenizer(Paths().sft), [5]))
+
+
 def test_without_need_there_is_a_readme_and_no_metric(models_here: Path) -> None:
     assert small.run("dpo") == {}
     assert [file.name for file in Paths().dpo.iterdir()] == ["README.md"]
     assert Paths().start == Paths().sft
     declared = [config.VIEWS["dpo"].of(config.validate(small.params(), "test")).declared]
     assert declared == [{"dpo.train": False}]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**small.WITHOUT_REWARD, "ppo.guards": {"gap_max": 2.0}},
+        {"launch.num_processes": 2, "ppo.rollout_batch_size": 255, "ppo.num_mini_batches": 1},
+        {"launch.num_processes": 2, "ppo.advantages.critic.init": "value", "value.batch_size": 31},
+        {"launch.parallelism": "zero2", "ppo.advantages.critic.steps": 2},
+    ],
+)
+def test_nothing_is_asked_of_a_ppo_that_does_not_train(changes: dict[str, Any]) -> None:
+    config.validate(small.params({"dpo.train": True, "ppo.train": False, **changes}), "test")
+    with pytest.raises(UserError):
+        config.validate(small.params({"dpo.train": True, **changes}), "test")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ class Written:
             "ppo": ("policy",),
             "sft": ("sft",),
             "value": ("value",),
+            "dpo": ("dpo",),
         }
         weights = {
             f"{folder}/{name}": value

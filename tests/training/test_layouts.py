@@ -107,6 +107,17 @@ def test_stage_value_learns_in_every_layout_what_it_learns_in_one_process(
     )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("features", [{}, {"loss": "kto"}, {"lora": {"r": 2, "alpha": 4.0}}])
+@pytest.mark.slow
+def test_stage_dpo_learns_in_every_layout_what_it_learns_in_one_process(
+    toy_project: Path, features: dict[str, Any], layout: str
+) -> None:
+    changes = SUPERVISED | {"train": True, "learning_rate": 3e-3, "adam_eps": 1e-5}
+    changes |= {"num_selection_prompts": 8, "evals_per_epoch": 1, **features}
+    assert_same_as_one_process(toy_project, "dpo", layout, changes)
+
+
 def engine(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts: the stand-in, with these options."""
     return {"sampler": started(*options, **changes)}

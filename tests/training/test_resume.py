@@ -65,10 +65,16 @@ SHARED: Mapping[str, Any] = {
     "ppo.lora": {"r": 2, "alpha": 4.0},
     "ppo.reference_sync": None,
 }
+DPO: Mapping[str, Any] = {
+    "dpo": {"train": True, "loss": "kto", "num_epochs": 2.0, "batch_size": 4, "evals_per_epoch": 2},
+    "dpo.num_selection_prompts": 8,
+    "dpo.micro_batch_tokens": 64,
+}
 OUTS: Mapping[str, tuple[Path, ...]] = {
     "base": (Paths().base,),
     "sft": (Paths().sft,),
     "reward": (Paths().reward, Paths().reward_heldout),
+    "dpo": (Paths().dpo,),
     "ppo": (Paths().policy, Paths().ppo_samples),
 }
 
@@ -556,6 +562,7 @@ def test_sft_killed_by_sigkill_ends_with_the_same_bytes(
     [
         *(("sft", {"launch.parallelism": layout}) for layout in ("ddp", "zero2", "zero3", "fsdp2")),
         *(("reward", {"launch.parallelism": layout}) for layout in ("zero3", "fsdp2")),
+        *(("dpo", {**DPO, "launch.parallelism": layout}) for layout in ("ddp", "zero3", "fsdp2")),
         ("ppo", WARM_UP),
         *(("ppo", {**WARM_UP, "launch.parallelism": layout}) for layout in ("zero2", "zero3", "fsdp2")),
         *(

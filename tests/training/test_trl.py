@@ -96,8 +96,7 @@ def test_kto_is_that_of_trl(models: Any, tmp_path: Path) -> None:
     known = reference_of(reference, queries, responses, others)
     is_good = torch.tensor([row["label"] for row in made])
     settings = Dpo(beta=BETA, loss="kto", desirable_weight=1.5)
-    task = LabeledResponses(queries, responses, is_good, known, 0, settings)
-    task._others = others  # TRL takes the response of the row before, this project that of the row after
+    task = LabeledResponses(queries, responses, others, is_good, known, 0, settings)
     task.prepare(small.distributed(), policy, range(len(made)), TokenBudget(4096))
     ours = task.sums(policy, range(len(made)), torch.device("cpu"))["loss"] / len(made)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-4)
