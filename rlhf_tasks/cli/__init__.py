@@ -1,0 +1,1 @@
+"""The `rlhf` command: a function per subcommand, in a file per topic."""

@@ -1,0 +1,1 @@
+"""The project's folder: paths, git, DVC, the inputs of a stage, processes, workspaces, lineage."""

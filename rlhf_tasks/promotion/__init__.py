@@ -1,0 +1,1 @@
+"""Whether a policy becomes champion: `verdict` decides, `command` acts, `registry` remembers."""

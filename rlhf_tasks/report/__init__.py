@@ -1,0 +1,1 @@
+"""What people read of a run: the HTML pages, the comparison of runs, the card in the console."""

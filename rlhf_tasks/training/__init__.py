@@ -1,0 +1,1 @@
+"""What stages that train share: launch, a rank's step, the supervised loop and its tasks, snapshots."""
