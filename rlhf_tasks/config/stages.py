@@ -96,7 +96,7 @@ V = TypeVar("V", bound=StageView)
 
 
 def _keep(view: V, *keys: str) -> V:
-    """The view of a stage that trains nothing: of its parameters it reads only these."""
+    """The view of a stage that reads only these of its parameters, such as one that trains nothing."""
     return replace(view, declared={key: view.declared[key] for key in keys if key in view.declared})
 
 
@@ -144,6 +144,13 @@ class PreferencesView(ModelView):
     train_reward_model: bool = field(metadata={KEY: "reward.train"})
     train_dpo: bool = field(metadata={KEY: "dpo.train"})
     stop_token: Literal["eos"] | int = field(metadata={KEY: "ppo.stop_token"})
+
+    @classmethod
+    def of(cls, config: s.Config) -> Self:
+        """Where a reward model needs the pairs, they are there for stage dpo too, and nothing runs again."""
+        view = super().of(config)
+        others = [key for key in view.declared if key != "dpo.train"]
+        return _keep(view, *others) if view.train_reward_model else view
 
     @property
     def uses_pairs(self) -> bool:
