@@ -190,7 +190,7 @@ class LabeledResponses(Task):
             self.pad,
             budget,
         )
-        total = dist.sum((known - self.reference[list(local), 1]).sum())
+        total = dist.sum((known - self.reference[list(local), 1]).sum().to(dist.device))
         self._kl = max(0.0, float(total) / len(rows))
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks import first_gpu
 from benchmarks.shapes import SHAPES
-from rlhf_tasks.config import Lora, Stage
+from rlhf_tasks.config import Dpo, Lora, Stage
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.models import logprobs
 from rlhf_tasks.models.heads import ActorCritic
@@ -29,12 +29,14 @@ from rlhf_tasks.ppo import state
 from rlhf_tasks.ppo.sampler import LocalSampler
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, judge, preferences
+from rlhf_tasks.stages import dpo as dpo_stage
 from rlhf_tasks.stages import ppo as ppo_stage
 from rlhf_tasks.stages import reward as reward_stage
 from rlhf_tasks.stages import sft as sft_stage
 from rlhf_tasks.stages import value as value_stage
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Snapshots
+from rlhf_tasks.training.dpo import LabeledResponses, PolicyPairs, sigmoid
 from rlhf_tasks.training.supervised import train
 from rlhf_tasks.training.tasks import LanguageModeling, PreferencePairs, RewardLearner, Task, ValueTargets
 from tests import small
@@ -115,7 +117,19 @@ def value() -> tuple[nn.Module, Task]:
     return small.scores(seed=3), ValueTargets(QUERIES, RESPONSES, outcomes, 0.9, small.PAD, by_position=True)
 
 
-SUPERVISED = (sft, reward, reward_of_shared_rows, value)
+def dpo() -> tuple[nn.Module, Task]:
+    known = torch.linspace(-30, -20, 2 * len(QUERIES)).view(-1, 2)
+    settings = Dpo(train=True, beta=0.3)
+    return small.causal(), PolicyPairs(QUERIES, RESPONSES, OTHERS, known, small.PAD, settings, sigmoid)
+
+
+def kto() -> tuple[nn.Module, Task]:
+    known = torch.linspace(-30, -20, 2 * len(QUERIES)).view(-1, 2)
+    is_good, settings = torch.arange(len(QUERIES)) % 2 == 0, Dpo(train=True, loss="kto")
+    return small.causal(), LabeledResponses(QUERIES, RESPONSES, OTHERS, is_good, known, small.PAD, settings)
+
+
+SUPERVISED = (sft, reward, reward_of_shared_rows, dpo, kto, value)
 
 
 def trained(make: Callable[[], tuple[nn.Module, Task]]) -> tuple[Tensor, list[dict[str, float]]]:
@@ -175,6 +189,7 @@ STAGES: Mapping[Stage, tuple[Any, Changes]] = {
     "sft": (sft_stage, {"sft": EPOCH}),
     "preferences": (preferences, {"preferences": {"num_prompts": 12}}),
     "reward": (reward_stage, {"reward": EPOCH | {"lm_coef": 0.1, "lora": {"r": 4, "alpha": 8.0}}}),
+    "dpo": (dpo_stage, {"dpo": EPOCH | {"train": True, "num_selection_prompts": 8}}),
     "value": (
         value_stage,
         {
