@@ -41,7 +41,7 @@ LINES: Mapping[str, int] = {
     "data/readers": 2449,
     "models": 2439,  # the output layer by TF32 on a GPU, models that scored a policy
     "scoring": 1358,  # the client of language models, which was in judging, and the scorer that uses it
-    "training": 3340,  # losses of stage dpo, speed on GPUs, objects by gloo, tokens of a pass by layout
+    "training": 3342,  # losses of stage dpo, speed on GPUs, objects by gloo, tokens of a pass by layout
     "ppo": 3532,  # groups without variance, truncated responses, what stage dpo measures too
     "stages": 2288,  # stage dpo, a policy that is passed on
     "judging": 2620,

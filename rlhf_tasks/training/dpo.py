@@ -36,7 +36,7 @@ from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.passes import TokenBudget, read_rows
 from rlhf_tasks.project.imports import call, load_function
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.tasks import Sums, Task
+from rlhf_tasks.training.tasks import Sums, Task, pair_sizes
 
 LogProbs = Callable[[Batch], Tensor]
 """(b,): Σ over the tokens of each response of a batch of their log-probs."""
@@ -125,11 +125,7 @@ class PolicyPairs(Task):
     sets: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        with_chosen, with_rejected = sizes(self.queries, self.chosen), sizes(self.queries, self.rejected)
-        if self.shares_prefix:
-            self.sizes = [a + len(r) for a, r in zip(with_chosen, self.rejected, strict=True)]
-        else:
-            self.sizes = [2 * max(pair) for pair in zip(with_chosen, with_rejected, strict=True)]
+        self.sizes = pair_sizes(self.queries, self.chosen, self.rejected, shares_prefix=self.shares_prefix)
 
     def num_targets(self, rows: Sequence[int]) -> float:
         return len(rows)

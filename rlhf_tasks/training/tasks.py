@@ -173,11 +173,7 @@ class PreferencePairs(Task):
     """The name of each pair's set in a mixture; empty otherwise."""
 
     def __post_init__(self) -> None:
-        with_chosen, with_rejected = sizes(self.queries, self.chosen), sizes(self.queries, self.rejected)
-        if self.shares_prefix:
-            self.sizes = [a + len(r) for a, r in zip(with_chosen, self.rejected, strict=True)]
-        else:
-            self.sizes = [2 * max(pair) for pair in zip(with_chosen, with_rejected, strict=True)]
+        self.sizes = pair_sizes(self.queries, self.chosen, self.rejected, shares_prefix=self.shares_prefix)
 
     def num_targets(self, rows: Sequence[int]) -> float:
         return len(rows)
@@ -198,6 +194,16 @@ class PreferencePairs(Task):
         if of_lm is not None:
             sums["loss"] = sums["loss"] + self.lm_coef * of_lm
         return sums
+
+
+def pair_sizes(
+    queries: Sequence[Ids], chosen: Sequence[Ids], rejected: Sequence[Ids], *, shares_prefix: bool
+) -> list[int]:
+    """The tokens of each pair: of one row that the two responses share, or of two padded rows."""
+    with_chosen, with_rejected = sizes(queries, chosen), sizes(queries, rejected)
+    if shares_prefix:
+        return [a + len(r) for a, r in zip(with_chosen, rejected, strict=True)]
+    return [2 * max(pair) for pair in zip(with_chosen, with_rejected, strict=True)]
 
 
 def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centering_coef: float) -> Sums:
