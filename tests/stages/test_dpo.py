@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from rlhf_tasks import config
 from rlhf_tasks.config import Dpo
 from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.splits import pairs_of
 from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
@@ -228,6 +229,20 @@ def test_it_trains_on_no_pair_of_the_model_that_selects(models_here: Path, monke
         small.run("dpo", SMALL)
     rows = read_table(Paths(), "comparisons", "train")
     assert len(seen[0].queries) == len(pairs_of(rows, "reward")) < len(rows)
+
+
+def test_the_pairs_stay_in_mapped_files(models_here: Path, monkeypatch: Any) -> None:
+    """As lists of numbers they would take ten times the memory."""
+    read, seen = dpo.read_logprobs, list[Any]()
+
+    def watch(dist: Any, logprobs: Any, queries: Any, responses: Any, *others: Any) -> Tensor:
+        seen.extend([queries, responses])
+        return read(dist, logprobs, queries, responses, *others)
+
+    monkeypatch.setattr(dpo, "read_logprobs", watch)
+    for loss in ("sigmoid", "kto"):
+        small.run("dpo", SMALL | {"dpo.loss": loss, "dpo.num_epochs": 0.5})
+    assert [type(rows) for rows in seen] == [Ragged] * 8
 
 
 def test_without_a_reward_model_the_validation_loss_selects(models_here: Path) -> None:
