@@ -283,6 +283,15 @@ def test_ppo_starts_from_it_and_its_kl_is_from_the_sft_model(models_here: Path, 
     assert identity["parents"]["dpo"] == contracts.fingerprint(Paths().dpo)
 
 
+def test_the_critic_of_stage_value_learns_from_its_responses(models_here: Path) -> None:
+    changes = SMALL | {"ppo.advantages.critic.init": "value", "value.num_prompts": 16, "value.num_epochs": 1}
+    changes |= {"value.micro_batch_tokens": 4096, "ppo.truncation": {"kind": "none"}}
+    small.run("dpo", changes)
+    small.run("value", changes)
+    assert contracts.read_parents(Paths().value)["dpo"] == contracts.fingerprint(Paths().dpo)
+    assert "the outcome that the DPO policy reaches" in (Paths().value / "README.md").read_text("utf-8")
+
+
 def test_without_ppo_it_is_the_policy_that_is_judged(models_here: Path) -> None:
     changes = SMALL | {"ppo.train": False}
     metrics = small.run("dpo", changes)
