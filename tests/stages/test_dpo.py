@@ -34,6 +34,7 @@ from rlhf_tasks.training.dpo import (
     LabeledResponses,
     PairLogProbs,
     PolicyPairs,
+    read_logprobs,
     responses_to_others,
 )
 from tests import small
@@ -233,11 +234,11 @@ def test_it_trains_on_no_pair_of_the_model_that_selects(models_here: Path, monke
 
 def test_the_pairs_stay_in_mapped_files(models_here: Path, monkeypatch: Any) -> None:
     """As lists of numbers they would take ten times the memory."""
-    read, seen = dpo.read_logprobs, list[Any]()
+    seen = list[Any]()
 
     def watch(dist: Any, logprobs: Any, queries: Any, responses: Any, *others: Any) -> Tensor:
         seen.extend([queries, responses])
-        return read(dist, logprobs, queries, responses, *others)
+        return read_logprobs(dist, logprobs, queries, responses, *others)
 
     monkeypatch.setattr(dpo, "read_logprobs", watch)
     for loss in ("sigmoid", "kto"):
