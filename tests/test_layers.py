@@ -41,9 +41,9 @@ LINES: Mapping[str, int] = {
     "data/readers": 2448,
     "models": 2438,  # the output layer by TF32 on a GPU, models that scored a policy
     "scoring": 1357,  # the client of language models, which was in judging, and the scorer that uses it
-    "training": 3345,  # losses of stage dpo and of users, speed on GPUs, objects by gloo, tokens by layout
+    "training": 3342,  # losses of stage dpo and of users, speed on GPUs, objects by gloo, tokens by layout
     "ppo": 3530,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2290,  # stage dpo, its pairs for KTO, a policy that is passed on
+    "stages": 2289,  # stage dpo, its pairs for KTO, a policy that is passed on
     "judging": 2619,
     "promotion": 1379,
     "tracking": 1839,  # judges by the model that they read; a store that follows its project
