@@ -42,10 +42,10 @@ LINES: Mapping[str, int] = {
     "models": 2439,  # the output layer by TF32 on a GPU, models that scored a policy
     "scoring": 1358,  # the client of language models, which was in judging, and the scorer that uses it
     "training": 3342,  # losses of stage dpo, speed on GPUs, objects by gloo, tokens of a pass by layout
-    "ppo": 3532,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2288,  # stage dpo, a policy that is passed on
+    "ppo": 3534,  # groups without variance, truncated responses, what stage dpo measures too
+    "stages": 2293,  # stage dpo, a policy that is passed on
     "judging": 2620,
-    "promotion": 1380,
+    "promotion": 1379,
     "tracking": 1839,  # judges by the model that they read; a store that follows its project
     "report": 892,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models
     "project": 2646,  # what a stage reads anew, which flows say too; lost results; prompts of scorers

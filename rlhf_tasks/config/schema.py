@@ -776,7 +776,7 @@ class Config(Section):
 
     def _label_problems(self, promotion: Promotion) -> Iterator[str]:
         """The gate's judges have not labeled the pairs that the policy learned from."""
-        labels = self.preferences.function if self.dpo.train else None
+        labels = self.preferences.function if self.dpo.train and self.preferences.num_prompts else None
         for name in promotion.named:
             parts = with_parts(self.judge.judges, name)
             for one in self.judge.judges:

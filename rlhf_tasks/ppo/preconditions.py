@@ -32,6 +32,8 @@ def check(config: PpoView, paths: Paths) -> None:
     for reward in (paths.reward, paths.reward_heldout) if config.has_reward_model else ():
         contracts.check_same_tokenizer(paths.sft, reward)
         contracts.check_parent(reward, "sft", paths.sft)
+    if paths.start == paths.dpo:
+        contracts.check_parent(paths.dpo, "sft", paths.sft)
     settings = config.ppo
     if settings.critic_init == "value":
         contracts.check_same_tokenizer(paths.sft, paths.value)

@@ -121,10 +121,9 @@ def collect(candidate: Candidate, stale: str | None) -> Measurements:
     training = describe_training(settings.judge, candidate.folder, paths.root)
     optimized = {**known.results.optimised_judges, **training["optimised_judges"]}
     if is_own:  # params.yaml counts too, since the cache may lack the record of the training
-        scorers = [
-            *inputs.used(paths.root, "ppo").values.get("ppo.scorers", []),
-            *dvc_files.parameters(paths.root).get("ppo", {}).get("scorers", []),
-        ]
+        ppo = dvc_files.parameters(paths.root).get("ppo", {})
+        named = ppo.get("scorers", []) if ppo.get("train", True) else []
+        scorers = [*inputs.used(paths.root, "ppo").values.get("ppo.scorers", []), *named]
         functions = {scorer["function"] for scorer in scorers if "function" in scorer}
         own = [one for one in settings.judge.judges if one.kind == "function" and one.function in functions]
         optimized |= {one.name: one.function for one in own}

@@ -178,11 +178,12 @@ def _read_pairs(
     else:
         loss, shares = pair_loss_of(settings.loss, paths.root), supports_shared_prefix(reference)
     with console.part("log-probs of the SFT model"):
-        local, first, second = (dist.shard_rows(part) for part in (queries, chosen, rejected))
+        local = dist.shard_rows(range(len(queries)))  # of all rows, which need not fit in memory
+        asked = Ragged(queries[i] for i in chain(local, local))
+        both = Ragged(responses[i] for responses in (chosen, rejected) for i in local)
         pairs = [[i, len(local) + i] for i in range(len(local))]
         budget, read = TokenBudget(settings.micro_batch_tokens), sum_logprobs(reference)
-        both = [*first, *second]
-        found = read_logprobs(dist, read, [*local, *local], both, pad, budget, pairs if shares else None)
+        found = read_logprobs(dist, read, asked, both, pad, budget, pairs if shares else None)
     known: Tensor = interleave(dist.all_gather_object(found.view(2, -1).T))  # (N, 2)
     if loss is None:
         sets = sets_of(rows, rows)

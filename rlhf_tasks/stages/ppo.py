@@ -181,6 +181,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
 def _pass_on(config: PpoView, paths: Paths) -> dict[str, float]:
     """Write models/policy with the policy of stage dpo, and evaluation/ppo without a row."""
+    if not contracts.has_model(paths.dpo):
+        raise UserError("ppo.train is false, and models/dpo holds no policy to pass on; run `rlhf dpo` first")
     identity = contracts.read_identity(paths.dpo)
     kl, error = identity["kl"]
     if context.is_main_rank():

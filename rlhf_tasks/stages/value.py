@@ -1,7 +1,8 @@
 """Stage value: the critic that PPO starts from, where `ppo.advantages.critic.init` is `value`.
 
-It is trained on Monte Carlo returns of the SFT model, which PPO starts from too: at the start the KL from the
-SFT model is 0, so that a return is the score alone. So runs of PPO with another KL penalty share the critic.
+It is trained on Monte Carlo returns of the model that PPO starts from, models/sft or models/dpo. It is PPO's
+reference too: at the start the KL is 0, so that a return is the score alone. So runs of PPO with another KL
+penalty share the critic.
 VC-PPO, arXiv 2503.01491, section 4.1.
 
 n prompts · k responses to each.
@@ -68,7 +69,7 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         dist.barrier()
         return {}
 
-    # 1. Responses of the SFT model and their outcomes.
+    # 1. Responses of the model that PPO starts from, and their outcomes.
     preconditions.check_stop_token(config.stop_token, paths)
     preconditions.check_verifiers(config.scorers, paths)
     if config.has_reward_model:
@@ -121,8 +122,9 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         task="value-model",
         parameters=config.declared,
         inputs=inputs,
-        how="The value of every state of a response: the outcome that the SFT model reaches from there, "
-        "trained on Monte Carlo returns to the minimum on validation prompts; PPO's critic starts from it.",
+        how="The value of every state of a response: the outcome that the "
+        f"{'DPO' if 'dpo' in parents else 'SFT'} policy reaches from there, trained on Monte Carlo returns "
+        "to the minimum on validation prompts; PPO's critic starts from it.",
     )
     save(dist, critic.model, tokenizer, paths.value, contracts.identity("value", parents), card)
     return metrics
@@ -131,7 +133,7 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 def _collect_targets(
     dist: Distributed, config: ValueView, paths: Paths, tokenizer: PreTrainedTokenizerBase
 ) -> dict[Split, ValueTargets]:
-    """Responses of the SFT model and their outcomes, for both splits from one generator of random numbers.
+    """Responses of PPO's start and their outcomes, for both splits from one generator of random numbers.
 
     Raises:
         UserError: if there are fewer prompts than processes, or all responses have one score.

@@ -426,6 +426,15 @@ def test_a_reward_model_is_refused_before_anything_is_registered(project: Path, 
     assert client().search_registered_models() == []
 
 
+def test_scorers_of_a_ppo_that_does_not_train_have_optimized_nothing(project: Path, rlhf: Command) -> None:
+    judge = {"kind": "function", "name": "gold", "function": "mine:short"}
+    scorers = [{"kind": "function", "weight": 1.0, "function": "mine:short"}]
+    changes = {"judge.judges": [judge, planted.shipped()["judge"]["judges"][1]], "ppo.scorers": scorers}
+    planted.params(project, {**changes, "dpo.train": True, "ppo.train": False})
+    planted.pipeline(project, "one")
+    assert "judges that are the optimized reward (gold)" not in rlhf("promote", status=0).out
+
+
 def test_a_function_that_ppo_optimised_refuses_even_if_params_changed_since(
     project: Path, rlhf: Command
 ) -> None:

@@ -197,7 +197,7 @@ def test_missing_files_and_values_are_named(tmp_path: Path) -> None:
         assert name in text.replace("/ ", "/").replace(". ", ".")
     for part in (
         *("No verdict: evaluation/verdict.json is missing", "metrics/ppo.json has no KL"),
-        *("No curves of PPO", "No samples from training", "metrics/reward.json is missing"),
+        *("No curves of the policy’s training", "No samples from training", "metrics/reward.json is missing"),
         "Policy against SFT model: not judged in this run.",
         "results.json has no win rate",
     ):

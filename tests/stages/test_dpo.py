@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from rlhf_tasks import config
 from rlhf_tasks.config import Dpo
 from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.splits import pairs_of
 from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
@@ -33,6 +34,7 @@ from rlhf_tasks.training.dpo import (
     LabeledResponses,
     PairLogProbs,
     PolicyPairs,
+    read_logprobs,
     responses_to_others,
 )
 from tests import small
@@ -230,6 +232,20 @@ def test_it_trains_on_no_pair_of_the_model_that_selects(models_here: Path, monke
     assert len(seen[0].queries) == len(pairs_of(rows, "reward")) < len(rows)
 
 
+def test_the_pairs_stay_in_mapped_files(models_here: Path, monkeypatch: Any) -> None:
+    """As lists of numbers they would take ten times the memory."""
+    seen = list[Any]()
+
+    def watch(dist: Any, logprobs: Any, queries: Any, responses: Any, *others: Any) -> Tensor:
+        seen.extend([queries, responses])
+        return read_logprobs(dist, logprobs, queries, responses, *others)
+
+    monkeypatch.setattr(dpo, "read_logprobs", watch)
+    for loss in ("sigmoid", "kto"):
+        small.run("dpo", SMALL | {"dpo.loss": loss, "dpo.num_epochs": 0.5})
+    assert [type(rows) for rows in seen] == [Ragged] * 8
+
+
 def test_without_a_reward_model_the_validation_loss_selects(models_here: Path) -> None:
     metrics = small.run("dpo", {**SMALL, **small.WITHOUT_REWARD})
     assert "selected_heldout_score" not in metrics
@@ -266,6 +282,15 @@ def test_ppo_starts_from_it_and_its_kl_is_from_the_sft_model(models_here: Path, 
     assert metrics["selected_kl"] > 0.01, "from the SFT model"
     identity = contracts.read_identity(Paths().policy)
     assert identity["parents"]["dpo"] == contracts.fingerprint(Paths().dpo)
+
+
+def test_the_critic_of_stage_value_learns_from_its_responses(models_here: Path) -> None:
+    changes = SMALL | {"ppo.advantages.critic.init": "value", "value.num_prompts": 16, "value.num_epochs": 1}
+    changes |= {"value.micro_batch_tokens": 4096, "ppo.truncation": {"kind": "none"}}
+    small.run("dpo", changes)
+    small.run("value", changes)
+    assert contracts.read_parents(Paths().value)["dpo"] == contracts.fingerprint(Paths().dpo)
+    assert "the outcome that the DPO policy reaches" in (Paths().value / "README.md").read_text("utf-8")
 
 
 def test_without_ppo_it_is_the_policy_that_is_judged(models_here: Path) -> None:
