@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from examples.constraints import KINDS, LEAST_WORDS, UNSEEN, about, constraints
+from examples.constraints import KINDS, LEAST_WORDS, UNSEEN, about, constraints, credit
 from rlhf_tasks.config.scorers import Check
 from rlhf_tasks.data.rows import SPLITS
 from rlhf_tasks.scoring.verifier import Verifier
@@ -83,3 +83,15 @@ def test_unseen_kinds_are_in_the_test_split_only() -> None:
     assert len({row["prompt"] for row in every}) == len(every)
     kinds = {row["kind"] for row in of_split(constraints(3, **sizes, unseen=["quotes"])["prompts"], "train")}
     assert kinds == {*KINDS} - {"quotes"}
+
+
+def test_a_label_of_pairs_has_the_rewards_weights() -> None:
+    start, form = about("cats"), ".*!"
+    responses = [
+        "A cat sleeps long and often every day!",
+        "A cat sleeps long and often every day",
+        "No!",
+        "No",
+    ]
+    columns = {"rule": [start + form] * 4, "about": [f"{start}.*"] * 4, "form": [form] * 4}
+    assert credit(["p"] * 4, responses, **columns) == pytest.approx([1.4, 0.2, 0.2, 0])
