@@ -88,8 +88,8 @@ def test_unseen_kinds_are_in_the_test_split_only() -> None:
 def test_a_label_of_pairs_has_the_rewards_weights() -> None:
     start, form = about("cats"), ".*!"
     responses = [
-        "A cat sleeps long and often every day!",
-        "A cat sleeps long and often every day",
+        "A cat sleeps long and often, on every day of the year!",
+        "A cat sleeps long and often, on every day of the year",
         "No!",
         "No",
     ]
