@@ -166,7 +166,7 @@ def test_no_pairs_are_an_error(models_here: Path) -> None:
     for split in SPLITS:
         file = models_here / f"data/preferences/{split}.parquet"
         pq.write_table(pq.read_table(file).slice(0, 0), file)
-    with pytest.raises(UserError, match="no pair to train a reward model on"):
+    with pytest.raises(UserError, match="no pair to train on"):
         run(**{"preferences.num_prompts": 0})
     assert len(run()[1]["train"]) > 0
 

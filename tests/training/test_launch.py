@@ -52,9 +52,9 @@ def option(words: list[str], name: str) -> str:
     ("values", "needed"),
     [
         ({"precision": "bf16"}, []),
-        ({"num_processes": 2}, ["base", "sft", "reward", "value", "ppo"]),
-        ({"parallelism": "zero2"}, ["base", "sft", "reward", "value", "ppo"]),
-        ({"num_machines": 2}, ["base", "sft", "reward", "value", "ppo"]),
+        ({"num_processes": 2}, ["base", "sft", "reward", "dpo", "value", "ppo"]),
+        ({"parallelism": "zero2"}, ["base", "sft", "reward", "dpo", "value", "ppo"]),
+        ({"num_machines": 2}, ["base", "sft", "reward", "dpo", "value", "ppo"]),
     ],
 )
 def test_only_training_stages_are_launched_and_only_for_several_processes(
