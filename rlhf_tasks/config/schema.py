@@ -278,9 +278,6 @@ class Prepare(Section):
             )
 
 
-DPO_LOSSES = ("sigmoid", "ipo", "kto", "nll")
-
-
 class Optimization(Section):
     """The parameters of a supervised training loop.
 
@@ -379,6 +376,9 @@ class Reward(Trained):
     """Weight β of the language-model loss on the chosen response (arXiv 2307.04964, eq. 4); 0: none."""
     lora: Lora | None = None
     """Low-rank adapters for the reward models; null: full training."""
+
+
+DPO_LOSSES = ("sigmoid", "ipo", "kto", "nll")
 
 
 class Dpo(Optimization):
