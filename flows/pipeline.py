@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -266,20 +266,29 @@ def send(folder: Path) -> str | None:
 
 
 def run_in_checkout() -> int:
-    """Run the flow once in the working folder. Exit status: 0 done, 2 a user's mistake, 1 a fault.
+    """`run_here` of the flow in the working folder.
 
-    Where PREFECT_API_URL names no server, Prefect starts one that ends with this process.
-
-    Raises UserError if params.yaml is invalid, before Prefect starts anything; and if the server is gone.
+    Raises UserError if params.yaml is invalid, before Prefect starts anything.
     """
     form.resolve(Path.cwd(), Request(), None)
+    return run_here(lambda: pipeline(where="checkout", return_state=True))
+
+
+def run_here(start: Callable[[], Any]) -> int:
+    """Run a flow once in this process. Exit status: 0 done, 2 a user's mistake, 1 a fault.
+
+    Where PREFECT_API_URL names no server, Prefect starts one that ends with this process. `start` returns the
+    flow's final state.
+
+    Raises UserError if the server is gone.
+    """
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
     if address := os.environ.get("PREFECT_API_URL"):
         settings.check_server(address)
     os.environ["PYTHONSAFEPATH"] = "1"  # for the server, which Prefect starts by `python -m`; not for stages
     try:
-        state: State[Any] = pipeline(where="checkout", return_state=True)
+        state: State[Any] = start()
     except httpx.TransportError as error:
         raise UserError(
             f"the Prefect server is gone ({error}); start it and give the command again, which goes on where "

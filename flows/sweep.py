@@ -1,10 +1,12 @@
-"""`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one table at the end.
+"""`rlhf-sweep`: settings × seeds, each a run of the pipeline, and one table at the end.
 
 Each run ends as a DVC experiment whose name is a digest of everything that decides its result: commit,
 resolved parameters, data. A run that has its experiment is done, so that an interrupted sweep continues where
 it stopped. Another gate makes another experiment; DVC then has everything but the verdict. Prefect shows a
 task per run, and cancels the runs with the sweep. They go to the work pool of a deployment and respect its
-limits: another `deployment` puts them on other machines.
+limits: another `deployment` puts them on other machines. Without one they run here, one after the other.
+
+Settings that are methods, which are presets, end as the page of `report.methods` too.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows import automations, form, settings, watch
+from flows.pipeline import pipeline, run_here
 from flows.slots import Slots, find_limit
 from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.presets import Request
+from rlhf_tasks.presets import BETWEEN, Request, read
 from rlhf_tasks.project import git, hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison
+from rlhf_tasks.report import methods as page
 from rlhf_tasks.tracking import catalogue
 
 TABLE_KEY = "rlhf-sweep"
@@ -74,6 +78,7 @@ class Cell:
 )
 def sweep(
     grid: Grid = {},  # noqa: B006  Prefect shows it in the form
+    methods: list[form.PresetName] = [],  # noqa: B006
     seeds: Seeds = [1, 2, 3],  # noqa: B006
     preset: form.PresetName = form.DEFAULT,
     name: form.ExperimentName = "sweep",
@@ -88,6 +93,9 @@ def sweep(
     Args:
         grid: Values per dotted key of params.yaml; every combination is one setting. The default is
             params.yaml as it is.
+        methods: Presets of which each is a setting, with every combination of the grid, such as ppo, dpo and
+            rloo. They also make a page that compares them. best_of_N compares the best of N responses of the
+            SFT model.
         seeds: Every setting is run with each of these seeds.
         preset: Changes of params.yaml for all runs. default: no preset.
         name: The name of the sweep; its experiments have this name and a digest.
@@ -96,29 +104,35 @@ def sweep(
         parallel: The number of runs at once; the limit `gpu` applies as well. 0: one run more than its slots
             suffice for.
         promote: Let the gate decide at the end of each run whether its policy becomes the champion.
-        deployment: The deployment that runs them; one of another work pool uses other machines.
+        deployment: The deployment that runs them; one of another work pool uses other machines. Empty: they
+            run in this process.
     """
     try:
         # 1. Everything is checked before any run starts.
-        watch.parameters_of(deployment)  # refuses a deployment that does not exist
+        if deployment:
+            watch.parameters_of(deployment)  # refuses one that does not exist
         root = Path.cwd()
-        listed = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-        commit = git.resolve(root, revision)
-        found = cells(root, name, form.preset_of(preset), listed, seeds, commit)
+        commit, chosen = git.resolve(root, revision), form.preset_of(preset)
+        found = cells(root, name, chosen, list_settings(chosen, methods, grid), seeds, commit)
 
         # 2. The runs, a few at once.
         todo = [cell for cell in found if not git.find_experiment(root, cell.experiment)]
         get_run_logger().info("%d of %d runs are already done", len(found) - len(todo), len(found))
         given = {"preset": preset, "revision": commit, "promote": promote}
         inputs = [{"cell": cell, "deployment": deployment, "given": given} for cell in todo]
-        lost = dict[Cell, str]()
-        pool: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(parallel or num_runs(found[0].values) + 1)
-        with pool:
-            futures = [pool.submit(run_cell, parameters) for parameters in inputs]
-            for cell, future in zip(todo, futures, strict=True):
-                future.wait()
-                if not future.state.is_completed():
-                    lost[cell] = f"{future.state.name}: {future.state.message}"
+        states = list[State[Any]]()
+        if deployment:
+            num_threads = parallel or num_runs(found[0].values) + 1
+            pool: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(num_threads)
+            with pool:
+                futures = [pool.submit(run_cell, parameters) for parameters in inputs]
+                for future in futures:
+                    future.wait()
+                    states.append(future.state)
+        else:  # called, not submitted: a submitted one would go on after Ctrl-C
+            states = [run_cell(**parameters, return_state=True) for parameters in inputs]
+        ends = zip(todo, states, strict=True)
+        lost = {cell: f"{state.name}: {state.message}" for cell, state in ends if not state.is_completed()}
 
         # 3. One table.
         completed = [cell for cell in found if cell not in lost]
@@ -132,6 +146,10 @@ def sweep(
             compare = " ".join(["rlhf compare", *(cell.experiment for cell in completed)])
             caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
             create_table_artifact(rows, key=TABLE_KEY, description=caption)
+        if methods and completed:
+            out = root / "reports" / f"{name}.html"
+            page.write(root, [(cell.setting, cell.experiment) for cell in completed], out)
+            get_run_logger().info("wrote %s", out)
         if lost:
             reasons = "; ".join(f"{cell.name}: {why}" for cell, why in lost.items())
             raise SweepFailed(
@@ -144,6 +162,12 @@ def sweep(
         return form.fail_with(error)
 
 
+def run_methods(methods: Sequence[str], seeds: Sequence[int], preset: str, name: str) -> int:
+    """Run the sweep of these methods in this process; returns the exit status."""
+    given = {"methods": methods, "seeds": seeds, "preset": preset, "name": name, "deployment": ""}
+    return run_here(lambda: sweep(**given, return_state=True))
+
+
 def num_runs(values: Config) -> int:
     """How many runs with these parameters fit into the limit `gpu`, at least 1."""
     with get_client(sync_client=True) as client:
@@ -154,7 +178,7 @@ def num_runs(values: Config) -> int:
 
 @task(name="run", task_run_name="{cell.name}", cache_policy=NO_CACHE, persist_result=False)
 def run_cell(cell: Cell, deployment: str, given: Mapping[str, Any]) -> State[Any]:
-    """Run one cell of the sweep, which gives the run its name; ends as the run does.
+    """Run one cell of the sweep by a deployment or here, and give the run its name; ends as the run does.
 
     It fails if the data differs from that at the sweep's start, because the runs could not be compared.
     """
@@ -162,30 +186,57 @@ def run_cell(cell: Cell, deployment: str, given: Mapping[str, Any]) -> State[Any
     if watch.fingerprint(Path.cwd(), cell.values) != cell.data:
         return Failed(message=changed)
     own = {"seed": cell.seed, "overrides": dict(cell.overrides), "name": cell.experiment}
-    run: Any = run_deployment(
-        deployment, flow_run_name=cell.name, parameters={**given, **own}, poll_interval=1
-    )
+    if deployment:
+        run: Any = run_deployment(
+            deployment, flow_run_name=cell.name, parameters={**given, **own}, poll_interval=1
+        )
+        end: State[Any] = run.state
+    else:
+        end = pipeline.with_options(flow_run_name=cell.name)(**given, **own, return_state=True)
     if watch.fingerprint(Path.cwd(), cell.values) != cell.data:
         return Failed(message=f"{changed}; remove its result: `dvc exp remove {cell.experiment}`")
-    message = (run.state.message or "").partition("\n")[0]
-    return State(type=run.state.type, name=run.state.name, message=message)
+    message = (end.message or "").partition("\n")[0]
+    return State(type=end.type, name=end.name, message=message)
+
+
+def list_settings(
+    preset: str | None, methods: Sequence[str], grid: Mapping[str, Sequence[Any]]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Each setting's name and its changes over `preset`: every method with every combination.
+
+    Raises:
+        UserError: for a method that is no preset.
+    """
+    trained, fixed = list[str](), dict[str, Any]()
+    for method in methods:
+        if best := page.BEST_OF.fullmatch(method):
+            fixed["judge.best_of_n"] = int(best[1])
+        else:
+            trained.append(method)
+    listed = list[tuple[str, dict[str, Any]]]()
+    for method, values in itertools.product(trained or [""], itertools.product(*grid.values())):
+        changes = dict(zip(grid, values, strict=True))
+        words = [*filter(None, [method]), *(f"{key}={value}" for key, value in changes.items())]
+        if form.preset_of(method or form.DEFAULT):
+            changes |= {"preset": BETWEEN.join(filter(None, [preset, method])), **read(method)}
+        listed.append((", ".join(words) or "unchanged", changes | fixed))
+    return listed
 
 
 def cells(
     root: Path,
     name: str,
     preset: str | None,
-    listed: Sequence[Mapping[str, Any]],
+    listed: Sequence[tuple[str, Mapping[str, Any]]],
     seeds: Sequence[int],
     commit: str,
 ) -> list[Cell]:
-    """All runs of the sweep, checked before any starts.
+    """All runs of the sweep, of the settings that are `listed`, checked before any starts.
 
     Raises UserError with the problems of every invalid setting.
     """
     valid, problems, data = list[Cell](), list[str](), dict[str, str]()
-    for overrides, seed in itertools.product(listed, seeds):
-        setting = ", ".join(f"{key}={value}" for key, value in overrides.items()) or "unchanged"
+    for (setting, overrides), seed in itertools.product(listed, seeds):
         try:
             _, values, _ = form.resolve(root, Request(preset, seed, dict(overrides)), commit)
         except UserError as error:

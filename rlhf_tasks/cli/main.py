@@ -32,7 +32,15 @@ from rlhf_tasks.training import auto, failures, launch, signals
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
-    "Run the pipeline": (run.run, data.data, params.preset, params.params, params.check_model, params.plan),
+    "Run the pipeline": (
+        run.run,
+        run.methods,
+        data.data,
+        params.preset,
+        params.params,
+        params.check_model,
+        params.plan,
+    ),
     "Review results": (review.mlflow, review.compare, review.lineage, review.generate, review.sync),
     "Promote a policy": (promote.promote, promote.export),
     "Run the service": (serve.up, serve.status, serve.down),

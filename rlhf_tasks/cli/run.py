@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from typer import Option
+from typer import Argument, Option
 
 from rlhf_tasks import config, console, presets
 from rlhf_tasks.cli.review import project
@@ -60,6 +60,23 @@ def run(
 
         run_card.show(paths, settings)
     return status
+
+
+def methods(
+    names: list[str] = Argument(
+        ...,
+        metavar="METHOD",
+        help="presets, such as ppo, dpo, rloo and grpo; best_of_16 is compared with them",
+    ),
+    seed: list[int] = Option([1, 2, 3], help="of a run of every method; may be repeated"),
+    preset: str = Option("default", help="the preset of all runs; default: params.yaml as it is committed"),
+    name: str = Option("methods", help="the name of the page and of the experiments"),
+) -> int:
+    """Run methods from the same start, each with every seed, and write the page that compares them."""
+    dvc_cli.check(project().root)
+    from flows.sweep import run_methods
+
+    return run_methods(names, seed, preset, name)
 
 
 def run_name(paths: Paths, settings: Config) -> str:

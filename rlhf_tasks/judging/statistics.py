@@ -6,6 +6,7 @@ All but the interval of `kappa` are closed forms or exact distributions, so only
     interval of a rate      percentile bootstrap (Efron & Tibshirani 1993, §13.3), see `rate`
     interval of a share     Wilson 1927
     sign test               exact two-sided binomial at ½ on the decisive prompts
+    mean over seeds         two-way clustered variance (Cameron, Gelbach & Miller 2011, JBES 29), Student's t
     kappa                   Cohen 1960; its interval by a seeded bootstrap over prompts
     calibration error       Guo et al. 2017, arXiv 1706.04599, eq. 3, over equal-count bins
     interval of a gain      heteroskedasticity-robust OLS, HC1 (White 1980; MacKinnon & White 1985)
@@ -112,6 +113,39 @@ def rate(outcomes: ArrayLike) -> Interval:
     low = int(np.argmax(np.cumsum(masses) >= _TAIL))
     high = 2 * count - int(np.argmax(np.cumsum(masses[::-1]) >= _TAIL))
     return Interval((wins + ties / 2) / count, low / (2 * count), high / (2 * count))
+
+
+def mean_over_seeds(values: ArrayLike, *, same_prompts: bool, num_intervals: int = 1) -> Interval:
+    """Mean of (S, N) values by seed and prompt, with its interval over both; a prompt with a NaN is left out.
+
+    The variance is that of the seeds' means plus that of the prompts' means less that of all values, where
+    the seeds have the `same_prompts`; else that of the seeds' means, which has the prompts in it. It is not
+    less than any of these alone. Student's t has S − 1 degrees of freedom. With one seed the interval is over
+    its prompts, and says nothing of other seeds. `num_intervals` that are read together hold all with at
+    least 95% (Bonferroni).
+
+    Raises:
+        ValueError: if no prompt is left.
+    """
+    from scipy.stats import t
+
+    x = np.asarray(values, dtype=np.float64)
+    x = x[:, ~np.isnan(x).any(axis=0)]
+    seeds, prompts = x.shape
+    if not prompts:
+        raise ValueError("no prompt has a value for every seed")
+
+    def variance_of_mean(of: Floats) -> float:
+        return float(of.var(ddof=1)) / of.size if of.size > 1 else 0.0
+
+    parts = [variance_of_mean(x.mean(axis=1)), variance_of_mean(x.reshape(-1))]
+    if same_prompts and seeds > 1:
+        parts.append(variance_of_mean(x.mean(axis=0)))
+        parts.append(parts[0] + parts[2] - parts[1])
+    degrees = seeds - 1 if seeds > 1 else max(1, prompts - 1)
+    reach = float(t.ppf(1 - _TAIL / num_intervals, degrees)) * math.sqrt(max(parts))
+    mean = float(x.mean())
+    return Interval(mean, mean - reach, mean + reach)
 
 
 def wilson(successes: int, count: int) -> Interval:

@@ -55,20 +55,22 @@ def report_warmup(setup: Setup, state: PpoState, warmup: CriticWarmup, rollout_m
     return metrics
 
 
-def measure_speed(
+def measure_work(
     setup: Setup, state: PpoState, rollout: Rollout, num_epochs: float, seconds: float
 ) -> Metrics:
-    """`throughput.speed` of an update: sampling, the passes of policy, reference and critic, the epochs.
+    """`throughput.speed` of an update, and `cost/tflop` of all so far.
 
-    Of `num_epochs` a part stands for tokens that the losses do not read. Reward models are not counted, nor a
-    sampler's server.
+    They are sampling, the passes of policy, reference, critic and reward models, and the epochs; of
+    `num_epochs` a part stands for tokens that the losses do not read. A reward model counts like the policy.
     """
     policy, critic = state.actor_critic.policy, state.actor_critic.critic
     passes = state.sampler.is_policy + (not state.sampler.is_policy or not setup.dist.is_float32)
-    of_token = pass_flops(*[policy] * (passes + 1), critic)  # the reference is like the policy
+    alike = passes + 1 + sum(one.kind == "reward_model" for one in setup.config.scorers)  # 1: the reference
+    of_token = pass_flops(*[policy] * alike, critic)
     of_token += num_epochs * pass_flops(state.actor_critic, gradients=True)
     num_tokens = sum(len(ids) for ids in [*rollout.queries, *rollout.responses])
-    return speed(setup.dist, num_tokens, of_token * num_tokens, seconds)
+    cost = state.metrics.get("cost/tflop", 0.0) + 1e-12 * of_token * num_tokens
+    return speed(setup.dist, num_tokens, of_token * num_tokens, seconds) | {"cost/tflop": cost}
 
 
 def report_update(

@@ -53,7 +53,7 @@ from rlhf_tasks.ppo.metrics import (
     ratio_sums,
     response_metrics,
 )
-from rlhf_tasks.ppo.reporting import measure_speed, report_start, report_update, report_warmup
+from rlhf_tasks.ppo.reporting import measure_work, report_start, report_update, report_warmup
 from rlhf_tasks.ppo.rewards import bootstrap_values, token_rewards, truncated_scores
 from rlhf_tasks.ppo.rollout import Prompts, Rollout, interleave, pad_rows, raise_on_all_ranks
 from rlhf_tasks.ppo.state import PpoState, Setup, handle_trips, stop_at_non_finite
@@ -253,7 +253,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                     "eps": batch_size / (end - start),
                     "episode": float(state.update * batch_size),
                     "lr": rate,
-                } | measure_speed(
+                } | measure_work(
                     setup, state, rollout, num_epochs * float(mask_read.sum() / mask.sum()), end - start
                 )
                 trips = report_update(setup, state, rollout, prompts, kl, metrics, bar)

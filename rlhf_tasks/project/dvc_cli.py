@@ -91,6 +91,21 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
+def read_outs(root: Path, revision: str, *paths: str) -> list[bytes]:
+    """Files below outs as a commit has them, from the cache or else the remote.
+
+    Raises:
+        UserError: if one is in neither.
+    """
+    from dvc.api import DVCFileSystem
+
+    files = DVCFileSystem(str(root), rev=revision)
+    try:
+        return [files.read_bytes(path) for path in paths]
+    except OSError as error:
+        raise UserError(f"{error}: DVC's cache has it no more; `dvc fetch` may bring it") from None
+
+
 def cached_file(cache: Path, md5: str) -> Path:
     """The path in the cache of the file, or of the listing of a folder (`….dir`), with this md5."""
     return cache / "files" / "md5" / md5[:2] / md5[2:]

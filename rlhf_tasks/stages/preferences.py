@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -43,6 +44,7 @@ from rlhf_tasks.scoring.function import ImportedScorer
 from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.distributed import Distributed
+from rlhf_tasks.training.throughput import pass_flops
 
 COLUMNS = ("prompt", "chosen", "rejected", "source", "origin")
 Row = dict[str, Any]
@@ -60,7 +62,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
     if total:
         model, tokenizer = place(load_causal(paths.sft), dist.device), load_tokenizer(paths.sft)
         ends = ends_of(model, tokenizer, [config.stop_token])
-    metrics: dict[str, float] = {}
+    metrics = {"cost/forward_tflop": 0.0}
     with (
         whole(paths.rows("comparisons")) as folder,
         console.progress("preferences", total, unit="responses") as meter,
@@ -92,6 +94,8 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                     for ids in samples
                 )
                 texts = [found[i::per_round] for found in sampled for i in range(per_round)]
+                num_tokens = num_rounds * sum(map(len, queries)) + sum(map(len, chain(*samples)))
+                metrics["cost/forward_tflop"] += 1e-12 * pass_flops(model) * num_tokens
                 made = _pair(prompts[split], texts, scorer)
                 if left_out := len(prompts[split]) - len(made):
                     console.say(

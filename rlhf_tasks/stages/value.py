@@ -44,6 +44,7 @@ from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.supervised import evaluate, save, train
 from rlhf_tasks.training.tasks import EXPLAINED, ValueTargets
+from rlhf_tasks.training.throughput import pass_flops
 
 HELD_OUT_SHARE = 4  # train prompts to one validation prompt
 NONE_MADE = """\
@@ -111,6 +112,8 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             "noise: raise value.num_prompts or value.num_epochs, or change value.learning_rate"
         )
     metrics |= {"steps_trained": state.step, "step_kept": state.best_step}
+    num_tokens = sum(sum(task.sizes) for task in targets.values())  # sampled by a model like the critic
+    metrics["cost/forward_tflop"] = 1e-12 * pass_flops(critic) * num_tokens
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
     if paths.start == paths.dpo:

@@ -48,6 +48,8 @@ class TrainState:
     budget: TokenBudget
     step: int = 0
     """Steps taken."""
+    flops: float = 0.0
+    """What they have cost, all ranks together."""
     epoch_start: Tensor = field(default_factory=lambda: torch.empty(0))
     """The state of `order` before this epoch's batches were drawn: a resumed run draws them again."""
     best_loss: float = math.inf
@@ -68,6 +70,7 @@ class TrainState:
         """All but the weights in training and their optimizer; equal on all ranks."""
         return {
             "step": self.step,
+            "flops": self.flops,
             "budget": self.budget.state_dict(),
             "order": self.order.get_state(),
             "epoch_start": self.epoch_start,
@@ -77,7 +80,7 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any], unwrapped: nn.Module) -> None:
         """Restore `state_dict`; `unwrapped` is the model whose weights were offered."""
-        self.step, self.epoch_start = state["step"], state["epoch_start"]
+        self.step, self.flops, self.epoch_start = state["step"], state["flops"], state["epoch_start"]
         self.order.set_state(state["order"])
         self.budget.load_state_dict(state["budget"])
         self.best_loss, self.best_step, self.evaluations_without_gain = state["best"]
@@ -173,7 +176,10 @@ def train(
             metrics = {f"train/{key}": value / num_targets for key, value in add_up(dist, parts).items()}
             metrics |= {"train/grad_norm": grad_norm, "lr": rate} | budget_metrics(state.budget)
             num_tokens = sum(task.sizes[i] for i in rows)
-            metrics |= speed(dist, num_tokens, flops_of_token * num_tokens, time.perf_counter() - start)
+            flops = flops_of_token * num_tokens
+            state.flops += flops
+            metrics |= {"cost/tflop": 1e-12 * state.flops}
+            metrics |= speed(dist, num_tokens, flops, time.perf_counter() - start)
             tracker.metrics({prefix + key: value for key, value in metrics.items()}, step=state.step)
 
             # 4. Validation, which decides what weights are kept. The last step has one too, whatever the

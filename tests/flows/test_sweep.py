@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect
 
 def make_cell(root: Path, setting: str = "any", seed: int = 2) -> Cell:
     values = config.load(root / "params.yaml")
-    (made,) = sweep.cells(root, "s", None, [{"ppo.kl_coef": 0.01}], [seed], "HEAD")
+    (made,) = sweep.cells(root, "s", None, [("any", {"ppo.kl_coef": 0.01})], [seed], "HEAD")
     return Cell(setting, seed, made.overrides, "s-1", made.data, values)
 
 
@@ -87,14 +87,16 @@ def test_changed_data_fails_the_runs_and_names_what_may_have_seen_it(
 
 
 def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) -> None:
-    settings = [{"ppo.kl_coef": a, "ppo.advantages.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)]
+    settings = [
+        ("any", {"ppo.kl_coef": a, "ppo.advantages.gamma": b}) for a in (0.1, 0.2) for b in (1.0, 0.9)
+    ]
     cells = sweep.cells(root, "s", None, settings, [1, 2], "HEAD")
     names = [cell.experiment for cell in cells]
     assert len(set(names)) == 8
-    other = [{**overrides, "service.retries": 5} for overrides in settings]
+    other = [(name, {**overrides, "service.retries": 5}) for name, overrides in settings]
     again = sweep.cells(root, "s", None, other, [1, 2], "HEAD")
     assert [cell.experiment for cell in again] == names, "retries decide no result"
-    gate = [{**overrides, "promotion.max_kl": 1.0} for overrides in settings]
+    gate = [(name, {**overrides, "promotion.max_kl": 1.0}) for name, overrides in settings]
     assert not {c.experiment for c in sweep.cells(root, "s", None, gate, [1, 2], "HEAD")} & set(names)
     (root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
     changed = sweep.cells(root, "s", None, settings, [1, 2], "HEAD")
@@ -107,11 +109,26 @@ def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) ->
 )
 def test_a_run_is_in_a_sweep_once(root: Path, settings: list[dict[str, Any]], seeds: list[int]) -> None:
     with pytest.raises(UserError, match="seed 1: the sweep has this run twice; give each once"):
-        sweep.cells(root, "s", None, settings, seeds, "HEAD")
+        sweep.cells(root, "s", None, [("any", overrides) for overrides in settings], seeds, "HEAD")
+
+
+def test_a_setting_is_a_method_with_a_combination_of_the_grid() -> None:
+    assert sweep.list_settings(None, [], {}) == [("unchanged", {})]
+    grid = {"ppo.kl_coef": [0.1, 0.2]}
+    listed = sweep.list_settings("constraints", ["default", "dpo", "best_of_16"], grid)
+    names = ["default, ppo.kl_coef=0.1", "default, ppo.kl_coef=0.2", "dpo, ppo.kl_coef=0.1"]
+    assert [name for name, _ in listed] == [*names, "dpo, ppo.kl_coef=0.2"]
+    assert listed[0][1] == {"ppo.kl_coef": 0.1, "judge.best_of_n": 16}
+    assert listed[2][1] == {
+        **{"preset": "constraints+dpo", "ppo.kl_coef": 0.1, "judge.best_of_n": 16},
+        **{"dpo": {"train": True}, "ppo": {"train": False}},
+    }
+    with pytest.raises(UserError, match="there is no preset 'sft'"):
+        sweep.list_settings(None, ["ppo", "sft"], {})
 
 
 def test_the_problems_of_all_settings_are_in_one_message(root: Path) -> None:
-    settings = [{"ppo.kl_coef": -1}, {"nothing": 1}]
+    settings = [("ppo.kl_coef=-1", {"ppo.kl_coef": -1}), ("nothing=1", {"nothing": 1})]
     with pytest.raises(UserError, match=r"(?s)ppo.kl_coef=-1.*nothing=1") as refusal:
         sweep.cells(root, "s", None, settings, [1, 2], "HEAD")
     assert str(refusal.value).count("kl_coef=-1") == 1, "the same problem of two seeds"

@@ -1,0 +1,197 @@
+"""Methods from the same start side by side: the page of `rlhf methods`. No torch.
+
+A policy is judged against its seed's SFT model, on the same test prompts as those of the other methods. The
+interval of a win rate, and of its difference to the first method's, is over seeds and prompts
+(`statistics.mean_over_seeds`); those of the differences hold together. The cost is counted in tokens that the
+base model could have read instead: 1 for each token of a forward pass, 2 more with gradients.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import statistics as means
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from rlhf_tasks.config import Stage
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging import statistics
+from rlhf_tasks.judging.statistics import Floats
+from rlhf_tasks.project import atomic, dvc_cli, git
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.report import comparison, document
+from rlhf_tasks.tracking.curves import Curve, Figure
+
+BEST_OF = re.compile(r"best_of_(\d+)")
+POLICY, BEST = "policy", "best_of_n"
+SHARED: tuple[Stage, ...] = ("preferences", "reward")
+OWN: tuple[Stage, ...] = ("dpo", "value", "ppo")
+"""The stages whose cost counts: those of pairs and reward models, which methods share, and a method's own."""
+COMPARISONS, LINEAGE = "evaluation/judge/comparisons.parquet", "models/lineage/{}.json"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a method with a seed."""
+
+    run: comparison.Result
+    outcomes: Mapping[tuple[str, str], Floats]
+    """By judge and contender, `policy` or `best_of_n`: (N,) outcomes against the SFT model."""
+    prompts: tuple[str, ...]
+    seconds: float
+    """Of the method's own stages, when they ran."""
+
+    def tokens(self, *stages: Stage) -> float:
+        """What stages cost, in tokens that the base model reads in a forward pass."""
+        metrics, curves = self.run.metrics, self.run.curves
+        tflop = sum(metrics.get(f"{stage}/cost/forward_tflop", 0.0) for stage in stages)
+        tflop += sum(
+            max((row[name] for row in curves.get(stage, ()) if name in row), default=0.0)
+            for stage in stages
+            for name in ("cost/tflop", "heldout/cost/tflop")
+        )
+        return tflop * 1e12 / (2 * metrics["base/parameters"])
+
+    @cached_property
+    def course(self) -> list[tuple[float, float, float]]:
+        """(cost, KL, score) of each evaluation on validation prompts; the score of the held-out model."""
+        points, before = [], 0.0
+        for stage in ("dpo", "ppo"):
+            cost = 0.0
+            for row in self.run.curves.get(stage, ()):
+                cost = row.get("cost/tflop", cost)
+                score = row.get("eval/heldout_scores", row.get("eval/scores"))
+                if score is not None and "eval/kl" in row:
+                    tokens = (before + cost) * 1e12 / (2 * self.run.metrics["base/parameters"])
+                    points.append((tokens, row["eval/kl"], score))
+            before += cost
+        return points
+
+
+def read(root: Path, experiment: str) -> Trial:
+    """A finished run, by the name of its experiment."""
+    run, revision = comparison.find(Paths(root), experiment), git.find_experiment(root, experiment)
+    assert revision is not None
+    compared, *lineages = dvc_cli.read_outs(root, revision, COMPARISONS, *map(LINEAGE.format, OWN))
+    rows = dict[tuple[str, str], list[dict[str, Any]]]()
+    for row in pq.read_table(io.BytesIO(compared)).to_pylist():
+        if row["a"] in (POLICY, BEST) and row["b"] == "sft":
+            rows.setdefault((row["judge"], row["a"]), []).append(row)
+    outcomes = {key: np.array([row["outcome"] for row in own], np.float64) for key, own in rows.items()}
+    prompts = tuple(row["prompt"] for row in next(iter(rows.values())))
+    return Trial(run, outcomes, prompts, sum(json.loads(text)["seconds"] for text in lineages))
+
+
+def write(root: Path, runs: Sequence[tuple[str, str]], out: Path) -> None:
+    """Write the page of these runs, given as method and experiment.
+
+    Raises:
+        UserError: if no seed has a run of every method, or the methods are more than a figure can show.
+    """
+    trials = dict[str, dict[int, Trial]]()
+    for method, experiment in runs:
+        trial = read(root, experiment)
+        trials.setdefault(method, {})[trial.run.seed] = trial
+    if len(trials) > comparison.MAX_SETTINGS:
+        raise UserError(f"{len(trials)} methods; a figure shows {comparison.MAX_SETTINGS} at most")
+    seeds = sorted(set.intersection(*(set(own) for own in trials.values())))
+    if not seeds:
+        raise UserError("no seed has a finished run of every method, so that they cannot be compared")
+    groups = {method: [own[seed] for seed in seeds] for method, own in trials.items()}
+    out.parent.mkdir(exist_ok=True)
+    atomic.write_text(out, document.render("methods.html", context(groups)))
+
+
+def context(groups: Mapping[str, Sequence[Trial]]) -> dict[str, Any]:
+    """The template's variables, from the runs of each method, of the same seeds in the same order."""
+    first = next(iter(groups.values()))
+    judges = [name for name, who in first[0].outcomes if who == POLICY]
+    shown = {method: [_outcomes(own, judge, POLICY) for judge in judges] for method, own in groups.items()}
+    if (judges[0], BEST) in first[0].outcomes:
+        name = f"best of {json.loads(first[0].run.parameters['judge.best_of_n'])} by models/reward"
+        shown[name] = [_outcomes(first, judge, BEST) for judge in judges]
+    same = len({trial.prompts for trial in first}) == 1
+    rows = dict[str, dict[str, str]]()
+    for method, values in shown.items():
+        rows[method] = {}
+        for judge, own, reference in zip(judges, values, next(iter(shown.values())), strict=True):
+            rate = statistics.mean_over_seeds(own, same_prompts=same)
+            rows[method][judge] = document.share(rate)
+            if own is not reference:
+                lead = statistics.mean_over_seeds(
+                    own - reference, same_prompts=same, num_intervals=len(shown) - 1
+                )
+                rows[method][f"{judge}/lead"] = document.interval(lead, 100)
+        rows[method] |= _costs(groups[method]) if method in groups else _costs_of_best(first)
+    return {
+        "rows": rows,
+        "judges": judges,
+        "groups": groups,
+        "optimized": {method: optimizes(own[0].run.parameters) for method, own in groups.items()},
+        "is_synthetic": first[0].run.parameters.get("data.source") == "synthetic",
+        "curves": list(_figures(groups)),
+    }
+
+
+def _outcomes(trials: Sequence[Trial], judge: str, who: str) -> Floats:
+    """(S, N) by seed and prompt."""
+    return np.stack([trial.outcomes[judge, who] for trial in trials])
+
+
+def _costs(trials: Sequence[Trial]) -> dict[str, str]:
+    runs = [trial.run for trial in trials]
+    own, shared = (means.fmean(trial.tokens(*stages) for trial in trials) for stages in (OWN, SHARED))
+    return {
+        "kl": comparison.cell(runs, "ppo/selected_kl"),
+        "own": f"{own / 1e6:,.1f}",
+        "shared": f"{shared / 1e6:,.1f}",
+        "seconds": f"{means.fmean(trial.seconds for trial in trials):,.0f}",
+        "response": comparison.cell(runs, "judge/length/policy"),
+    }
+
+
+def _costs_of_best(trials: Sequence[Trial]) -> dict[str, str]:
+    runs = [trial.run for trial in trials]
+    shared = means.fmean(trial.tokens(*SHARED) for trial in trials)
+    kl, response = (comparison.cell(runs, f"judge/{BEST}/{name}") for name in ("kl", "tokens"))
+    return {"kl": kl, "own": "0", "shared": f"{shared / 1e6:,.1f}", "seconds": "0", "response": response}
+
+
+def optimizes(parameters: Mapping[str, str]) -> str:
+    """What a method is trained on, and what chooses its weights, from a run's parameters."""
+    parts = []
+    if parameters.get("dpo.train") == "true":
+        source = "noisy gold labels" if parameters.get("data.source") == "synthetic" else "the data's labels"
+        labels = json.loads(parameters.get("preferences.function", "null")) or source
+        parts.append(f"pairs by {labels}")
+    if parameters.get("ppo.train") != "false":
+        scorers = json.loads(parameters.get("ppo.scorers", "[]"))
+        parts.append(f"scores by {', '.join(dict.fromkeys(one['kind'] for one in scorers))}")
+    is_held_out = parameters.get("reward.train") != "false"
+    chooser = "models/reward_heldout" if is_held_out else "its validation score or loss"
+    return f"{', then '.join(parts)}; weights chosen by {chooser}"
+
+
+def _figures(groups: Mapping[str, Sequence[Trial]]) -> Iterator[Figure]:
+    """The score in the course of training, over KL and over cost."""
+    titles = {
+        1: ("Score over KL", "KL from the SFT model, nats per response"),
+        0: ("Score over cost", "million tokens of a forward pass, without pairs and reward models"),
+    }
+    for place, (title, axis) in titles.items():
+        curves = []
+        for method, trials in groups.items():
+            courses = np.array([*zip(*(trial.course for trial in trials), strict=False)])  # (E, S, 3)
+            x = courses[..., place].mean(1) / (1e6 if place == 0 else 1)
+            y, error = courses[..., 2].mean(1), courses[..., 2].std(1, ddof=1) if len(trials) > 1 else 0.0
+            curves.append(Curve(method, [*x], [*y], [*(y - error)], [*(y + error)]))
+        note = "By the held-out reward model on validation prompts, or without one by what is optimized."
+        yield Figure(title, note, axis, curves)
