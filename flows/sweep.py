@@ -215,11 +215,11 @@ def list_settings(
             trained.append(method)
     listed = list[tuple[str, dict[str, Any]]]()
     for method, values in itertools.product(trained or [""], itertools.product(*grid.values())):
-        changes = dict(zip(grid, values, strict=True))
-        words = [*filter(None, [method]), *(f"{key}={value}" for key, value in changes.items())]
+        changes, single = dict[str, Any](), dict(zip(grid, values, strict=True))
         if form.preset_of(method or form.DEFAULT):
-            changes |= {"preset": BETWEEN.join(filter(None, [preset, method])), **read(method)}
-        listed.append((", ".join(words) or "unchanged", changes | fixed))
+            changes = {"preset": BETWEEN.join(filter(None, [preset, method])), **read(method)}
+        words = [*filter(None, [method]), *(f"{key}={value}" for key, value in single.items())]
+        listed.append((", ".join(words) or "unchanged", changes | single | fixed))
     return listed
 
 
