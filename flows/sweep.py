@@ -147,7 +147,7 @@ def sweep(
             caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
             create_table_artifact(rows, key=TABLE_KEY, description=caption)
         if methods and completed:
-            out = root / "reports" / f"{name}.html"
+            out = root / f"{name}.html"
             page.write(root, [(cell.setting, cell.experiment) for cell in completed], out)
             get_run_logger().info("wrote %s", out)
         if lost:

@@ -106,7 +106,6 @@ def write(root: Path, runs: Sequence[tuple[str, str]], out: Path) -> None:
     if not seeds:
         raise UserError("no seed has a finished run of every method, so that they cannot be compared")
     groups = {method: [own[seed] for seed in seeds] for method, own in trials.items()}
-    out.parent.mkdir(exist_ok=True)
     atomic.write_text(out, document.render("methods.html", context(groups)))
 
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from scipy import stats
 from scipy.optimize import minimize
 from sklearn.metrics import cohen_kappa_score
 
@@ -198,6 +199,28 @@ def drawn(seed: int, size: int, *, failures: float = 0.1) -> Floats:
     random = np.random.default_rng(seed)
     result = random.choice(OUTCOMES, size, p=[0.5, 0.2, 0.3])
     return np.where(random.random(size) < failures, np.nan, result)
+
+
+def test_a_mean_over_seeds_has_an_interval_over_seeds_and_prompts() -> None:
+    alone = statistics.mean_over_seeds([[1, 0, 1, np.nan, 1, 0.5]], same_prompts=True)
+    low, high = stats.ttest_1samp([1, 0, 1, 1, 0.5], 0).confidence_interval()
+    assert (alone.value, alone.low, alone.high) == pytest.approx((0.7, low, high))
+    means = np.array([0.5, 0.6, 0.7])  # a variance of the mean of 1/300
+    constant = np.repeat(means[:, None], 4, axis=1)
+    for same in (True, False):  # prompts that do not differ add nothing
+        found = statistics.mean_over_seeds(constant, same_prompts=same)
+        assert (found.value, found.high) == pytest.approx((0.6, 0.6 + 4.30265 * 300**-0.5), abs=1e-6)
+    together = statistics.mean_over_seeds(constant, same_prompts=True, num_intervals=2)
+    assert together.high == pytest.approx(0.6 + 6.20535 * 300**-0.5, abs=1e-6)
+    # Variances of the mean by seeds 1/4, by prompts 1/4, of all values 1/6.
+    both = statistics.mean_over_seeds([[0, 1], [1, 2]], same_prompts=True)
+    assert both.high - 1 == pytest.approx(12.7062 * (1 / 4 + 1 / 4 - 1 / 6) ** 0.5, abs=1e-3)
+    nested = statistics.mean_over_seeds([[0, 1], [1, 2]], same_prompts=False)
+    assert nested.high - 1 == pytest.approx(12.7062 * (1 / 4) ** 0.5, abs=1e-3)
+    alike = statistics.mean_over_seeds([[0, 1], [1, 0]], same_prompts=False)
+    assert alike.high - 0.5 == pytest.approx(12.7062 * (1 / 12) ** 0.5, abs=1e-3), "equal means of seeds"
+    with pytest.raises(ValueError, match="no prompt"):
+        statistics.mean_over_seeds([[np.nan, 1], [1, np.nan]], same_prompts=True)
 
 
 def test_the_interval_of_kappa_resamples_prompts_with_all_comparisons() -> None:
