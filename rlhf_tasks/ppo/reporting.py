@@ -58,7 +58,7 @@ def report_warmup(setup: Setup, state: PpoState, warmup: CriticWarmup, rollout_m
 def measure_work(
     setup: Setup, state: PpoState, rollout: Rollout, num_epochs: float, seconds: float
 ) -> Metrics:
-    """`throughput.speed` of an update, and `cost/tflop` of all so far.
+    """`throughput.speed` of an update, and `work/tflop` of all so far.
 
     They are sampling, the passes of policy, reference, critic and reward models, and the epochs; of
     `num_epochs` a part stands for tokens that the losses do not read. A reward model counts like the policy.
@@ -69,8 +69,8 @@ def measure_work(
     of_token = pass_flops(*[policy] * alike, critic)
     of_token += num_epochs * pass_flops(state.actor_critic, gradients=True)
     num_tokens = sum(len(ids) for ids in [*rollout.queries, *rollout.responses])
-    cost = state.metrics.get("cost/tflop", 0.0) + 1e-12 * of_token * num_tokens
-    return speed(setup.dist, num_tokens, of_token * num_tokens, seconds) | {"cost/tflop": cost}
+    cost = state.metrics.get("work/tflop", 0.0) + 1e-12 * of_token * num_tokens
+    return speed(setup.dist, num_tokens, of_token * num_tokens, seconds) | {"work/tflop": cost}
 
 
 def report_update(

@@ -52,11 +52,11 @@ class Trial:
     def tokens(self, *stages: Stage) -> float:
         """What stages cost, in tokens that the base model reads in a forward pass."""
         metrics, curves = self.run.metrics, self.run.curves
-        tflop = sum(metrics.get(f"{stage}/cost/forward_tflop", 0.0) for stage in stages)
+        tflop = sum(metrics.get(f"{stage}/work/forward_tflop", 0.0) for stage in stages)
         tflop += sum(
             max((row[name] for row in curves.get(stage, ()) if name in row), default=0.0)
             for stage in stages
-            for name in ("cost/tflop", "heldout/cost/tflop")
+            for name in ("work/tflop", "heldout/work/tflop")
         )
         return tflop * 1e12 / (2 * metrics["base/parameters"])
 
@@ -67,7 +67,7 @@ class Trial:
         for stage in ("dpo", "ppo"):
             cost = 0.0
             for row in self.run.curves.get(stage, ()):
-                cost = row.get("cost/tflop", cost)
+                cost = row.get("work/tflop", cost)
                 score = row.get("eval/heldout_scores", row.get("eval/scores"))
                 if score is not None and "eval/kl" in row:
                     tokens = (before + cost) * 1e12 / (2 * self.run.metrics["base/parameters"])

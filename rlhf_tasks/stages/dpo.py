@@ -128,7 +128,7 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             "lower dpo.learning_rate, or raise dpo.beta, dpo.max_kl or dpo.evals_per_epoch"
         )
     num_tokens = sum(sum(task.sizes) for task in tasks.values())  # of the SFT model's log-probs
-    metrics["cost/forward_tflop"] = 1e-12 * pass_flops(policy) * num_tokens
+    metrics["work/forward_tflop"] = 1e-12 * pass_flops(policy) * num_tokens
     step = state.best_step if was_chosen else state.step
     metrics |= {"selected_step": step, "steps_trained": state.step}
     metrics |= {"selected_kl": kl, "selected_kl_standard_error": error}

@@ -22,13 +22,13 @@ def trial(seed: int, parameters: dict[str, str], outcomes: Sequence[float], kl: 
     """A run of a model of a million parameters, whose token is 2e-6 TFLOP."""
     stage = "dpo" if parameters["dpo.train"] == "true" else "ppo"
     metrics = {"base/parameters": 1e6, "ppo/selected_kl": kl, "judge/length/policy": 12.0}
-    metrics |= {"preferences/cost/forward_tflop": 1.0, "dpo/cost/forward_tflop": 2.0 * (stage == "dpo")}
+    metrics |= {"preferences/work/forward_tflop": 1.0, "dpo/work/forward_tflop": 2.0 * (stage == "dpo")}
     curve = [
         {"step": 0.0, "eval/kl": 0.0, "eval/heldout_scores": 0.0},
-        {"step": 1.0, "cost/tflop": 4.0},
-        {"step": 2.0, "cost/tflop": 8.0, "eval/kl": 1.0, "eval/heldout_scores": 0.5},
+        {"step": 1.0, "work/tflop": 4.0},
+        {"step": 2.0, "work/tflop": 8.0, "eval/kl": 1.0, "eval/heldout_scores": 0.5},
     ]
-    curves = {stage: curve, "reward": [{"step": 1.0, "cost/tflop": 3.0, "heldout/cost/tflop": 4.0}]}
+    curves = {stage: curve, "reward": [{"step": 1.0, "work/tflop": 3.0, "heldout/work/tflop": 4.0}]}
     run = Result("", seed, f"{stage}-{seed}", metrics, curves, parameters | {"judge.best_of_n": "4"})
     known = {("gold", "policy"): np.array(outcomes), ("gold", "best_of_n"): np.array([1.0, 0.0])}
     return Trial(run, known, (f"prompt of {seed}", "another"), 30.0)

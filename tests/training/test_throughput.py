@@ -55,7 +55,7 @@ def test_an_update_of_ppo_is_counted_by_its_passes(monkeypatch: pytest.MonkeyPat
     alike = 2 + len(one.config.scorers)  # what samples, the reference, and reward models
     assert flops == num_tokens * (2 * (alike * policy + critic) + 2 * 6 * (policy + critic))
     next(one.updates)
-    assert one.state.metrics["cost/tflop"] == pytest.approx(1e-12 * sum(flops for _, flops in counted))
+    assert one.state.metrics["work/tflop"] == pytest.approx(1e-12 * sum(flops for _, flops in counted))
 
 
 def test_a_cpu_has_no_peak() -> None:
