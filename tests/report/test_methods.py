@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.judging import statistics
 from rlhf_tasks.report import document, methods
 from rlhf_tasks.report.comparison import Result
 from rlhf_tasks.report.methods import Trial
@@ -54,7 +55,7 @@ def test_each_method_stands_beside_the_first_on_the_same_seeds_and_prompts() -> 
     assert [*rows] == ["ppo", "dpo", "best of 4 by models/reward"]
     assert "gold/lead" not in rows["ppo"]
     assert rows["ppo"]["gold"].startswith("6")  # 0.625, with the t of one degree of freedom
-    lead = methods.statistics.mean_over_seeds([[0, 1], [0, 0.5]], same_prompts=False, num_intervals=2)
+    lead = statistics.mean_over_seeds([[0, 1], [0, 0.5]], same_prompts=False, num_intervals=2)
     assert rows["dpo"]["gold/lead"] == document.interval(lead, 100)
     assert (rows["dpo"]["kl"], rows["dpo"]["own"], rows["dpo"]["shared"]) == ("3 ± 1", "5.0", "4.0")
 
