@@ -44,7 +44,7 @@ LINES: Mapping[str, int] = {
     "training": 3342,  # losses of stage dpo, speed on GPUs, objects by gloo, tokens of a pass by layout
     "ppo": 3534,  # groups without variance, truncated responses, what stage dpo measures too
     "stages": 2303,  # stage dpo, a policy that is passed on, pairs with best-of-n
-    "judging": 2694,  # best-of-n: its responses, its KL and its cost
+    "judging": 2695,  # best-of-n: its responses, its KL and its cost
     "promotion": 1379,
     "tracking": 1839,  # judges by the model that they read; a store that follows its project
     "report": 893,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models

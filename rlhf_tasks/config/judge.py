@@ -249,9 +249,9 @@ class Judging(Section):
                     f"judges: {judge.name} combines {', '.join(unknown)}, which is not in the list or is a "
                     f"combination itself; known: {', '.join(sorted(plain)) or 'none'}"
                 )
-        for judge in self.judges if self.best_of_n is not None else ():
-            if isinstance(judge, RewardModelJudge) and Path(judge.path).as_posix() == OPTIMIZED:
-                yield f"best_of_n: the judge {judge.name} is {OPTIMIZED}, {SELECTOR}"
+        for one in self.judges if self.best_of_n is not None else ():
+            if isinstance(one, RewardModelJudge) and Path(one.path).as_posix() == OPTIMIZED:
+                yield f"best_of_n: the judge {one.name} is {OPTIMIZED}, {SELECTOR}"
 
     @property
     def scoring(self) -> set[str]:

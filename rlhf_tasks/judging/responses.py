@@ -189,15 +189,16 @@ def _sample_best(
     model, rows = reward_model.load(paths.reward, device), list(zip(repeated, drawn.texts, strict=True))
     began_at, distinct = time.monotonic(), list(dict.fromkeys(rows))  # equal responses get one score
     with console.part(f"{len(distinct)} responses by models/reward"):
-        values = model(Responses.of_texts(*map(list, zip(*distinct, strict=True)))).tolist()
+        values = model(Responses.of_texts([p for p, _ in distinct], [r for _, r in distinct])).tolist()
     seconds = drawn.seconds + time.monotonic() - began_at
     score_of = dict(zip(distinct, values, strict=True))
     scores = np.array([score_of[row] for row in rows]).reshape(-1, n)  # (N, n)
     if not np.isfinite(scores).all():
         raise NonFiniteScore("models/reward gave a response of the SFT model NaN or infinity")
     best = [n * i + int(k) for i, k in enumerate(scores.argmax(axis=1))]
-    chosen = {x: [getattr(drawn, x)[i] for i in best] for x in ("sampled", "ids", "texts", "ended")}
-    return SampledResponses(**chosen), BestOfN(
+    lists: tuple[Any, ...] = (drawn.sampled, drawn.ids, drawn.texts, drawn.ended)
+    sampled, ids, texts, ended = ([values[i] for i in best] for values in lists)
+    return SampledResponses(sampled, ids, texts, ended), BestOfN(
         n=n,
         kl=best_of_n_kl(scores),
         kl_bound=float(np.log(n)) - (n - 1) / n,
