@@ -36,18 +36,18 @@ FLOORS: Mapping[str, int] = {
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
     "cli": 825,
-    "config": 2775,  # stage dpo, responses that no loss reads, a language model as reward
+    "config": 2782,  # stage dpo, responses that no loss reads, a language model as reward, best-of-n
     "data": 2551,  # which pairs train which model
     "data/readers": 2449,
     "models": 2439,  # the output layer by TF32 on a GPU, models that scored a policy
     "scoring": 1358,  # the client of language models, which was in judging, and the scorer that uses it
     "training": 3342,  # losses of stage dpo, speed on GPUs, objects by gloo, tokens of a pass by layout
     "ppo": 3534,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2293,  # stage dpo, a policy that is passed on
-    "judging": 2620,
+    "stages": 2303,  # stage dpo, a policy that is passed on, pairs with best-of-n
+    "judging": 2695,  # best-of-n: its responses, its KL and its cost
     "promotion": 1379,
     "tracking": 1839,  # judges by the model that they read; a store that follows its project
-    "report": 892,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models
+    "report": 893,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models
     "project": 2646,  # what a stage reads anew, which flows say too; lost results; prompts of scorers
     "presets": 196,
     "../flows": 2651,  # why a stage runs, a cancellation that is one sentence, GPUs by number

@@ -24,14 +24,15 @@ from rlhf_tasks.config.scorers import (
 from rlhf_tasks.config.types import Section, check_source
 
 RESERVED = (
-    "agreement|calibration|choice|corpus_distinct_2|distinct_1|distinct_2|ended|human|kappa|length|perplexity"
-    "|repetition|sft_perplexity|task|task_drop"
+    "agreement|best_of_n|calibration|choice|corpus_distinct_2|distinct_1|distinct_2|ended|human|kappa|length"
+    "|perplexity|repetition|sft_perplexity|task|task_drop"
 )
 """Pattern of the first parts of the names of the other metrics of stage judge, which no judge may have."""
 LISTED = "judge.judges"
 """The key of the judges in params.yaml; only the judge of ppo.select_by has another key."""
 ENGLISH = "english"
 """The name of the shipped texts and questions of `judge.retention`."""
+SELECTOR = "which selects the best of n: it cannot judge them; name another model, or set best_of_n to null"
 
 
 def _not_reserved(name: str) -> str:
@@ -228,6 +229,8 @@ class Judging(Section):
     responses are sampled too, or the references."""
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of SFT and policy."""
+    best_of_n: Annotated[int, Field(ge=2, le=1024)] | None = None
+    """Number of responses of SFT per prompt, of which the best by models/reward is judged too; null: none."""
     labels: str | None = None
     """File of human labels, rows with the texts prompt, answer_a and answer_b and an outcome (1: A is better,
     0.5, 0, or null); null: none."""
@@ -246,6 +249,9 @@ class Judging(Section):
                     f"judges: {judge.name} combines {', '.join(unknown)}, which is not in the list or is a "
                     f"combination itself; known: {', '.join(sorted(plain)) or 'none'}"
                 )
+        for one in self.judges if self.best_of_n is not None else ():
+            if isinstance(one, RewardModelJudge) and Path(one.path).as_posix() == OPTIMIZED:
+                yield f"best_of_n: the judge {one.name} is {OPTIMIZED}, {SELECTOR}"
 
     @property
     def scoring(self) -> set[str]:

@@ -801,6 +801,7 @@ class Config(Section):
             "judge.judges": any(
                 isinstance(one, RewardModelJudge) and one.is_of_pipeline for one in self.judge.judges
             ),
+            "judge.best_of_n": self.judge.best_of_n is not None,
             "ppo.guards.gap_max": self.ppo.train and getattr(self.ppo.guards, "gap_max", None) is not None,
         }
         named = ", ".join(key for key, uses_reward_model in users.items() if uses_reward_model)

@@ -8,6 +8,7 @@ whose weights are not safetensors are not kept.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 import torch
 import transformers
@@ -27,7 +29,8 @@ from rlhf_tasks.data import batches, columns
 from rlhf_tasks.data.batches import read_table, sets_of
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.data.tokenizer import Ids, encode, load_tokenizer, response_texts
-from rlhf_tasks.judging.results import ResponseStatistics
+from rlhf_tasks.judging.results import BestOfN, ResponseStatistics
+from rlhf_tasks.judging.statistics import best_of_n_kl
 from rlhf_tasks.models import contracts, load, sampling, stop_tokens
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_config, place
 from rlhf_tasks.models.sampling import sample_responses
@@ -35,6 +38,8 @@ from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, ends_of, 
 from rlhf_tasks.models.tensors import distinct
 from rlhf_tasks.project import atomic, hashing, ready_models
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring import reward_model
+from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses
 
 DECISIVE_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # besides the weights, these decide a sample
 CODE = [str(module.__file__) for module in (sampling, stop_tokens, batches, load)]
@@ -52,6 +57,8 @@ class SampledResponses:
     ids: list[Ids]
     texts: list[str]
     ended: list[bool]
+    seconds: float = 0.0
+    """Of sampling, when the responses were sampled."""
 
 
 def share_ends(sources: Iterable[Source]) -> list[StopTokens]:
@@ -102,8 +109,10 @@ def sample(
         model = place(load_causal(source, revision), device).eval()
         contracts.check_fits(model, tokenizer, str(source))
         all_ends = ends_of(model, tokenizer, ends)
+        began_at = time.monotonic()
         ids = sample_responses(model, tokenizer, prompts, ends=all_ends, **settings)
         samples = {
+            "seconds": time.monotonic() - began_at,
             "sampled": ids,
             "ids": close_responses(tokenizer, ids, all_ends),
             "ended": [has_ended(row, all_ends) for row in ids],
@@ -111,7 +120,7 @@ def sample(
         if kept is not None:
             atomic.write_text(kept, json.dumps(samples))
     texts = response_texts(tokenizer, encode(tokenizer, prompts), samples["ids"])
-    return SampledResponses(samples["sampled"], samples["ids"], texts, samples["ended"])
+    return SampledResponses(**samples, texts=texts)
 
 
 def _key(
@@ -139,6 +148,7 @@ def _key(
 SAMPLED = ("sft", "policy")
 START = -1  # stands before a response's first token, so that responses of one token have a 2-gram too
 BASE = "base"  # sampled too where it is the bar of the gate
+BEST_OF_N = "best_of_n"  # of SFT's, where `judge.best_of_n` is set
 
 
 @dataclass(frozen=True)
@@ -153,17 +163,48 @@ class ModelResponses:
     """The kept columns of the prompts' rows."""
     sets: list[str]
     """The name of each prompt's set in a mixture; empty otherwise."""
+    best_of_n: BestOfN | None = None
 
 
 def sample_models(config: JudgeView, paths: Paths, device: torch.device) -> ModelResponses:
     rows = read_table(paths, "prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
     names = (*SAMPLED, *([BASE] if config.judge.bar == BASE else []))
-    sampled = sample_alike(config, paths, prompts, device, names=names)
+    sampled, measured = sample_alike(config, paths, prompts, device, names=names), None
+    if (n := config.judge.best_of_n) is not None:
+        sampled[BEST_OF_N], measured = _sample_best(config, paths, prompts, n, device)
     texts = {name: responses.texts for name, responses in sampled.items()}
     if rows[0]["reference"] is not None:  # of prompts alone, no row has one
         texts = {"reference": [row["reference"] for row in rows]} | texts
-    return ModelResponses(prompts, texts, sampled, columns.of_rows(rows), sets_of(rows))
+    return ModelResponses(prompts, texts, sampled, columns.of_rows(rows), sets_of(rows), measured)
+
+
+def _sample_best(
+    config: JudgeView, paths: Paths, prompts: Sequence[str], n: int, device: torch.device
+) -> tuple[SampledResponses, BestOfN]:
+    """Of n responses of SFT to each of N prompts the first that models/reward scores highest; its cost."""
+    repeated = [prompt for prompt in prompts for _ in range(n)]
+    seed = config.seed + 2  # other draws than those of SFT's own responses, and of pairs of samples
+    drawn = sample_alike(config, paths, repeated, device, names=["sft"], seed=seed)["sft"]
+    model, rows = reward_model.load(paths.reward, device), list(zip(repeated, drawn.texts, strict=True))
+    began_at, distinct = time.monotonic(), list(dict.fromkeys(rows))  # equal responses get one score
+    with console.part(f"{len(distinct)} responses by models/reward"):
+        values = model(Responses.of_texts([p for p, _ in distinct], [r for _, r in distinct])).tolist()
+    seconds = drawn.seconds + time.monotonic() - began_at
+    score_of = dict(zip(distinct, values, strict=True))
+    scores = np.array([score_of[row] for row in rows]).reshape(-1, n)  # (N, n)
+    if not np.isfinite(scores).all():
+        raise NonFiniteScore("models/reward gave a response of the SFT model NaN or infinity")
+    best = [n * i + int(k) for i, k in enumerate(scores.argmax(axis=1))]
+    lists: tuple[Any, ...] = (drawn.sampled, drawn.ids, drawn.texts, drawn.ended)
+    sampled, ids, texts, ended = ([values[i] for i in best] for values in lists)
+    return SampledResponses(sampled, ids, texts, ended), BestOfN(
+        n=n,
+        kl=best_of_n_kl(scores),
+        kl_bound=float(np.log(n)) - (n - 1) / n,
+        tokens=sum(map(len, drawn.ids)) / len(prompts),
+        seconds=seconds / len(prompts),
+    )
 
 
 def sample_alike(

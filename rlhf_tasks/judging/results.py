@@ -4,8 +4,8 @@ Stage judge writes it, and derives metrics/judge.json from it by `EvaluationResu
 report read it. `rlhf judge MODEL` and `rlhf promote` return and use the same type for policies that the
 pipeline did not train.
 
-The models are `sft`, `policy` and `reference` in the stage; `rlhf judge MODEL` uses the names it is given.
-Models of `retention` are `base`, `sft` and `policy`. Intervals are 95% intervals.
+The models are `sft`, `policy`, `reference`, `base` and `best_of_n` in the stage; `rlhf judge MODEL` uses the
+names it is given. Models of `retention` are `base`, `sft` and `policy`. Intervals are 95% intervals.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.statistics import Interval
@@ -175,6 +175,19 @@ class Accuracy(_Part):
     """The same on the prompts with one value of a column of the verifier's `by`, by `COLUMN.VALUE`."""
 
 
+class BestOfN(_Part):
+    """The best of n responses of SFT by models/reward, per test prompt."""
+
+    n: int
+    kl: float
+    """From SFT, in nats."""
+    kl_bound: float
+    tokens: float
+    """Of all n responses."""
+    seconds: float | None = Field(default=None, exclude=True)
+    """Of sampling and scoring; not in the document, since equal results give equal bytes."""
+
+
 class JudgeKappa(_Part):
     """Cohen's kappa of two judges over all comparisons that both made."""
 
@@ -207,6 +220,8 @@ class EvaluationResults(_Part):
     """By model."""
     task_changes: dict[str, TaskChange] = {}
     """By task."""
+    best_of_n: BestOfN | None = None
+    """None, and not in the document, without `judge.best_of_n`."""
     reward_diagnostics: tuple[RewardDiagnostic, ...] = ()
     human_labels: HumanLabels | None = None
     judge_kappas: tuple[JudgeKappa, ...] = ()
@@ -232,7 +247,8 @@ class EvaluationResults(_Part):
 
     def write(self, path: Path) -> None:
         """Write the document as JSON with sorted keys: equal results give equal bytes."""
-        atomic.write_text(path, json.dumps(self.model_dump(mode="python"), indent=2, sort_keys=True) + "\n")
+        values = self.model_dump(mode="python", exclude=None if self.best_of_n else {"best_of_n"})
+        atomic.write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
     @property
     def first_judge(self) -> str:
@@ -285,6 +301,7 @@ class EvaluationResults(_Part):
                 (f"{comparison.stem}/win_rate/in/{name}", rate) for name, rate in comparison.in_set.items()
             )
             yield from ((f"{comparison.stem}/cost/{name}", number) for name, number in comparison.cost or ())
+        yield from ((f"best_of_n/{name}", value) for name, value in self.best_of_n or () if name != "n")
         for judge, models in self.facets.items():
             for who, measures in models.items():
                 yield from ((f"{judge}/{who}/{measure}", value) for measure, value in measures.items())

@@ -11,6 +11,7 @@ All but the interval of `kappa` are closed forms or exact distributions, so only
     calibration error       Guo et al. 2017, arXiv 1706.04599, eq. 3, over equal-count bins
     interval of a gain      heteroskedasticity-robust OLS, HC1 (White 1980; MacKinnon & White 1985)
     rate at equal length    logistic regression (Dubois et al. 2024, arXiv 2404.04475, eq. 2, shortened)
+    KL of best-of-n         Beirami et al. 2024, arXiv 2401.01879
 """
 
 from __future__ import annotations
@@ -146,6 +147,22 @@ def mean_over_seeds(values: ArrayLike, *, same_prompts: bool, num_intervals: int
     reach = float(t.ppf(1 - _TAIL / num_intervals, degrees)) * math.sqrt(max(parts))
     mean = float(x.mean())
     return Interval(mean, mean - reach, mean + reach)
+
+
+def best_of_n_kl(scores: ArrayLike) -> float:
+    """Mean KL of best-of-n from the model that it samples, in nats; (N, n) scores of n samples per prompt.
+
+    A share p of a prompt's samples has one score, and a share C that or a lower one: best-of-n has it with
+    Cⁿ − (C − p)ⁿ. Responses of equal scores share that as they share p, so that only scores count.
+    """
+    from scipy.special import rel_entr
+
+    total, rows = 0.0, np.asarray(scores, dtype=np.float64)
+    for row in rows:
+        counts = np.unique(row, return_counts=True)[1]
+        best = np.diff((counts.cumsum() / row.size) ** row.size, prepend=0.0)
+        total += float(rel_entr(best, counts / row.size).sum())  # Σ best · log(best / p), of best = 0 too
+    return total / len(rows)
 
 
 def wilson(successes: int, count: int) -> Interval:

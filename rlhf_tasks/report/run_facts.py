@@ -21,7 +21,7 @@ from rlhf_tasks.report import document
 from rlhf_tasks.tracking import catalogue
 
 SHOWN_HASH = 10  # characters
-OPPONENTS = {"sft": "the SFT model", "reference": "the references"}
+OPPONENTS = {"sft": "the SFT model", "reference": "the references", "best_of_n": "best of n"}
 _TIME = re.compile(r"-(\d{8}T\d{6})-")  # in a run key; UTC
 Lineage = Mapping[str, Mapping[str, Any]]  # models/lineage/STAGE.json by stage
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
+from rlhf_tasks.config.judge import SELECTOR
 from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
@@ -28,9 +29,11 @@ from rlhf_tasks.judging.judges.comparisons import (
     Comparisons,
     Judge,
     describe_training,
+    find_judges_by_weights,
 )
 from rlhf_tasks.judging.responses import (
     BASE,
+    BEST_OF_N,
     SAMPLED,
     ModelResponses,
     sample_alike,
@@ -46,7 +49,10 @@ from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.distributed import Distributed
 
-PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
+PAIRS = (
+    *(("sft", "reference"), ("policy", "reference"), ("policy", "sft"), ("policy", BASE)),
+    *((BEST_OF_N, "reference"), (BEST_OF_N, "sft"), ("policy", BEST_OF_N)),
+)
 MIN_PROMPTS_FOR_GAIN = 3
 SHOWN_PROMPTS = 20  # whose responses MLflow shows
 
@@ -84,6 +90,9 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         raise UserError(
             "judge.bar: reference needs references, and data/prompts has prompts alone; set it to base"
         )
+    chosen_by = set() if settings.best_of_n is None else {contracts.fingerprint(paths.reward)}
+    for name, path in find_judges_by_weights(settings, chosen_by, paths.root).items():
+        raise UserError(f"judge.best_of_n: the judge {name} ({path}) is models/reward, {SELECTOR}")
     judges = build_judges(settings, dist.device, paths, columns=columns.of_rows(rows))
     probes = None if settings.retention is None else Probes(settings.retention, paths)
     training = describe_training(settings, paths.policy, paths.root)
@@ -98,7 +107,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     sampled = sample_models(config, paths, dist.device)
     models = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
     retention, task_changes = probes.measure_all(models, dist.device) if probes else ({}, {})
-    responses = {who: sampled.sampled[who] for who in SAMPLED}
+    responses = {who: own for who, own in sampled.sampled.items() if who != BASE}
     references = sampled.texts.get("reference")
     response_statistics = measure_responses(
         paths.sft, sampled.prompts, responses, references, settings.retention, dist.device
@@ -141,6 +150,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         accuracies=summary.measure_accuracies(settings, sampled.texts, sampled.columns),
         retention=retention,
         task_changes=task_changes,
+        best_of_n=sampled.best_of_n,
         reward_diagnostics=diagnosed,
         human_labels=people,
         judge_kappas=summary.measure_kappas(judged.comparisons),
@@ -171,7 +181,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 def _judge(config: JudgeView, judges: Sequence[Judge], sampled: ModelResponses) -> Judged:
     judged, prompts, texts, kept = Judged(), sampled.prompts, sampled.texts, sampled.columns
     for judge in judges:
-        pairs = [(a, b) for a, b in (*PAIRS, ("policy", BASE)) if b in texts]
+        pairs = [(a, b) for a, b in PAIRS if {a, b} <= set(texts)]
         compared = summary.compare(judge, pairs, prompts, texts, config.judge.max_failure_share, kept)
         judged.comparisons.update(compared)
         for key, comparisons in compared.items():

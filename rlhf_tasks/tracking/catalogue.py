@@ -25,9 +25,9 @@ _JUDGE = rf"(?!(?:{RESERVED})/)[a-z][a-z0-9_]*"
 PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
     "JUDGE": (_JUDGE, "the name of a judge in `judge.judges`"),
     "OTHER": (_JUDGE, "the name of another judge in `judge.judges`"),
-    "A": (r"[a-z0-9]+", "the first model: `policy` or `sft`"),
-    "B": (r"[a-z0-9]+", "the second model: `sft`, `reference` or `base`; for `rlhf promote` also `champion`"),
-    "MODEL": (r"policy|sft|reference|base", "`policy`, `sft` or `base`; of responses also `reference`"),
+    "A": (r"best_of_n|[a-z0-9]+", "the first model: `policy`, `sft` or `best_of_n`"),
+    "B": (r"best_of_n|[a-z0-9]+", "`sft`, `reference`, `base`, `best_of_n`, or `champion` of `rlhf promote`"),
+    "MODEL": (r"policy|sft|reference|base|best_of_n", "`policy`, `sft` or `base`; of responses any A or B"),
     "REWARD": (r"reward|reward_heldout", "which reward model: `reward` or `reward_heldout`"),
     "POSITION": (r"first|middle|last", "which token of a response: `first`, `middle` or `last`"),
     "ORIGIN": (

@@ -180,6 +180,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
     ({"reward.train": False}, "needed by ppo.scorers, ppo.advantages.critic.init, judge.judges"),
     ({**small.WITHOUT_REWARD, "ppo.guards.gap_max": 1.0}, "is needed by ppo.guards.gap_max"),
+    # best-of-n
+    ({"judge.best_of_n": 1}, "judge.best_of_n: Input should be greater than or equal to 2"),
+    ({**small.WITHOUT_REWARD, "judge.best_of_n": 4}, "is needed by judge.best_of_n; set it to true"),
+    (
+        {"judge.best_of_n": 4, "judge.judges": [small.GOLD, {**BY_A, "path": "./models/reward"}]},
+        "best_of_n: the judge a is models/reward, which selects the best of n: it cannot judge them",
+    ),
     # estimators of advantages, functions and losses
     ({"ppo.advantages": {"kind": "rloo", "gamma": 0.99}}, "ppo.advantages.gamma: unknown key"),
     ({"ppo.advantages": {"kind": "group", "critic": {}}}, "ppo.advantages.critic: unknown key"),

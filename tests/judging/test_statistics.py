@@ -96,6 +96,28 @@ def test_the_sign_test_by_hand(wins: int, losses: int, p_value: float) -> None:
     assert statistics.sign_test(wins, losses) == pytest.approx(p_value)
 
 
+def test_the_kl_of_best_of_n_by_hand() -> None:
+    """Of two different samples the better one is chosen in three of four cases."""
+    two = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert statistics.best_of_n_kl([[0.3, -1.0]]) == pytest.approx(two)
+    assert statistics.best_of_n_kl([[7.0, 7.0]]) == 0, "equal samples leave nothing to choose"
+    assert statistics.best_of_n_kl([[1.0, 2.0], [0.5, 0.5]]) == pytest.approx(two / 2), "a mean over prompts"
+    # of three samples two share the lower score: that is chosen with (2/3)^3
+    low = (2 / 3) ** 3
+    shared = low * math.log(low / (2 / 3)) + (1 - low) * math.log((1 - low) / (1 / 3))
+    assert statistics.best_of_n_kl([[0.0, 1.0, 0.0]]) == pytest.approx(shared)
+
+
+@pytest.mark.parametrize("n", [2, 16, 1024])
+def test_the_kl_of_best_of_n_is_at_most_its_bound(n: int) -> None:
+    """Of many different samples the k-th best has e^-k (1 - 1/e), whose entropy is 1.0407 nats."""
+    bound, rng = math.log(n) - (n - 1) / n, np.random.default_rng(n)
+    assert statistics.best_of_n_kl([rng.permutation(n)]) <= bound
+    assert statistics.best_of_n_kl(rng.integers(0, 5, (3, n))) <= bound
+    if n == 1024:
+        assert statistics.best_of_n_kl([rng.permutation(n)]) == pytest.approx(bound - 0.0407, abs=1e-3)
+
+
 def test_a_gain_besides_length_has_the_robust_interval() -> None:
     # d = 1 + 2x + e with x = 0, 1, 2, 3 and e = ±.1 such that Σe = Σxe = 0: α = 1, β = 2 exactly.
     # c = (.7, .4, .1, −.2); Σc²e² = .01 · .70 = .007; Var = 4/2 · .007 = .014.

@@ -11,7 +11,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.results import EvaluationResults
+from rlhf_tasks.judging.results import BestOfN, EvaluationResults, ResponseStatistics
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import document, page
 from rlhf_tasks.stages import report
@@ -120,6 +120,25 @@ def test_the_evidence_is_complete(whole: Path) -> None:
         "f" * 40,
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize(("low", "outcome"), [(0.5, "does not beat"), (0.51, "beats")])
+def test_the_page_says_whether_the_policy_beats_best_of_n(whole: Path, low: float, outcome: str) -> None:
+    assert "Best of n" not in shown(whole)
+    rate = workspace.interval(0.55, low, 0.6)
+    over = workspace.comparison("gold", "policy", "best_of_n", rate)
+    response = ResponseStatistics(**dict.fromkeys(ResponseStatistics.model_fields, 12))
+    changes = {
+        "comparisons": (*workspace.RESULTS.comparisons, over),
+        "best_of_n": BestOfN(n=16, kl=1.5, kl_bound=1.75, tokens=192),
+        "responses": {"policy": response, "best_of_n": response},
+    }
+    workspace.RESULTS.model_copy(update=changes).write(whole / "evaluation/judge/results.json")
+    text = shown(whole)
+    assert f"By the gold judge the policy {outcome} it: the policy’s win rate is 55% (5" in text
+    assert "Best of n takes 16 responses of the SFT model" in text
+    assert "A response costs 192 tokens by best of n, and 12 by the policy." in text
+    assert "Policy against best of n 55%" in text
 
 
 def test_unknown_times_and_trips_of_guards_are_told(whole: Path) -> None:

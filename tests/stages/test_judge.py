@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +20,7 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.data.tokenizer import load_tokenizer
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import responses, summary
 from rlhf_tasks.judging.judges.build import ScoringJudge
 from rlhf_tasks.judging.results import EvaluationResults
@@ -217,6 +220,77 @@ def test_the_tracker_gets_every_comparison_with_its_texts(models_here: Path) -> 
     assert {("reward", "given"), ("reward_heldout", "given")} <= origins
     lengths = {(row["judge"], row["who"]) for row in table(Path(), "lengths.parquet")}
     assert lengths == {("gold", who) for who in ("reference", "sft", "policy", "base")}
+
+
+# ------------------------------------------------------------------------------------------------- Best-of-n
+
+
+def count_samples(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The models that are sampled from now on, each with its number of responses."""
+    counts, plain = list[tuple[str, int]](), responses.sample
+
+    def sample(source: Path, prompts: Sequence[str], **settings: Any) -> responses.SampledResponses:
+        counts.append((Path(source).name, len(prompts)))
+        return plain(source, prompts, **settings)
+
+    monkeypatch.setattr(responses, "sample", sample)
+    return counts
+
+
+def test_only_best_of_n_samples_more(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_samples(monkeypatch)
+    plain = run()
+    assert counts == [(who, 10) for who in ("sft", "policy", "base", "sft", "policy")]
+    assert "best_of_n" not in Paths().evaluation_results.read_text(encoding="utf-8")
+    counts.clear()
+    metrics = run(best_of_n=4)
+    assert counts == [*((who, 10) for who in ("sft", "policy", "base")), ("sft", 40), *counts[-2:]]
+    of_all = {key for key in plain if not key.startswith("kappa")}  # of all comparisons, which are more now
+    assert {key: metrics[key] for key in of_all} == {key: plain[key] for key in of_all}
+
+
+def score_roughly(rows: Responses) -> torch.Tensor:
+    return torch.tensor([float(len(text) // 8) for text in rows.texts])  # with ties
+
+
+def test_best_of_n_is_the_first_response_of_the_highest_score(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "reward_model", SimpleNamespace(load=lambda *_: score_roughly))
+    metrics = run(best_of_n=6, judges=[small.GOLD])
+    # the same samples, chosen by a slow loop
+    view, prompts = small.view("judge", SETTINGS), [row["prompt"] for row in table(Path(), "answers.parquet")]
+    repeated = [prompt for prompt in prompts for _ in range(6)]
+    sampled = responses.sample_alike(
+        view, Paths(), repeated, torch.device("cpu"), names=["sft"], seed=view.seed + 2
+    )["sft"]
+    rows = table(Path(), "answers.parquet")
+    for i, row in enumerate(rows):
+        texts = sampled.texts[6 * i : 6 * i + 6]
+        assert row["best_of_n"] == max(texts, key=lambda text: len(text) // 8)
+        assert row["gold/best_of_n"] == gold(row["prompt"], row["best_of_n"]).score
+    assert any(row["best_of_n"] != row["sft"] for row in rows)
+    # what it cost, and how it compares
+    assert metrics["best_of_n/tokens"] == sum(map(len, sampled.ids)) / 10
+    assert metrics["best_of_n/seconds"] > 0
+    assert 0 < metrics["best_of_n/kl"] <= metrics["best_of_n/kl_bound"] == pytest.approx(math.log(6) - 5 / 6)
+    pairs = ("best_of_n_vs_reference", "best_of_n_vs_sft", "policy_vs_best_of_n")
+    assert {f"gold/{pair}/win_rate" for pair in pairs} <= set(metrics)
+    # times are in the metrics alone: the document is the same by kept responses
+    written = Paths().evaluation_results.read_bytes()
+    assert "best_of_n/seconds" not in EvaluationResults.read(Paths().evaluation_results).metrics()
+    run(best_of_n=6, judges=[small.GOLD])
+    assert Paths().evaluation_results.read_bytes() == written
+
+
+def test_the_model_that_selects_cannot_judge_from_another_folder(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = count_samples(monkeypatch)
+    shutil.copytree("models/reward", "copy")
+    with pytest.raises(UserError, match=r"judge reward_model \(copy\) is models/reward, which selects"):
+        run(best_of_n=4, judges=[small.GOLD, {**small.HELDOUT, "path": "copy"}])
+    assert counts == []
 
 
 # ------------------------------------------ The win rate over the course of PPO's training, computed by hand
