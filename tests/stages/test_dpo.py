@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion.verdict import read_kl
+from rlhf_tasks.promotion.verdict import Kl, read_kl
 from rlhf_tasks.stages import dpo
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.dpo import (
@@ -282,6 +281,8 @@ def test_ppo_starts_from_it_and_its_kl_is_from_the_sft_model(models_here: Path, 
     assert metrics["selected_kl"] > 0.01, "from the SFT model"
     identity = contracts.read_identity(Paths().policy)
     assert identity["parents"]["dpo"] == contracts.fingerprint(Paths().dpo)
+    assert identity["method"].startswith("ppo")
+    assert identity["kl"] == [metrics["selected_kl"], metrics["selected_kl_standard_error"]]
 
 
 def test_the_critic_of_stage_value_learns_from_its_responses(models_here: Path) -> None:
@@ -299,11 +300,10 @@ def test_without_ppo_it_is_the_policy_that_is_judged(models_here: Path) -> None:
     passed_on = small.run("ppo", changes)
     assert passed_on["selected_kl"] == metrics["selected_kl"]
     assert contracts.fingerprint(Paths().policy) == contracts.fingerprint(Paths().dpo)
-    Paths().metrics("ppo").parent.mkdir(exist_ok=True)
-    Paths().metrics("ppo").write_text(json.dumps(passed_on), encoding="utf-8")
-    kl = read_kl(Paths())
-    assert kl is not None
-    assert kl.mean == metrics["selected_kl"]
+    identity = contracts.read_identity(Paths().policy)
+    assert identity == contracts.read_identity(Paths().dpo)
+    assert identity["method"] == "dpo, loss sigmoid"
+    assert read_kl(Paths().policy) == Kl(mean=metrics["selected_kl"], standard_error=identity["kl"][1])
     assert pq.read_table(Paths().ppo_responses).num_rows == 0
     assert "reward_model/policy_vs_sft/win_rate" in small.run("judge", changes)
 
