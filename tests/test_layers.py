@@ -36,14 +36,14 @@ FLOORS: Mapping[str, int] = {
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
     "cli": 825,
-    "config": 2775,  # stage dpo, responses that no loss reads, a language model as reward
+    "config": 2777,  # stage dpo and what labels its pairs, responses that no loss reads, a language model as reward
     "data": 2551,  # which pairs train which model
     "data/readers": 2449,
     "models": 2439,  # the output layer by TF32 on a GPU, models that scored a policy
     "scoring": 1358,  # the client of language models, which was in judging, and the scorer that uses it
     "training": 3342,  # losses of stage dpo, speed on GPUs, objects by gloo, tokens of a pass by layout
     "ppo": 3534,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2293,  # stage dpo, a policy that is passed on
+    "stages": 2297,  # stage dpo, a policy that is passed on, what labeled its pairs
     "judging": 2620,
     "promotion": 1379,
     "tracking": 1839,  # judges by the model that they read; a store that follows its project

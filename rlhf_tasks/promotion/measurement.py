@@ -117,14 +117,14 @@ def collect(candidate: Candidate, stale: str | None) -> Measurements:
         known = compare_with(candidate, known, "sft", paths.sft)
     training = describe_training(settings.judge, candidate.folder, paths.root)
     optimized = {**known.results.optimised_judges, **training["optimised_judges"]}
+    functions = {contracts.read_identity(candidate.folder).get("labeled_by")}  # dpo optimizes its labels
     if is_own:  # params.yaml counts too, since the cache may lack the record of the training
         ppo = dvc_files.parameters(paths.root).get("ppo", {})
         named = ppo.get("scorers", []) if ppo.get("train", True) else []
         scorers = [*inputs.used(paths.root, "ppo").values.get("ppo.scorers", []), *named]
-        functions = {scorer["function"] for scorer in scorers if "function" in scorer}
-        own = [one for one in settings.judge.judges if one.kind == "function" and one.function in functions]
-        optimized |= {one.name: one.function for one in own}
-    training["optimised_judges"] = optimized
+        functions |= {scorer["function"] for scorer in scorers if "function" in scorer}
+    own = [one for one in settings.judge.judges if one.kind == "function" and one.function in functions]
+    training["optimised_judges"] = optimized | {one.name: one.function for one in own}
     return replace(known, results=known.results.model_copy(update=training))
 
 

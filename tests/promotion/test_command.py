@@ -444,6 +444,17 @@ def test_scorers_of_a_ppo_that_does_not_train_have_optimized_nothing(project: Pa
     assert "judges that are the optimized reward (gold)" not in rlhf("promote", status=0).out
 
 
+def test_a_function_that_labeled_the_pairs_of_a_policy_does_not_judge_it(
+    project: Path, rlhf: Command
+) -> None:
+    judge = {"kind": "function", "name": "gold", "function": "mine:short"}
+    planted.params(project, {"judge.judges": [judge, planted.shipped()["judge"]["judges"][1]]})
+    planted.pipeline(project, "one")
+    planted.put(project / "models/policy/rlhf.json", {"kind": "policy", "labeled_by": "mine:short", **KNOWN})
+    planted.lock(project)
+    assert "judges that are the optimized reward (gold)" in rlhf("promote", status=3).out
+
+
 def test_a_function_that_ppo_optimised_refuses_even_if_params_changed_since(
     project: Path, rlhf: Command
 ) -> None:

@@ -248,7 +248,7 @@ def test_the_pairs_stay_in_mapped_files(models_here: Path, monkeypatch: Any) -> 
 def test_without_a_reward_model_the_validation_loss_selects(models_here: Path) -> None:
     metrics = small.run("dpo", {**SMALL, **small.WITHOUT_REWARD})
     assert "selected_heldout_score" not in metrics
-    assert "chosen_by" not in contracts.read_identity(Paths().dpo)
+    assert not {"chosen_by", "labeled_by"} & contracts.read_identity(Paths().dpo).keys()
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
@@ -272,6 +272,7 @@ def test_weights_above_the_bound_on_the_kl_are_not_kept(models_here: Path) -> No
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
 def test_ppo_starts_from_it_and_its_kl_is_from_the_sft_model(models_here: Path, lora: Any) -> None:
     changes = SMALL | {"dpo.lora": lora, "ppo.lora": lora, "dpo.learning_rate": 0.05}
+    changes |= {"preferences.function": "mine:score"}
     small.run("dpo", changes)
     small.run("value", changes)
     tracker = NullTracker("ppo")
@@ -282,6 +283,7 @@ def test_ppo_starts_from_it_and_its_kl_is_from_the_sft_model(models_here: Path, 
     identity = contracts.read_identity(Paths().policy)
     assert identity["parents"]["dpo"] == contracts.fingerprint(Paths().dpo)
     assert identity["method"].startswith("ppo")
+    assert identity["labeled_by"] == contracts.read_identity(Paths().dpo)["labeled_by"] == "mine:score"
     assert identity["kl"] == [metrics["selected_kl"], metrics["selected_kl_standard_error"]]
 
 
