@@ -46,7 +46,7 @@ LINES: Mapping[str, int] = {
     "stages": 2297,  # stage dpo, a policy that is passed on, what labeled its pairs
     "judging": 2620,
     "promotion": 1379,
-    "tracking": 1839,  # judges by the model that they read; a store that follows its project
+    "tracking": 1857,  # judges by the model that they read; a store that follows its project; curves of DPO
     "report": 892,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models
     "project": 2646,  # what a stage reads anew, which flows say too; lost results; prompts of scorers
     "presets": 196,
