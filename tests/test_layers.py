@@ -47,7 +47,7 @@ LINES: Mapping[str, int] = {
     "judging": 2620,
     "promotion": 1379,
     "tracking": 1857,  # judges by the model that they read; a store that follows its project; curves of DPO
-    "report": 892,  # the words of card, MLflow and Prefect; names of settings; a table of both reward models
+    "report": 893,  # the words of card, MLflow and Prefect, also of DPO; names of settings; a table of both reward models
     "project": 2646,  # what a stage reads anew, which flows say too; lost results; prompts of scorers
     "presets": 196,
     "../flows": 2651,  # why a stage runs, a cancellation that is one sentence, GPUs by number

@@ -207,7 +207,7 @@ def decide(
     notes = []
     if all(judge in used for judge in promotion.named):
         notes.append(
-            "No judge of the gate is independent: PPO has optimized, or chosen its checkpoint by, "
+            "No judge of the gate is independent: training has optimized, or chosen the policy by, "
             f"{', '.join(used[judge] for judge in promotion.named)}."
         )
     if lacking := _list_unmeasurable(promotion, measured.results):
