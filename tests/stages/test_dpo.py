@@ -160,6 +160,16 @@ def test_loss_and_gradient_are_those_of_a_slow_reference(loss: str) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+def test_the_margin_of_kto_is_how_far_each_response_moved_to_its_side() -> None:
+    model, ref, responses = small.causal(seed=1), small.causal(seed=0), [*CHOSEN[:3], *REJECTED[3:]]
+    moved = [
+        (logprob(model, q, y) - logprob(ref, q, y)).item() for q, y in zip(QUERIES, responses, strict=True)
+    ]
+    expected = 0.3 * (sum(moved[:3]) - sum(moved[3:]))
+    found = task_of("kto", beta=0.3).sums(model, range(6), CPU)["margin"].item()
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_cut_into_micro_batches_changes_no_sum(loss: str) -> None:
     task, model = task_of(loss), small.causal(seed=1)
