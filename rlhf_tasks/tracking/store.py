@@ -231,8 +231,8 @@ class Delivery:
     def _send(self, to: Connection, events: Sequence[Event]) -> None:
         points = [event for event in events if event["kind"] == "metrics"]
         self._send_points(to, to.run, points)
-        if (names := curves.HEADLINES.get(self._header["stage"])) is not None:
-            self._send_points(to, to.parent, points, names)
+        if (of_parent := curves.HEADLINES.get(self._header["stage"])) is not None:
+            self._send_points(to, to.parent, points, of_parent)
         tags = dict[str, str]()
         for event in events:
             if event["kind"] == "results":

@@ -231,9 +231,9 @@ def test_the_pipeline_has_the_curves_of_dpo_where_it_alone_trains(
         tracker.metrics({"eval/kl": 1.5, "eval/loss": 0.5, "train/loss": 0.6}, step=3)
     sync(home)
     assert runs(home)["pipeline"].data.metrics == {"dpo/eval/kl": 1.5, "dpo/eval/loss": 0.5}
-    for stage, text in {"dpo": "step,eval/kl\n3,1.5\n6,2.5\n", "ppo": "episode\n"}.items():
-        Paths().curves(stage).parent.mkdir(exist_ok=True)
-        Paths().curves(stage).write_text(text, encoding="utf-8")
+    Path("plots").mkdir(exist_ok=True)
+    Path("plots/dpo.csv").write_text("step,eval/kl\n3,1.5\n6,2.5\n", encoding="utf-8")
+    Path("plots/ppo.csv").write_text("episode\n", encoding="utf-8")
     log("report-k", stage="report")
     sync(home)
     assert points(home, "pipeline", "dpo/eval/kl") == [(3, 1.5), (6, 2.5)]
