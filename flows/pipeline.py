@@ -148,11 +148,11 @@ def pipeline(
                 outcome = replace(outcome, **promotion.verdict(folder, values, environment))
 
             # 4. What the user sees of it.
-            verdict = {"verdict": outcome.promotion} if outcome.verdict else {}
+            promoted = {"promotion": outcome.promotion} if outcome.verdict else {}
             ran = ", ".join(stage for stage, result in how.items() if result == "ran")
             facts |= {"Stages that ran": ran, "DVC experiment": saved if experiment else None}
             gate = {"Promotion": outcome.promotion if outcome.verdict else None}
-            tracked.tags(verdict | {tracking.NOTE: tracking.note({**gate, **outcome.card, **facts})})
+            tracked.tags(promoted | {tracking.NOTE: tracking.note({**gate, **outcome.card, **facts})})
             undelivered = tracked.last_error()
             if commit is not None and experiment is None:
                 notes.append("nothing differs from the commit, so the run has no experiment")

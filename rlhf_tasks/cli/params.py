@@ -136,6 +136,11 @@ def plan(
     from rlhf_tasks.training import memory_plan
 
     settings = config.load()
+    if not settings.ppo.train:
+        raise UserError(
+            "ppo.train is false, and `rlhf plan` calculates the memory of PPO only, not that of stage dpo; "
+            "set ppo.train to true to plan PPO of this model"
+        )
     if not all(number.isdigit() and int(number) for number in gpus.split(",")):
         raise UserError(f"--gpus {gpus} is not a list of numbers above 0; give one such as 1,8,16")
     size = memory or GPUS[gpu]
@@ -157,4 +162,6 @@ def plan(
     rows = [[name, *(cell(one[name]) for one in plans.values())] for name in plans[number]]
     title = f"PPO of {policy.parameters:,} parameters, {run.trained:,} trained, on GPUs of {size:g} GB"
     console.table(title, ["GPUs", *map(str, plans)], rows)
+    if settings.dpo.train:
+        console.say("this is PPO only: stage dpo, which has no critic, is not planned")
     return 0

@@ -139,6 +139,8 @@ def _repro(paths: Paths, name: str) -> int:
 
         def interrupt() -> None:
             signal.signal(signal.SIGTERM, heard)  # a second one ends the stage at once
+            if isinstance(sys.exception(), signals.Stopped):
+                print("rlhf: SIGTERM; DVC and its stage get it as Ctrl-C", file=sys.stderr, flush=True)
             processes.interrupt_group(process)
 
         stopped = 0

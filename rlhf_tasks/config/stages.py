@@ -175,6 +175,8 @@ class DpoView(ModelView):
     temperature: float = field(metadata={KEY: "ppo.temperature"})
     stop_token: Literal["eos"] | int = field(metadata={KEY: "ppo.stop_token"})
     has_reward_model: bool = field(metadata={KEY: "reward.train"})
+    labeler: str | None = field(default=None, metadata={KEY: "preferences.function"})
+    num_labeled: int = field(metadata={KEY: "preferences.num_prompts"})
 
     @classmethod
     def of(cls, config: s.Config) -> Self:

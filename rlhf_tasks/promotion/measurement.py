@@ -54,8 +54,8 @@ class Candidate:
 
 
 def is_trained_here(paths: Paths, md5: str) -> bool:
-    """Whether metrics/ppo.json describes the policy with these bytes, according to dvc.lock."""
-    return _describes(paths, "ppo", paths.metrics("ppo"), md5)
+    """Whether stage ppo has written the policy with these bytes, according to dvc.lock."""
+    return dvc_files.locked_by(paths.root, "ppo").get(paths.relative(paths.policy)) == md5
 
 
 def is_judged_here(paths: Paths, md5: str) -> bool:
@@ -69,15 +69,10 @@ def is_judged_here(paths: Paths, md5: str) -> bool:
         {k: v for k, v in values.items() if k.startswith("judge.") and k not in DISPLAY_ONLY}
         for values in (now, inputs.used(paths.root, "judge").values)
     )
-    is_of_policy = is_trained_here(paths, md5) and _describes(paths, "judge", paths.judge_results, md5)
-    return is_of_policy and decisive == used
-
-
-def _describes(paths: Paths, stage: str, written: Path, md5: str) -> bool:
-    """Whether what a stage wrote is what dvc.lock has, and the stage wrote or read the policy of this md5."""
-    locked = dvc_files.locked_by(paths.root, stage)
+    locked, written = dvc_files.locked_by(paths.root, "judge"), paths.judge_results
     is_current = written.exists() and hashing.dvc_md5(written) == locked.get(paths.relative(written))
-    return is_current and locked.get(paths.relative(paths.policy)) == md5
+    is_of_policy = is_trained_here(paths, md5) and locked.get(paths.relative(paths.policy)) == md5
+    return is_current and is_of_policy and decisive == used
 
 
 def find_stale_reason(candidate: Candidate) -> str | None:
@@ -90,6 +85,8 @@ def find_stale_reason(candidate: Candidate) -> str | None:
     except UserError:
         file = paths.relative(paths.evaluation_results)
         return f"are of another version of the code ({file} is missing or has another form)"
+    if candidate.criteria.max_kl is not None and read_kl(candidate.folder) is None:
+        return f"lack a KL: {candidate.model}/rlhf.json, by an older version of the code, has none"
     changed = find_changed_files(paths.root)
     return f"were measured with another {', '.join(changed)}" if changed else None
 
@@ -109,25 +106,25 @@ def collect(candidate: Candidate, stale: str | None) -> Measurements:
     paths, settings = candidate.paths, candidate.settings
     is_own = is_trained_here(paths, candidate.md5)
     if stale is None:
-        known = Measurements.read(paths)
+        known = Measurements.read(paths, candidate.folder)
     else:
         console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
         known = Measurements(results=EvaluationResults(), kl=None)
         if any(getattr(candidate.criteria, key) is not None for key in BOUNDS_OF_COST):
             known = measure_cost(settings, paths, candidate.folder)
         if is_own:
-            known = replace(known, kl=read_kl(paths) or known.kl)
+            known = replace(known, kl=read_kl(candidate.folder) or known.kl)
         known = compare_with(candidate, known, "sft", paths.sft)
     training = describe_training(settings.judge, candidate.folder, paths.root)
     optimized = {**known.results.optimised_judges, **training["optimised_judges"]}
+    functions = {contracts.read_identity(candidate.folder).get("labeled_by")}  # dpo optimizes its labels
     if is_own:  # params.yaml counts too, since the cache may lack the record of the training
         ppo = dvc_files.parameters(paths.root).get("ppo", {})
         named = ppo.get("scorers", []) if ppo.get("train", True) else []
         scorers = [*inputs.used(paths.root, "ppo").values.get("ppo.scorers", []), *named]
-        functions = {scorer["function"] for scorer in scorers if "function" in scorer}
-        own = [one for one in settings.judge.judges if one.kind == "function" and one.function in functions]
-        optimized |= {one.name: one.function for one in own}
-    training["optimised_judges"] = optimized
+        functions |= {scorer["function"] for scorer in scorers if "function" in scorer}
+    own = [one for one in settings.judge.judges if one.kind == "function" and one.function in functions]
+    training["optimised_judges"] = optimized | {one.name: one.function for one in own}
     return replace(known, results=known.results.model_copy(update=training))
 
 

@@ -12,10 +12,10 @@ A value that is missing or not finite fails its criterion, which gives the reaso
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from rlhf_tasks import console
@@ -23,6 +23,7 @@ from rlhf_tasks.config import Promotion
 from rlhf_tasks.config.judge import Judge
 from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.models import contracts
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue
 
@@ -60,22 +61,21 @@ class Measurements:
     """None if it was not measured."""
 
     @classmethod
-    def read(cls, paths: Paths) -> Self:
-        """What the pipeline measured.
+    def read(cls, paths: Paths, policy: Path) -> Self:
+        """What the pipeline measured, and what the policy in a folder says of itself.
 
         Raises:
             UserError: for a results document that is missing or cannot be read.
         """
-        return cls(results=EvaluationResults.read(paths.evaluation_results), kl=read_kl(paths))
+        return cls(results=EvaluationResults.read(paths.evaluation_results), kl=read_kl(policy))
 
 
-def read_kl(paths: Paths) -> Kl | None:
-    """The KL of the checkpoint that PPO kept, not of the last update; no score and no reward is read."""
-    file = paths.metrics("ppo")
-    metrics = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if metrics.get("selected_kl") is None:
+def read_kl(policy: Path) -> Kl | None:
+    """The KL in the identity of a policy, whatever trained it; None if it has none, as older ones."""
+    if (known := contracts.read_identity(policy).get("kl")) is None:
         return None
-    return Kl(mean=metrics["selected_kl"], standard_error=metrics.get("selected_kl_standard_error"))
+    mean, error = known
+    return Kl(mean=mean, standard_error=error)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def decide(
     notes = []
     if all(judge in used for judge in promotion.named):
         notes.append(
-            "No judge of the gate is independent: PPO has optimized, or chosen its checkpoint by, "
+            "No judge of the gate is independent: training has optimized, or chosen the policy by, "
             f"{', '.join(used[judge] for judge in promotion.named)}."
         )
     if lacking := _list_unmeasurable(promotion, measured.results):

@@ -49,6 +49,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     makers = {out: stage for stage, node in graph.items() for out in node.outs}
     guards = files.json(ppo_folder / "guards.json")
     words = catalogue.words_of(view.judge.judges) | {OPTIMIZED: "the reward that PPO optimized"}
+    words |= {} if view.ppo.train else {"reward": "models/reward"}  # which nothing optimizes
     parts = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
     seconds = sum(row.get(part, 0.0) for row in curves["ppo"] for part in parts)
     sampled = files.rows(ppo_folder / "samples.parquet")

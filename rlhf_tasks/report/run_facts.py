@@ -50,7 +50,7 @@ def facts(view: ReportView, lineage: Lineage, name: str, root: Path) -> dict[str
 
 
 def outcome(paths: Paths, judges: Iterable[Judge]) -> dict[str, str]:
-    """What came out, by title, of the checkpoint that PPO kept; what is not known is left out."""
+    """What came out, by title, of the checkpoint that was kept; what is not known is left out."""
     results = EvaluationResults()
     with suppress(UserError):
         results = EvaluationResults.read(paths.evaluation_results)

@@ -138,6 +138,8 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     inputs = {"models/sft": parents["sft"], "data/comparisons": hashing.file_hash(paths.rows("comparisons"))}
     identity: dict[str, Any] = contracts.identity("policy", parents)
     identity |= {"method": f"dpo, loss {settings.loss}", "kl": [kl, error]}
+    if config.labeler and config.num_labeled:
+        identity["labeled_by"] = config.labeler  # which has been optimized, so that it is no judge
     chosen = "of the lowest validation loss" if was_chosen else "the last"
     if config.has_reward_model:
         identity["chosen_by"] = contracts.fingerprint(paths.reward_heldout)

@@ -356,6 +356,8 @@ def _save_policy(
     # The gate promotes no policy of a dummy reward, and none that was trained as a trial.
     if all(getattr(scorer, "weight", 0) == 0 for scorer in settings.scorers):
         identity["reward"] = "none"
+    if "dpo" in parents and (labeler := contracts.read_identity(paths.dpo).get("labeled_by")):
+        identity["labeled_by"] = labeler
     if models := chat_models(settings.scorers):
         identity["optimized_chat_models"] = models
     if config.is_trial:

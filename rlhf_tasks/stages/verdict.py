@@ -20,7 +20,7 @@ def run(config: VerdictView, paths: Paths, tracker: Tracker) -> dict[str, float]
         atomic.write_json(paths.verdict, {})
         console.say("promotion is null, so there is no gate to pass")
         return {}
-    measured = Measurements.read(paths)
+    measured = Measurements.read(paths, paths.policy)
     verdict = decide(config.promotion, measured, judges=config.judges, champion=False, bar=config.bar)
     atomic.write_json(paths.verdict, verdict.tree())
     tracker.table("gate", verdict.rows())

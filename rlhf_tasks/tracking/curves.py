@@ -24,11 +24,16 @@ Points = Sequence[Mapping[str, float]]  # rows of a plots/STAGE.csv: the x axis 
 
 CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "dpo", "value", "ppo", "judge")
 """The stages with a plots/STAGE.csv."""
-HEADLINES = (
+PPO_HEADLINES = (
     "objective/kl",
     *(metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve),
     "val/ratio",
-)  # PPO curves copied to the parent run
+)
+HEADLINES: Mapping[str, Mapping[str, str]] = {
+    "ppo": {name: name for name in PPO_HEADLINES},
+    "dpo": {name: f"dpo/{name}" for name in ("eval/heldout_scores", "eval/kl", "eval/loss")},
+}
+"""Curves of the policy's training that the parent run has too: stage → name → the name there."""
 MAX_BUCKETS = 120  # of a line with more than twice as many points
 COLORS = {
     "ahead": "#1f6f66",
@@ -65,7 +70,7 @@ def results(stage: Stage, values: Mapping[str, float]) -> dict[str, float]:
     return {
         name if "/" in name else f"{stage}/{name}": values[name]
         for name in names
-        if not (stage == "ppo" and name in HEADLINES)
+        if name not in HEADLINES.get(stage, ())
     }
 
 

@@ -1,7 +1,7 @@
 """The run of a whole pipeline, under which MLflow shows its stages. No torch or MLflow here.
 
 A flow's pipeline has a record of its own, as a stage has, and a thread that delivers it. Under a plain
-`dvc repro`, stage `report` writes that record at the end: only the curves of PPO are sent before.
+`dvc repro`, stage `report` writes that record at the end: only the curves of DPO and PPO are sent before.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class Pipeline:
         self._record.append("tags", values=dict(values))
 
     def results(self, paths: Paths) -> None:
-        """Log what the folder holds: PPO's curves, the stages' results, samples, the verdict, the report."""
-        if (ppo := paths.curves("ppo")).exists():
-            for row in curves.read_csv(ppo.read_text(encoding="utf-8")):
-                values = {name: row[name] for name in curves.HEADLINES if name in row}
-                self._record.append("metrics", step=int(row[curves.axis("ppo")]), values=values)
-            self._record.keep("plots/ppo.csv", ppo)
+        """Log what the folder holds: the policy's curves, the stages' results, samples, verdict, report."""
         for stage in STAGES:
+            names, file = curves.HEADLINES.get(stage, {}), paths.curves(stage)
+            if names and file.exists() and (rows := curves.read_csv(file.read_text(encoding="utf-8"))):
+                for row in rows:
+                    if values := {there: row[name] for name, there in names.items() if name in row}:
+                        self._record.append("metrics", step=int(row[curves.axis(stage)]), values=values)
+                self._record.keep(f"plots/{stage}.csv", file)  # the last one's figure is shown
             if (file := paths.metrics(stage)).exists():
                 metrics = config.flatten(json.loads(file.read_text(encoding="utf-8")))
                 self._record.append("results", values=curves.results(stage, metrics))

@@ -39,6 +39,8 @@ TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by 
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # or MLflow shows prompts and traces
 COLOR_TAG = "mlflow.runColor"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # color-blind safe
+DRAWN = {f"plots/{stage}.csv" for stage in curves.HEADLINES}
+"""Artifacts whose figure a description shows."""
 NO_ANSWER = (MlflowException, SQLAlchemyError, OSError)  # of MLflow, or of its database
 UNDRAWABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # matplotlib's errors
 
@@ -92,7 +94,7 @@ def open_experiment(client: MlflowClient, name: str, location: str | None) -> st
 
     Raises UserError if the experiment is deleted.
     """
-    tags = {KIND_TAG: KIND, view.TAG: view.text(curves.HEADLINES)}
+    tags = {KIND_TAG: KIND, view.TAG: view.text(curves.PPO_HEADLINES)}
     known = client.get_experiment_by_name(name)
     if known is None:
         return str(client.create_experiment(name, location, tags))
@@ -229,8 +231,8 @@ class Delivery:
     def _send(self, to: Connection, events: Sequence[Event]) -> None:
         points = [event for event in events if event["kind"] == "metrics"]
         self._send_points(to, to.run, points)
-        if self._header["stage"] == "ppo":
-            self._send_points(to, to.parent, points, only=curves.HEADLINES)
+        if (of_parent := curves.HEADLINES.get(self._header["stage"])) is not None:
+            self._send_points(to, to.parent, points, of_parent)
         tags = dict[str, str]()
         for event in events:
             if event["kind"] == "results":
@@ -257,13 +259,16 @@ class Delivery:
                 self._end_parent(to, end)
 
     def _send_points(
-        self, to: Connection, run: str, points: Sequence[Event], only: Sequence[str] | None = None
+        self, to: Connection, run: str, points: Sequence[Event], names: Mapping[str, str] | None = None
     ) -> None:
-        """Send one point per metric and step: a resumed stage logs some of them again."""
+        """Send one point per metric and step: a resumed stage logs some of them again.
+
+        With `names` only metrics that have a name there, under that.
+        """
         metrics = list[Metric]()
         for point in points:
-            for name, value in point["values"].items():
-                if only is not None and name not in only:
+            for own, value in point["values"].items():
+                if (name := own if names is None else names.get(own)) is None:
                     continue
                 key, step = (run, name), point["step"]
                 if key not in to.held:
@@ -312,8 +317,8 @@ class Delivery:
             if name in self._artifacts:
                 page = view.run_page("", to.experiment, to.run, f"/artifacts/{name}")
                 links.append(f"[{title}]({page.removeprefix('/')})")
-        figure = f"![Curves of PPO](get-artifact?path=curves.png&run_uuid={to.run})"
-        parts = [" · ".join(links), note, figure if "plots/ppo.csv" in self._artifacts else ""]
+        figure = f"![Curves](get-artifact?path=curves.png&run_uuid={to.run})"
+        parts = [" · ".join(links), note, figure if self._artifacts & DRAWN else ""]
         return "\n\n".join(part for part in parts if part)
 
 

@@ -10,28 +10,27 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from rlhf_tasks.tracking.curves import HEADLINES
+from rlhf_tasks.tracking.curves import HEADLINES, PPO_HEADLINES
 
 KEY = "rlhf"
 TAG = f"mlflow.sharedViewState.{KEY}"
 PIPELINES = "tags.`rlhf.pipeline` LIKE '%'"  # the runs that are no stage's
 MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
 NUM_RUNS = 10  # the newest, whose curves lie over each other and whose metrics are columns
-MAX_METRICS = 12  # columns; an experiment's tag has 5,000 characters
+MAX_METRICS = 17  # as charts and as columns; an experiment's tag has 5,000 characters
 NAME, TAGS = "attributes.`Run Name`", ("tags.`verdict`", "tags.`preset`", "tags.`changes`")
-FIRST = sorted(HEADLINES, key=lambda name: name in ("objective/scores", "val/ratio"))
-"""Charts shown first: the KL, the reward and the clip fraction, then the other headlines."""
+LAST = ("objective/scores", "val/ratio")
+"""Charts shown after the KL, the reward and the clip fraction."""
+ENDS_OF_CURVES = ("objective/kl", *HEADLINES["dpo"].values())
+"""No columns: the values of a run are those of the kept checkpoint, and these end with the last one's."""
 SECTION = {
-    "uuid": KEY,
-    "name": "PPO",
     "display": True,
     "isReordered": True,
     "columns": 2,  # three columns would leave no room for the charts' titles
     "cardHeight": 300,
 }
-CHART = {  # a line per run over PPO's episodes, which are the steps
+CHART = {  # a line per run over the steps, which are PPO's episodes
     "type": "LINE",
-    "metricSectionId": KEY,
     "runsCountToCompare": NUM_RUNS,
     "xAxisKey": "step",
     "useGlobalXaxisKey": True,
@@ -55,11 +54,22 @@ def run_page(server: str, experiment: str, run: str, tab: str = "") -> str:
 
 def text(logged: Iterable[str]) -> str:
     """The view, as MLflow reads it; `logged` are the metrics that the runs of pipelines have."""
-    # The KL of a run is that of the kept checkpoint; `objective/kl` ends with that of the last rollout.
-    shown = [name for name in logged if name != "objective/kl"]
-    ranks = {"ppo/selected_kl": 0, **dict.fromkeys(HEADLINES, 1)}
-    names = sorted(shown, key=lambda name: (ranks.get(name, 2), not name.endswith("win_rate"), name))
-    metrics = [f"metrics.`{name}`" for name in names[:MAX_METRICS]]
+    known = set(logged)
+    drawn = {stage: [name for name in names.values() if name in known] for stage, names in HEADLINES.items()}
+    if not any(drawn.values()):  # no run came that far
+        drawn["ppo"] = [*PPO_HEADLINES]
+    charts = [
+        CHART
+        | {"uuid": f"{KEY}-{stage}-{number}", "metricSectionId": f"{KEY}-{stage}", "metricKey": name}
+        | {"selectedMetricKeys": [name], "displayName": name.rpartition("/")[2]}
+        for stage, names in drawn.items()
+        for number, name in enumerate(sorted(names, key=LAST.__contains__))
+    ]
+    ranks = {"ppo/selected_kl": 0, **dict.fromkeys(PPO_HEADLINES, 1)}
+    names = sorted(
+        known - {*ENDS_OF_CURVES}, key=lambda name: (ranks.get(name, 2), not name.endswith("win_rate"), name)
+    )
+    metrics = [f"metrics.`{name}`" for name in names[: MAX_METRICS - len(charts)]]
     state: dict[str, Any] = {
         "searchFilter": PIPELINES,
         "orderByKey": "attributes.start_time",
@@ -69,13 +79,10 @@ def text(logged: Iterable[str]) -> str:
         "columnOrder": ["0", NAME, *TAGS, *metrics, "runDateAndNestInfo", "duration"],
         "columnWidths": {"0": 75, NAME: 190, **dict(zip(TAGS, (110, 110, 220), strict=True))}
         | {one: 7 * len(one) for one in metrics},
-        "compareRunCharts": [
-            CHART
-            | {"uuid": f"{KEY}-{number}", "metricKey": name, "selectedMetricKeys": [name]}
-            | {"displayName": name.rpartition("/")[2]}
-            for number, name in enumerate(FIRST)
+        "compareRunCharts": charts,
+        "compareRunSections": [
+            SECTION | {"uuid": f"{KEY}-{stage}", "name": stage.upper()} for stage in drawn if drawn[stage]
         ],
-        "compareRunSections": [SECTION],
         "isAccordionReordered": True,
     }
     return json.dumps(state, separators=(",", ":"))

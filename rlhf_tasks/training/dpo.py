@@ -201,6 +201,7 @@ class LabeledResponses(Task):
         return {
             "loss": (weight * (1 - away.sigmoid())).sum(),
             "accuracy": right.float().sum(),
+            "margin": settings.beta * torch.where(is_good, ratio, -ratio).detach().sum(),
             "kl_estimate": torch.full_like(ratio.detach(), self._kl).sum(),
         }
 

@@ -110,7 +110,9 @@ def test_a_mistake_in_a_stage_ends_with_2_and_a_fault_with_1(project: Path, rlhf
     rlhf("run", status=1)
 
 
-def test_each_sigterm_reaches_the_stage_of_a_run_in_the_background_of_a_script(project: Path) -> None:
+def test_each_sigterm_reaches_the_stage_of_a_run_in_the_background_of_a_script(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """There SIGINT, which the run sends to DVC and its stages, is ignored from the start."""
     Path("stage.py").write_text(
         "import pathlib, time\n"
@@ -134,3 +136,4 @@ def test_each_sigterm_reaches_the_stage_of_a_run_in_the_background_of_a_script(p
     finally:
         signal.signal(signal.SIGINT, before)
     assert Path("second").exists()
+    assert "rlhf: SIGTERM; DVC and its stage get it as Ctrl-C" in capfd.readouterr().err

@@ -134,8 +134,8 @@ def pipeline(
     for name in ("metrics", "models/lineage", "evaluation/judge"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (BETTER if results is None else results).write(folder / "evaluation/judge/results.json")
-    selected = {} if kl is None else {"selected_kl": kl, "selected_kl_standard_error": KL_ERROR}
-    put(folder / "metrics/ppo.json", {"selected_episode": 512.0, "objective/kl": 99.0, **selected})
+    put(policy / "rlhf.json", {"kind": "policy"} | ({} if kl is None else {"kl": [kl, KL_ERROR]}))
+    put(folder / "metrics/ppo.json", {"selected_episode": 512.0, "objective/kl": 99.0, "selected_kl": 99.0})
     put(folder / "models/lineage/ppo.json", {"rlhf.run": f"ppo-of-{weights}", "git.rev": "c" * 40})
     if not (folder / "params.yaml").exists():
         params(folder)

@@ -35,6 +35,7 @@ from tests.promotion import planted
 from tests.promotion.conftest import Measured
 
 NAME = "rlhf-policy"
+KNOWN = {"kl": [planted.KL, planted.KL_ERROR]}
 pytestmark = pytest.mark.usefixtures("measured")
 
 
@@ -107,7 +108,7 @@ def test_a_version_names_its_run_its_commit_and_the_program_that_sampled_its_rol
     project: Path, rlhf: Command, sampler: str | None
 ) -> None:
     planted.pipeline(project, "one")
-    identity = {"kind": "policy", "parents": {}} | ({"sampler": sampler} if sampler else {})
+    identity = {"kind": "policy", "parents": {}} | KNOWN | ({"sampler": sampler} if sampler else {})
     planted.put(project / "models/policy/rlhf.json", identity)
     planted.lock(project)
     for words in (["add", "dvc.lock"], ["commit", "-q", "-m", "x"]):
@@ -204,6 +205,14 @@ def test_results_of_another_version_of_the_code_are_measured_again(
     assert measured.costs == 1
 
 
+def test_a_policy_of_an_older_version_has_its_kl_measured(
+    project: Path, measured: Measured, rlhf: Command
+) -> None:
+    planted.pipeline(project, kl=None)
+    assert "the results here lack a KL: models/policy/rlhf.json, by an older version" in rlhf("promote").out
+    assert measured.costs == 1
+
+
 def test_criteria_that_are_null_are_not_measured(project: Path, measured: Measured, rlhf: Command) -> None:
     off = ["promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop"]
     off += ["promotion.max_response_perplexity_growth", "promotion.min_distinct_ratio"]
@@ -222,7 +231,7 @@ def test_a_judge_that_ppo_optimised_refuses_by_its_weights_and_loads_no_torch(pr
     save_file({"w": np.arange(3.0)}, heldout / "model.safetensors")
     planted.pipeline(project, "one")
     parents = {"reward": contracts.fingerprint(heldout)}
-    planted.put(project / "models/policy/rlhf.json", contracts.identity("policy", parents))
+    planted.put(project / "models/policy/rlhf.json", contracts.identity("policy", parents) | KNOWN)
     planted.lock(project)
     code = (
         "import sys\nfrom rlhf_tasks.cli import main\nstatus = main.main(['promote'])\n"
@@ -433,6 +442,17 @@ def test_scorers_of_a_ppo_that_does_not_train_have_optimized_nothing(project: Pa
     planted.params(project, {**changes, "dpo.train": True, "ppo.train": False})
     planted.pipeline(project, "one")
     assert "judges that are the optimized reward (gold)" not in rlhf("promote", status=0).out
+
+
+def test_a_function_that_labeled_the_pairs_of_a_policy_does_not_judge_it(
+    project: Path, rlhf: Command
+) -> None:
+    judge = {"kind": "function", "name": "gold", "function": "mine:short"}
+    planted.params(project, {"judge.judges": [judge, planted.shipped()["judge"]["judges"][1]]})
+    planted.pipeline(project, "one")
+    planted.put(project / "models/policy/rlhf.json", {"kind": "policy", "labeled_by": "mine:short", **KNOWN})
+    planted.lock(project)
+    assert "judges that are the optimized reward (gold)" in rlhf("promote", status=3).out
 
 
 def test_a_function_that_ppo_optimised_refuses_even_if_params_changed_since(

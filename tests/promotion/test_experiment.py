@@ -40,6 +40,7 @@ PPO = """\
 mkdir -p models/policy models/reward_heldout models/lineage metrics
 grep '^seed:' params.yaml | cut -d' ' -f2 | tr -d '\\n' > models/policy/weights
 echo '{}' > models/policy/config.json
+cp given/rlhf.json models/policy/rlhf.json
 echo its own > models/reward_heldout/w
 cp given/lineage.json models/lineage/ppo.json
 cp given/ppo.json metrics/ppo.json
@@ -56,7 +57,8 @@ def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> 
     given = root / "given"
     given.mkdir()
     (given / "ppo.sh").write_text(PPO, encoding="utf-8")
-    planted.put(given / "ppo.json", {"selected_episode": 256.0, "selected_kl": planted.KL})
+    planted.put(given / "ppo.json", {"selected_episode": 256.0})
+    planted.put(given / "rlhf.json", {"kl": [planted.KL, planted.KL_ERROR]})
     planted.put(given / "lineage.json", {"rlhf.run": "ppo-of-it", "git.rev": "c" * 40})
     planted.BETTER.write(given / "results.json")
     (root / "general.txt").write_text("then", encoding="utf-8")

@@ -114,21 +114,21 @@ def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) ->
 # ------------------------------------------------ what the pipeline measured, and of which policy
 
 
-def test_evidence_is_the_results_document_and_the_kl_of_the_kept_checkpoint(tmp_path: Path) -> None:
-    """Not a score, and not the KL of the last update."""
+def test_evidence_is_the_results_document_and_the_kl_of_the_policy_s_identity(tmp_path: Path) -> None:
+    """No score and no metric of what trained it."""
     planted.pipeline(tmp_path, kl=3.25)
     kl = Kl(mean=3.25, standard_error=planted.KL_ERROR)
-    assert Measurements.read(Paths(tmp_path)) == Measurements(results=planted.BETTER, kl=kl)
-    planted.put(tmp_path / "metrics/ppo.json", {"objective/scores": 1e9, "objective/kl": 2.0})
-    assert Measurements.read(Paths(tmp_path)) == Measurements(results=planted.BETTER, kl=None)
+    policy = tmp_path / "models/policy"
+    assert Measurements.read(Paths(tmp_path), policy) == Measurements(results=planted.BETTER, kl=kl)
+    planted.put(policy / "rlhf.json", {"kind": "policy"})
+    assert Measurements.read(Paths(tmp_path), policy) == Measurements(results=planted.BETTER, kl=None)
 
 
-@pytest.mark.parametrize("changed", ["evaluation/judge/results.json", "metrics/ppo.json"])
-def test_files_that_differ_from_dvc_lock_describe_no_policy(tmp_path: Path, changed: str) -> None:
+def test_results_that_differ_from_dvc_lock_describe_no_policy(tmp_path: Path) -> None:
     md5 = planted.pipeline(tmp_path)
     assert measurement.is_judged_here(Paths(tmp_path), md5)
     assert not measurement.is_judged_here(Paths(tmp_path), "another.dir")
-    (tmp_path / changed).write_text("{}", encoding="utf-8")
+    (tmp_path / "evaluation/judge/results.json").write_text("{}", encoding="utf-8")
     assert not measurement.is_judged_here(Paths(tmp_path), md5)
 
 

@@ -42,13 +42,13 @@ def judged(folder: Path, seed: int) -> str:
     words = load_tokenizer(folder / "models/sft")
     shutil.rmtree(folder / "models/policy")
     (folder / "models/policy").mkdir()
-    identity = {"parents": {"sft": contracts.fingerprint(folder / "models/sft")}}
+    identity = {"parents": {"sft": contracts.fingerprint(folder / "models/sft")}, "kl": [1.25, 0.1]}
     policy, generator = small.causal("gpt_neox", 2, words), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in policy.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-4)
     save_checkpoint(policy, words, folder / "models/policy", identity=identity, card="a")
-    atomic.write_json(folder / "metrics/ppo.json", {"selected_kl": 1.25, "selected_kl_standard_error": 0.1})
+    atomic.write_json(folder / "metrics/ppo.json", {})
     atomic.write_json(folder / "models/lineage/ppo.json", {"rlhf.run": f"ppo-{seed}"})
     toy.run("judge", config.load())
     planted.lock(folder)

@@ -89,6 +89,20 @@ def test_the_page_begins_with_the_story(whole: Path) -> None:
         assert expected in text
 
 
+def test_the_page_of_a_policy_of_pairs_says_nothing_of_ppo(whole: Path) -> None:
+    for name in ("samples.parquet", "rollouts.parquet", "audit.json"):
+        (whole / "evaluation/ppo" / name).unlink()
+    workspace.put_text(whole / "plots/ppo.csv", "episode\n")
+    workspace.put_text(whole / "plots/judge.csv", "episode\n")
+    workspace.put_text(whole / "plots/dpo.csv", "step,eval/kl\n3,1.5\n")
+    workspace.put_json(whole / "metrics/ppo.json", {"selected_kl": 3.5, "selected_kl_standard_error": 0.25})
+    view = small.view("report", {"dpo.train": True, "ppo.train": False})
+    text = Document(document.render("page.html", page.context(Paths(whole), view))).text
+    assert "PPO" not in text
+    for expected in ("and the result is the policy", "Raise dpo.beta", "models/reward"):
+        assert expected in text
+
+
 def test_the_evidence_is_complete(whole: Path) -> None:
     text = shown(whole)
     for expected in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion.verdict import read_kl
+from rlhf_tasks.promotion.verdict import Kl, read_kl
 from rlhf_tasks.stages import dpo
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.dpo import (
@@ -161,6 +160,16 @@ def test_loss_and_gradient_are_those_of_a_slow_reference(loss: str) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+def test_the_margin_of_kto_is_how_far_each_response_moved_to_its_side() -> None:
+    model, ref, responses = small.causal(seed=1), small.causal(seed=0), [*CHOSEN[:3], *REJECTED[3:]]
+    moved = [
+        (logprob(model, q, y) - logprob(ref, q, y)).item() for q, y in zip(QUERIES, responses, strict=True)
+    ]
+    expected = 0.3 * (sum(moved[:3]) - sum(moved[3:]))
+    found = task_of("kto", beta=0.3).sums(model, range(6), CPU)["margin"].item()
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_cut_into_micro_batches_changes_no_sum(loss: str) -> None:
     task, model = task_of(loss), small.causal(seed=1)
@@ -249,7 +258,7 @@ def test_the_pairs_stay_in_mapped_files(models_here: Path, monkeypatch: Any) -> 
 def test_without_a_reward_model_the_validation_loss_selects(models_here: Path) -> None:
     metrics = small.run("dpo", {**SMALL, **small.WITHOUT_REWARD})
     assert "selected_heldout_score" not in metrics
-    assert "chosen_by" not in contracts.read_identity(Paths().dpo)
+    assert not {"chosen_by", "labeled_by"} & contracts.read_identity(Paths().dpo).keys()
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
@@ -273,6 +282,7 @@ def test_weights_above_the_bound_on_the_kl_are_not_kept(models_here: Path) -> No
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
 def test_ppo_starts_from_it_and_its_kl_is_from_the_sft_model(models_here: Path, lora: Any) -> None:
     changes = SMALL | {"dpo.lora": lora, "ppo.lora": lora, "dpo.learning_rate": 0.05}
+    changes |= {"preferences.function": "mine:score"}
     small.run("dpo", changes)
     small.run("value", changes)
     tracker = NullTracker("ppo")
@@ -282,6 +292,9 @@ def test_ppo_starts_from_it_and_its_kl_is_from_the_sft_model(models_here: Path, 
     assert metrics["selected_kl"] > 0.01, "from the SFT model"
     identity = contracts.read_identity(Paths().policy)
     assert identity["parents"]["dpo"] == contracts.fingerprint(Paths().dpo)
+    assert identity["method"].startswith("ppo")
+    assert identity["labeled_by"] == contracts.read_identity(Paths().dpo)["labeled_by"] == "mine:score"
+    assert identity["kl"] == [metrics["selected_kl"], metrics["selected_kl_standard_error"]]
 
 
 def test_the_critic_of_stage_value_learns_from_its_responses(models_here: Path) -> None:
@@ -299,11 +312,10 @@ def test_without_ppo_it_is_the_policy_that_is_judged(models_here: Path) -> None:
     passed_on = small.run("ppo", changes)
     assert passed_on["selected_kl"] == metrics["selected_kl"]
     assert contracts.fingerprint(Paths().policy) == contracts.fingerprint(Paths().dpo)
-    Paths().metrics("ppo").parent.mkdir(exist_ok=True)
-    Paths().metrics("ppo").write_text(json.dumps(passed_on), encoding="utf-8")
-    kl = read_kl(Paths())
-    assert kl is not None
-    assert kl.mean == metrics["selected_kl"]
+    identity = contracts.read_identity(Paths().policy)
+    assert identity == contracts.read_identity(Paths().dpo)
+    assert identity["method"] == "dpo, loss sigmoid"
+    assert read_kl(Paths().policy) == Kl(mean=metrics["selected_kl"], standard_error=identity["kl"][1])
     assert pq.read_table(Paths().ppo_responses).num_rows == 0
     assert "reward_model/policy_vs_sft/win_rate" in small.run("judge", changes)
 

@@ -222,6 +222,28 @@ def test_the_pipeline_has_ppos_curves_once(home: Path, monkeypatch: pytest.Monke
     assert runs(home)["pipeline"].data.metrics == {"objective/kl": 3.0, "ppo/selected_kl": 2.5}
 
 
+def test_the_pipeline_has_the_curves_of_dpo_where_it_alone_trains(
+    home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under names of their own, with a section in the view and their figure; no empty one of PPO."""
+    under_dvc(monkeypatch)
+    with tracking.open_run(Paths(), "dpo", view("dpo"), key="dpo-k") as tracker:
+        tracker.metrics({"eval/kl": 1.5, "eval/loss": 0.5, "train/loss": 0.6}, step=3)
+    sync(home)
+    assert runs(home)["pipeline"].data.metrics == {"dpo/eval/kl": 1.5, "dpo/eval/loss": 0.5}
+    Path("plots").mkdir(exist_ok=True)
+    Path("plots/dpo.csv").write_text("step,eval/kl\n3,1.5\n6,2.5\n", encoding="utf-8")
+    Path("plots/ppo.csv").write_text("episode\n", encoding="utf-8")
+    log("report-k", stage="report")
+    sync(home)
+    assert points(home, "pipeline", "dpo/eval/kl") == [(3, 1.5), (6, 2.5)]
+    assert artifact(home, "pipeline", "curves.png").exists()
+    saved = experiment_view(home, "rlhf")
+    assert [one["name"] for one in saved["compareRunSections"]] == ["DPO"]
+    assert [one["metricKey"] for one in saved["compareRunCharts"]] == ["dpo/eval/kl", "dpo/eval/loss"]
+    assert not [name for name in saved["selectedColumns"] if "dpo/eval" in name]
+
+
 def test_a_repros_run_has_the_results_of_restored_stages_too(
     home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +277,7 @@ def test_a_repros_run_has_the_results_of_restored_stages_too(
     columns = experiment_view(home, "rlhf")["selectedColumns"]
     assert columns[:3] == ["tags.`verdict`", "tags.`preset`", "tags.`changes`"]
     assert columns[3:] == ["metrics.`gold/policy_vs_sft/win_rate`"], "no KL but that of the kept checkpoint"
+    assert [one["name"] for one in experiment_view(home, "rlhf")["compareRunSections"]] == ["PPO"]
     monkeypatch.setattr(context, "parent", lambda *_: {"key": "dvc-2", "owner": "dvc"})
     with suppress(KeyboardInterrupt), tracking.open_run(Paths(), "sft", view(), key="sft-2"):
         raise KeyboardInterrupt

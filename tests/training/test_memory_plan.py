@@ -270,6 +270,14 @@ def test_the_command_plans_for_each_number_of_gpus(project: Path, rlhf: Command)
     out = rlhf("plan --gpus 1 --memory 0.05").out.replace("\n", " ")
     assert "on GPUs of 0.05 GB" in out
     assert "on each GPU" in out
+    assert "stage dpo" not in out
+
+
+def test_the_command_plans_no_dpo_and_says_so(project: Path, rlhf: Command) -> None:
+    small.write_params(project, {"dpo.train": True})
+    assert "stage dpo, which has no critic, is not planned" in rlhf("plan --gpus 1").out.replace("\n", " ")
+    small.write_params(project, {"dpo.train": True, "ppo.train": False})
+    assert "ppo.train is false, and `rlhf plan` calculates the memory of PPO" in rlhf("plan", status=2).err
 
 
 def test_the_config_of_models_sft_or_of_a_given_model_is_read(models_here: Path, rlhf: Command) -> None:
