@@ -88,6 +88,7 @@ def sample(
     temperature: float,
     seed: int,
     device: torch.device,
+    precision: str = "fp32",
     revision: str | None = None,
     ends: Iterable[int] = (),
 ) -> SampledResponses:
@@ -101,6 +102,7 @@ def sample(
     folder = fetch_tokenizer(str(source), revision)
     tokenizer = load_tokenizer(folder)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    settings["precision"] = precision
     key = _key(folder, revision, prompts, settings | {"ends": sorted(ends)}, device)
     kept = None if key is None else paths.home / "responses" / f"{key}.json"
     if kept is not None and kept.exists():
@@ -236,6 +238,7 @@ def sample_alike(
                 temperature=config.judge.temperature,
                 seed=config.seed if seed is None else seed,
                 device=device,
+                precision=config.launch.precision,
                 revision=revision,
                 ends=ends[name],
             )

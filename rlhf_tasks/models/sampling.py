@@ -9,14 +9,14 @@ B batch · Q query · R response · V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -238,6 +238,24 @@ def _make_cache(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
     return cache
 
 
+@contextmanager
+def keep_casts(model: nn.Module) -> Iterator[None]:
+    """Within the block autocast keeps its 16-bit copies of all weights.
+
+    By default it keeps those of weights that train: of frozen ones, such as those below adapters, it would
+    make copies for every token.
+    """
+    floats = filter(Tensor.is_floating_point, model.parameters())
+    frozen = [weight for weight in floats if not weight.requires_grad]
+    for weight in frozen:
+        weight.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
+
+
 def sample_responses(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -246,26 +264,31 @@ def sample_responses(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    precision: str = "fp32",
     ends: StopTokens | None = None,
     batch_size: int = BATCH_SIZE,
     meter: Meter | None = None,
 ) -> list[Ids]:
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 
+    With the `precision` bf16 the passes compute as those of PPO do (`launch.precision`).
+
     A response ends with one of `ends`, by default those of the checkpoint, or at `max_new_tokens` without it.
     `meter` counts the responses. Errors as in `sample`.
     """
-    return sample(
-        model,
-        encode(tokenizer, prompts),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        ends=ends_of(model, tokenizer) if ends is None else ends,
-        pad=tokenizer.pad_token_id,
-        generator=torch.Generator(model.device).manual_seed(seed),
-        batch_size=batch_size,
-        meter=meter,
-    ).responses
+    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
+    with keep_casts(model), autocast:
+        return sample(
+            model,
+            encode(tokenizer, prompts),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            ends=ends_of(model, tokenizer) if ends is None else ends,
+            pad=tokenizer.pad_token_id,
+            generator=torch.Generator(model.device).manual_seed(seed),
+            batch_size=batch_size,
+            meter=meter,
+        ).responses
 
 
 def sample_texts(

@@ -6,20 +6,19 @@ B responses of all ranks · k responses to each prompt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config.ppo import VllmSampler
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.lora import merge_adapter
-from rlhf_tasks.models.sampling import BATCH_SIZE, Samples, Share, sample
+from rlhf_tasks.models.sampling import BATCH_SIZE, Samples, Share, keep_casts, sample
 from rlhf_tasks.ppo.losses import importance_weights
 from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics
 from rlhf_tasks.ppo.rollout import Rollout, interleave, pad_rows, raise_on_all_ranks
@@ -118,24 +117,6 @@ class LocalSampler:
         parts = dist.all_gather_object((found.responses, found.logprobs))
         responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
         return Samples(responses, logprobs)
-
-
-@contextmanager
-def keep_casts(model: nn.Module) -> Iterator[None]:
-    """Within the block autocast keeps its 16-bit copies of all weights.
-
-    By default it keeps those of weights that train: of frozen ones, such as those below adapters, it would
-    make copies for every token.
-    """
-    floats = filter(Tensor.is_floating_point, model.parameters())
-    frozen = [weight for weight in floats if not weight.requires_grad]
-    for weight in frozen:
-        weight.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for weight in frozen:
-            weight.requires_grad_(False)
 
 
 class ServedSampler:

@@ -83,6 +83,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                         max_new_tokens=config.max_completion_tokens,
                         temperature=settings.temperature,
                         seed=2 * (config.seed * len(SPLITS) + number) + i,
+                        precision=config.launch.precision,
                         ends=ends,
                         meter=meter,
                     )

@@ -198,6 +198,17 @@ def test_responses_are_in_the_order_of_their_prompts(batch_size: int) -> None:
         assert response == small.logits_alone(model, query, response).argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_stage_that_samples_alone_computes_in_its_precision(precision: str) -> None:
+    model, seen = small.causal().requires_grad_(False), set[torch.dtype]()
+    model.model.layers[0].mlp.register_forward_hook(lambda *args: seen.add(args[-1].dtype))
+    sample_responses(
+        model, small.tokenizer(), ["the bird"], max_new_tokens=3, temperature=1.0, seed=1, precision=precision
+    )
+    assert seen == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert not any(weight.requires_grad for weight in model.parameters()), "as before"
+
+
 def test_half_as_many_rows_are_sampled_where_the_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = ["w1 w2", "w3", "w4 w5 w6", "w7", "w8"]
     how: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "seed": 3}
