@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import statistics as means
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from rlhf_tasks.judging.statistics import Floats
 from rlhf_tasks.project import atomic, dvc_cli, git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison, document
+from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.curves import Curve, Figure
 
 BEST_OF = re.compile(r"best_of_(\d+)")
@@ -35,6 +37,12 @@ POLICY, BEST = "policy", "best_of_n"
 SHARED: tuple[Stage, ...] = ("preferences", "reward")
 OWN: tuple[Stage, ...] = ("dpo", "value", "ppo")
 """The stages whose cost counts: those of pairs and reward models, which methods share, and a method's own."""
+COSTS = {
+    "own": "Training, million tokens",
+    "shared": "Pairs and reward models, million tokens",
+    "seconds": "Training, seconds",
+    "response": "Tokens to answer a prompt",
+}
 COMPARISONS, LINEAGE = "evaluation/judge/comparisons.parquet", "models/lineage/{}.json"
 
 
@@ -62,17 +70,16 @@ class Trial:
 
     @cached_property
     def course(self) -> list[tuple[float, float, float]]:
-        """(cost, KL, score) of each evaluation on validation prompts; the score of the held-out model."""
+        """(cost, KL, score) of each evaluation on validation prompts; NaN without a held-out model."""
         points, before = [], 0.0
         for stage in ("dpo", "ppo"):
-            cost = 0.0
+            tflop = 0.0
             for row in self.run.curves.get(stage, ()):
-                cost = row.get("work/tflop", cost)
-                score = row.get("eval/heldout_scores", row.get("eval/scores"))
-                if score is not None and "eval/kl" in row:
-                    tokens = (before + cost) * 1e12 / (2 * self.run.metrics["base/parameters"])
-                    points.append((tokens, row["eval/kl"], score))
-            before += cost
+                tflop = row.get("work/tflop", tflop)
+                if "eval/kl" in row:
+                    tokens = (before + tflop) * 1e12 / (2 * self.run.metrics["base/parameters"])
+                    points.append((tokens, row["eval/kl"], row.get("eval/heldout_scores", math.nan)))
+            before += tflop
         return points
 
 
@@ -117,6 +124,10 @@ def context(groups: Mapping[str, Sequence[Trial]]) -> dict[str, Any]:
     if (judges[0], BEST) in first[0].outcomes:
         name = f"best of {json.loads(first[0].run.parameters['judge.best_of_n'])} by models/reward"
         shown[name] = [_outcomes(first, judge, BEST) for judge in judges]
+    by_judge = dict[str, str]()
+    for judge in judges:
+        by_judge[judge] = f"Win rate over SFT by {catalogue.placeholder_in_words(judge)}"
+        by_judge[f"{judge}/lead"] = f"… less that of {next(iter(groups))}, points"
     same = len({trial.prompts for trial in first}) == 1
     rows = dict[str, dict[str, str]]()
     for method, values in shown.items():
@@ -132,7 +143,8 @@ def context(groups: Mapping[str, Sequence[Trial]]) -> dict[str, Any]:
         rows[method] |= _costs(groups[method]) if method in groups else _costs_of_best(first)
     return {
         "rows": rows,
-        "judges": judges,
+        "worth": {**by_judge, "kl": "KL from SFT, nats per response"},
+        "costs": COSTS,
         "groups": groups,
         "optimized": {method: optimizes(own[0].run.parameters) for method, own in groups.items()},
         "is_synthetic": first[0].run.parameters.get("data.source") == "synthetic",
@@ -180,17 +192,23 @@ def optimizes(parameters: Mapping[str, str]) -> str:
 
 
 def _figures(groups: Mapping[str, Sequence[Trial]]) -> Iterator[Figure]:
-    """The score in the course of training, over KL and over cost."""
-    titles = {
-        1: ("Score over KL", "KL from the SFT model, nats per response"),
-        0: ("Score over cost", "million tokens of a forward pass, without pairs and reward models"),
+    """The held-out score over KL and over cost in the course of training; without a score KL over cost."""
+    axes = ("million tokens of a forward pass", "KL from the SFT model, nats per response", "held-out score")
+    titles = ("Cost", "KL", "Held-out score")
+    scale = (1e6, 1.0, 1.0)
+    courses = {  # (E, S, 3), as far as all seeds were evaluated
+        method: np.array([*zip(*(trial.course for trial in trials), strict=False)]).reshape(
+            -1, len(trials), 3
+        )
+        for method, trials in groups.items()
     }
-    for place, (title, axis) in titles.items():
+    is_scored = all(np.isfinite(course).all() for course in courses.values())
+    for x, y in ((1, 2), (0, 2)) if is_scored else ((0, 1),):
         curves = []
-        for method, trials in groups.items():
-            courses = np.array([*zip(*(trial.course for trial in trials), strict=False)])  # (E, S, 3)
-            x = courses[..., place].mean(1) / (1e6 if place == 0 else 1)
-            y, error = courses[..., 2].mean(1), courses[..., 2].std(1, ddof=1) if len(trials) > 1 else 0.0
-            curves.append(Curve(method, [*x], [*y], [*(y - error)], [*(y + error)]))
-        note = "By the held-out reward model on validation prompts, or without one by what is optimized."
-        yield Figure(title, note, axis, curves)
+        for method, course in courses.items():
+            mean = course.mean(1) / scale
+            error = course[..., y].std(1, ddof=1) if course.shape[1] > 1 else np.zeros(len(course))
+            low, high = mean[:, y] - error, mean[:, y] + error
+            curves.append(Curve(method, *([*map(float, of)] for of in (mean[:, x], mean[:, y], low, high))))
+        note = "On validation prompts; mean and standard deviation over seeds."
+        yield Figure(f"{titles[y]} over {'cost' if x == 0 else 'KL'}", note, axes[x], curves)
