@@ -75,7 +75,7 @@ TORCH_FREE = (
     "stages.after",
     "stages.prepare",
     "stages.runner",
-    "stages.trial",
+    "stages.preflight",
     "stages.verdict",
 )
 TRAINING_STAGES = [f"rlhf_tasks.stages.{name}" for name in ("base", "sft", "preferences", "reward", "ppo")]

@@ -1,7 +1,7 @@
 """KL(policy ‖ reference) per token from the log-probs of sampled tokens, and what adapts its coefficients.
 
 The penalty itself is applied in `train.py`: in the rewards (`kl.kind: in_reward`, step 4 of an update, by
-`rewards.token_rewards`), or in the loss (`in_loss`, `policy_losses`). `kl_penalty` and `target_kl` are other
+`rewards.token_rewards`), or in the loss (`in_loss`, `token_losses`). `kl_penalty` and `target_kl` are other
 things: they bound the step from the policy of the rollout.
 
 B batch · R response. The estimators are those of Schulman, "Approximating KL divergence" (2020).

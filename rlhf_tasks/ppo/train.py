@@ -456,14 +456,14 @@ def ppo_losses(
     weight = micro.scale * weights[index, : batch.num_response_columns]  # (b, r)
     splits = critic_has_own_pass(setup, state)
 
-    def policy_loss() -> tuple[Tensor, TokenSums]:
+    def sum_policy_loss() -> tuple[Tensor, TokenSums]:
         # The forward pass: log-probs and entropies of the response tokens, and values of their states.
         with dist.autocast():
             stats, values = state.wrapped(
                 batch, config.temperature, entropy_grad=config.entropy_coef > 0, with_values=not splits
             )  # (b, r) each, and (b, r + 1) or None
         # The policy's loss: the clipped surrogate, or a function of the user's, with its penalties.
-        losses, metrics = policy_losses(setup, state, stats, old)  # (b, r)
+        losses, metrics = token_losses(setup, state, stats, old)  # (b, r)
         if is_warmup or critic_only:  # under data parallelism every weight needs a gradient, if one of zero
             losses = losses.detach() if splits else 0 * losses
         total, sums = (weight * losses).sum(), TokenSums()
@@ -475,7 +475,7 @@ def ppo_losses(
         return total, sums
 
     if not (critic_only and splits):
-        yield policy_loss()
+        yield sum_policy_loss()
     if config.critic is not None and splits:
         with dist.autocast():
             values = state.actor_critic.values(batch)  # (b, r + 1)
@@ -525,7 +525,7 @@ def ptx_losses(
     yield total, sums
 
 
-def policy_losses(
+def token_losses(
     setup: Setup, state: PpoState, stats: TokenStats, old: MicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's loss of each token and its metrics, (b, r) each; the loss is zero on padding."""

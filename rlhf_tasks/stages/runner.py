@@ -12,7 +12,7 @@ from rlhf_tasks.config import STAGES, VIEWS, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, disk, durations, dvc_files, lineage
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import after, trial
+from rlhf_tasks.stages import after, preflight
 from rlhf_tasks.tracking import catalogue, context, curves
 from rlhf_tasks.training import auto, checkpoint, failures, launch, signals
 
@@ -56,7 +56,7 @@ def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
     _check_inputs(paths, stage)
     settings = auto.resolve_for(paths, stage, settings, check=not context.is_worker())
     if not context.is_worker():
-        trial.check(stage, settings, paths)
+        preflight.check(stage, settings, paths)
         launch.check_machines(stage, settings.launch)
     if launch.is_needed(stage, settings.launch) or launch.trains_side_by_side(stage, settings):
         return launch.run(paths, stage, settings)

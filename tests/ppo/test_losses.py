@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_tasks.models.logprobs import TokenStats
 from rlhf_tasks.ppo.losses import MicroBatch, clipped_surrogate, importance_weights, ppo_clip, value_loss
 from rlhf_tasks.ppo.state import PpoState, Setup
-from rlhf_tasks.ppo.train import policy_losses
+from rlhf_tasks.ppo.train import token_losses
 from tests import small
 
 WIDER, DUAL = {"cliprange_high": 0.3}, {"dual_clip": 3.0}
@@ -115,7 +115,7 @@ def losses(*, importance: Tensor | None = None, **changes: Any) -> Any:
     stats = TokenStats(LOGPROBS, ENTROPY_OF, ones, ones)
     setup = cast(Setup, SimpleNamespace(config=config, loss=ppo_clip))
     state = cast(PpoState, SimpleNamespace(kl_coef=0.4, penalty_beta=0.6))
-    return policy_losses(setup, state, stats, batch)
+    return token_losses(setup, state, stats, batch)
 
 
 def test_the_ratio_can_be_to_the_reference() -> None:
