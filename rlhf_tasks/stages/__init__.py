@@ -1,1 +1,1 @@
-"""A file per stage of dvc.yaml, and what runs them: `runner`, with `trial` before and `after` behind."""
+"""A file per stage of dvc.yaml, and what runs them: `runner`, with `preflight` before and `after` behind."""
