@@ -43,7 +43,7 @@ LINES: Mapping[str, int] = {
     "scoring": 1358,  # the client of language models, which was in judging, and the scorer that uses it
     "training": 3349,  # losses of stage dpo, speed and work of a stage, objects by gloo, tokens by layout
     "ppo": 3536,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2339,  # stage dpo, its labels, single ones too; a policy that is passed on; pairs with best-of-n
+    "stages": 2339,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
     "judging": 2731,  # best-of-n: its responses, its KL and its cost; means over seeds
     "promotion": 1379,
     "tracking": 1857,  # judges by the model that they read; a store that follows its project; curves of DPO

@@ -143,7 +143,7 @@ def complete(corpus: Corpus) -> Corpus:
         chosen = {split: rows.that_have("chosen") for split, rows in full["preferences"].items()}
         full["sft"] = _derive("sft", chosen, {"prompt": "prompt", "completion": "chosen"})
         if lost := sum(map(len, full["preferences"].values())) - sum(map(len, chosen.values())):
-            console.say(f"{lost:,} bad response(s) without a good one make no demonstration and no prompt")
+            console.say(f"{lost:,} bad response(s) make no demonstration, and no prompt for PPO and judges")
     if "prompts" not in full:
         full["prompts"] = _derive("prompts", full["sft"], {"prompt": "prompt", "reference": "completion"})
     needed = [role for role in ("sft", "prompts") if role in full]
