@@ -155,9 +155,9 @@ class Data(Section):
     columns: Columns = Columns()
     """Column names of the sources `files`, `hub` and `mix`."""
     format: str | None = None
-    """How rows are read: `demonstrations`, `good_answers` or `label_pairs` for answers marked good or bad;
-    the column of the vote or score that pairs answers; or a function of yours, `module:function`, that gets
-    a record and returns a row; null: by columns and types."""
+    """How rows are read: `demonstrations`, `good_answers`, `label_pairs` or `unpaired_labels` (for `dpo.loss:
+    kto`) for answers marked good or bad; the column of the vote or score that pairs answers; or a function of
+    yours, `module:function`, that gets a record and returns a row; null: by columns and types."""
     shapes: str | None = None
     """File of shapes of your own, in the form of rlhf_tasks/data/readers/shapes.yaml, which are tried before
     those that are known; null: none."""
@@ -392,17 +392,17 @@ class Dpo(Optimization):
     train: bool = False
     """Whether a policy is trained on the pairs; models/dpo is then where PPO starts."""
     loss: Annotated[str, t.import_path(*DPO_LOSSES)] = "sigmoid"
-    """`sigmoid` (DPO, arXiv 2305.18290), `ipo` (2310.12036), `kto` (2402.01306, which takes a pair as a good
-    and a bad response), `nll` (fine-tuning on the chosen response), or a function of yours as
-    `module:function`."""
+    """`sigmoid` (DPO, arXiv 2305.18290), `ipo` (2310.12036), `kto` (2402.01306, which takes single good and
+    bad responses, and a pair as one of each), `nll` (fine-tuning on the chosen response), or a function of
+    yours as `module:function`."""
     beta: t.PositiveFloat = 0.1
     """Strength of the tie to the SFT model: with a higher one the policy stays closer."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of the labels that `sigmoid` takes for wrong (cDPO)."""
     desirable_weight: t.PositiveFloat = 1.0
-    """Weight of the chosen responses in `kto`."""
+    """Weight of the good (chosen) responses in `kto`."""
     undesirable_weight: t.PositiveFloat = 1.0
-    """Weight of the rejected responses in `kto`."""
+    """Weight of the bad (rejected) responses in `kto`."""
     learning_rate: t.PositiveFloat = 1e-4
     schedule: Schedule = "linear"
     warmup_fraction: t.Fraction = 0.1
@@ -761,6 +761,12 @@ class Config(Section):
                     yield f"{key}: {one.kind} needs the column {names}; add it to data.columns.keep"
         if self.data.chat == "always" and self.model.base == "scratch":
             yield "data.chat: always needs a chat template, and model.base: scratch has none; set it to auto"
+        formats = {self.data.format, *(one.format for one in self.data.mix or ())}
+        if "unpaired_labels" in formats and self.dpo.train and self.dpo.loss != "kto":
+            yield (
+                f"dpo.loss={self.dpo.loss} needs pairs, and data.format: unpaired_labels gives good and bad "
+                "responses alone; set dpo.loss to kto, or data.format to label_pairs"
+            )
         count = self.preferences.samples_per_pair
         is_sampled = self.preferences.num_prompts and (self.reward.train or self.dpo.train)
         if count > 2 and is_sampled and not self.preferences.function and self.data.source != "synthetic":

@@ -1,7 +1,8 @@
 """Rows, which every source produces in one form, and the checks on them.
 
 A row is a dict of its role's text columns and `source`, the place it was read from (`FILE:LINE` for the
-user's files). Prompts alone have the reference None. Rows that give prompts may have `columns`, the kept
+user's files). Prompts alone have the reference None, and an unpaired label is a row of preferences in which
+`rejected`, or of a bad response `chosen`, is None. Rows that give prompts may have `columns`, the kept
 values by name; rows of `data.mix` have `set`, the name of their set.
 
 Rows stand in a file of Arrow that is mapped into memory, one for each role: what splits, checks and filters
@@ -76,7 +77,7 @@ class RowBatch(NamedTuple):
     def rows(self) -> list[Row]:
         """The rows as dicts, without the keys that they do not have."""
         return decoded(
-            {k: v for k, v in values.items() if v is not None or k == "reference"}
+            {k: v for k, v in values.items() if v is not None or k in TEXTS[self.role]}
             for values in self.table.to_pylist()
         )
 
@@ -115,6 +116,11 @@ class Rows(Sequence[Row]):
     def take(self, which: npt.NDArray[Any], split: Split | None = None) -> Rows:
         """Some of the rows, by a mask or by positions."""
         return Rows(self.role, split or self.split, self.table, self.numbers[which])
+
+    def that_have(self, *names: str) -> Rows:
+        """The rows in which none of these texts is null: `chosen`, `rejected` for pairs."""
+        are_there = [self.table.column(name).is_valid().to_numpy()[self.numbers] for name in names]
+        return self.take(np.logical_and.reduce(are_there))
 
     def batches(self) -> Iterator[RowBatch]:
         first = 1
@@ -352,7 +358,7 @@ def check_texts(corpus: Corpus, eos: str, problems: Problems) -> None:
         if batch.role == "preferences":
             pairs = zip(batch.column("chosen"), batch.column("rejected"), strict=True)
             for i, (chosen, rejected) in enumerate(pairs):
-                if chosen.strip() == rejected.strip():
+                if None not in (chosen, rejected) and chosen.strip() == rejected.strip():
                     same = "chosen and rejected are the same text"
                     problems.add_row(batch, i, "chosen_is_rejected", same)
 

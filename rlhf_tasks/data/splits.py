@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Split
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.rows import (
@@ -132,14 +133,17 @@ def _move(
 def complete(corpus: Corpus) -> Corpus:
     """All three roles: demonstrations from chosen answers, and prompts from demonstrations, where not given.
 
-    Of prompts alone, there are no demonstrations.
+    Of prompts alone, there are no demonstrations, and of bad answers alone neither.
 
     Raises:
         UserError: if a split that training or judging needs has no row.
     """
-    full = dict(corpus)
+    full, lost = dict(corpus), 0
     if "sft" not in full and "preferences" in full:
-        full["sft"] = _derive("sft", full["preferences"], {"prompt": "prompt", "completion": "chosen"})
+        chosen = {split: rows.that_have("chosen") for split, rows in full["preferences"].items()}
+        full["sft"] = _derive("sft", chosen, {"prompt": "prompt", "completion": "chosen"})
+        if lost := sum(map(len, full["preferences"].values())) - sum(map(len, chosen.values())):
+            console.say(f"{lost:,} bad response(s) make no demonstration, and no prompt for PPO and judges")
     if "prompts" not in full:
         full["prompts"] = _derive("prompts", full["sft"], {"prompt": "prompt", "reference": "completion"})
     needed = [role for role in ("sft", "prompts") if role in full]
@@ -150,6 +154,8 @@ def complete(corpus: Corpus) -> Corpus:
         )
         if any(not len(full[role]["train"]) and any(map(len, full[role].values())) for role in needed):
             advice = "all rows are held out by their file's name or their `split`; call some train, or none"
+        elif lost:
+            advice = f"{lost:,} bad responses make no demonstration; give good ones too, or demonstrations"
         raise UserError(f"no usable row is left for {', '.join(empty)}: {advice}")
     return {role: full[role] if role in full else Writer(role).finish(SPLITS) for role in ROLES}
 

@@ -56,7 +56,7 @@ def load_rewards(paths: Paths, device: torch.device) -> dict[str, Scorer]:
 def read_pairs(paths: Paths) -> dict[str, OrderedPairs]:
     """The test pairs of data/comparisons by origin: `given`, `sft_samples`."""
     by_origin: dict[str, OrderedPairs] = {}
-    for row in read_table(paths, "comparisons", "test"):
+    for row in read_table(paths, "comparisons", "test").that_have("chosen", "rejected"):
         by_origin.setdefault(row["origin"], []).append((row["prompt"], row["chosen"], row["rejected"]))
     return by_origin
 

@@ -167,7 +167,8 @@ def _read_pairs(
     """The pairs of a split with the log-probs of the reference; of training those of models/reward.
 
     Raises:
-        UserError: if there is nothing to train on; if `dpo.loss` cannot be imported.
+        UserError: if there is nothing to train on; if `dpo.loss` cannot be imported, or needs pairs where
+            rows have one response.
     """
     settings, rows, pad = config.dpo, read_table(paths, "comparisons", split), tokenizer.pad_token_id
     if split == "train":
@@ -175,12 +176,20 @@ def _read_pairs(
             rows = pairs_of(rows, "reward")
         if not rows:
             raise UserError("no comparison is left to train models/dpo; give pairs with more prompts")
-    queries, chosen, rejected = token_ids(tokenizer, rows, "chosen", "rejected")
+    good, bad = rows.that_have("chosen"), rows.that_have("rejected")
     if settings.loss == "kto":  # single responses, and beside each one to another prompt
-        loss, shares, is_good = None, False, torch.arange(2 * len(rows)) < len(rows)
-        queries, chosen = Ragged(chain(queries, queries)), Ragged(chain(chosen, rejected))
+        of_good, of_bad = token_ids(tokenizer, good, "chosen"), token_ids(tokenizer, bad, "rejected")
+        queries, chosen = (Ragged(chain(*both)) for both in zip(of_good, of_bad, strict=True))
         rejected = responses_to_others(queries, chosen)
+        loss, shares, is_good = None, False, torch.arange(len(queries)) < len(good)
     else:
+        if len(good) < len(rows) or len(bad) < len(rows):
+            num_unpaired = 2 * len(rows) - len(good) - len(bad)
+            raise UserError(
+                f"dpo.loss={settings.loss} needs pairs, and {num_unpaired:,} of {len(rows):,} {split} rows "
+                "are a good or a bad response alone; set dpo.loss to kto"
+            )
+        queries, chosen, rejected = token_ids(tokenizer, rows, "chosen", "rejected")
         loss, shares = pair_loss_of(settings.loss, paths.root), supports_shared_prefix(reference)
     with console.part("log-probs of the SFT model"):
         local = dist.shard_rows(range(len(queries)))  # of all rows, which need not fit in memory
@@ -191,7 +200,7 @@ def _read_pairs(
         found = read_logprobs(dist, read, asked, both, pad, budget, pairs if shares else None)
     known: Tensor = interleave(dist.all_gather_object(found.view(2, -1).T))  # (N, 2)
     if loss is None:
-        sets = sets_of(rows, rows)
+        sets = sets_of(good, bad)
         return LabeledResponses(queries, chosen, rejected, is_good, known, pad, settings, sets)
     return PolicyPairs(queries, chosen, rejected, known, pad, settings, loss, shares, sets_of(rows))
 

@@ -117,6 +117,17 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                     position = table.column_names.index(name)
                     table = table.set_column(position, name, pc.if_else(flipped, other, kept))
                 metrics["flipped"] = pc.sum(flipped).as_py() or 0
+            rows = Rows("preferences", split, table, np.arange(len(table)))
+            num_pairs = len(rows.that_have("chosen", "rejected"))
+            if config.train_reward_model and split == "train" and (unpaired := len(rows) - num_pairs):
+                if not num_pairs:
+                    raise UserError(
+                        f"reward.train: true needs pairs, and the data has {unpaired:,} unpaired labels; "
+                        "set reward.train to false, with scorers and judges that need no reward model of the "
+                        "pipeline (a verifier, a function, a ready model), or data.format to label_pairs, or "
+                        "preferences.num_prompts above 0 for pairs of samples"
+                    )
+                console.say(f"The reward models train on {num_pairs:,} pairs, and no unpaired label")
             if config.uses_pairs and not len(table) and split == "train":
                 raise UserError(
                     "there is no pair to train on: data/preferences is empty, and of "
@@ -126,7 +137,6 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                 )
             for origin in ("given", "sft_samples"):
                 metrics[f"pairs/{split}/{origin}"] = pc.sum(pc.equal(table["origin"], origin)).as_py() or 0
-            rows = Rows("preferences", split, table, np.arange(len(table)))
             write(rows, folder / f"{split}.parquet", table.column_names)
     return metrics
 

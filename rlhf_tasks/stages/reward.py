@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.config import Reward, RewardView
+from rlhf_tasks.config import Reward, RewardView, Split
 from rlhf_tasks.data.batches import read_table, sets_of, token_ids
 from rlhf_tasks.data.rows import Rows
 from rlhf_tasks.data.splits import pairs_of
@@ -136,7 +136,7 @@ def _train(
         add_lora(scores.model, settings.lora, seed=seed)
     learner = RewardLearner(scores, load_causal(paths.sft) if settings.lm_coef else None)
     # 2. Its pairs, trained on.
-    rows = pairs_of(read_table(paths, "comparisons", "train"), name)
+    rows = pairs_of(_read_pairs(paths, "train"), name)
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
     shares_prefix = not settings.lm_coef and supports_shared_prefix(scores.model)
@@ -151,9 +151,7 @@ def _train(
             name=name,
             tracker=tracker,
             snapshots=snapshots,
-            validation=_pairs(
-                tokenizer, read_table(paths, "comparisons", "validation"), shares_prefix=shares_prefix
-            ),
+            validation=_pairs(tokenizer, _read_pairs(paths, "validation"), shares_prefix=shares_prefix),
             num_evaluations=2,
             prefix=prefix,
         )
@@ -164,6 +162,11 @@ def _train(
     found = RewardModel(scores, tokenizer, settings.micro_batch_tokens, dist)(given)
     scores.set_mean(scores.mean + float(found.mean()))
     return scores
+
+
+def _read_pairs(paths: Paths, split: Split) -> Rows:
+    """The comparisons of a split with both responses."""
+    return read_table(paths, "comparisons", split).that_have("chosen", "rejected")
 
 
 def _pairs(tokenizer: PreTrainedTokenizerBase, rows: Rows, **settings: Any) -> PreferencePairs:
@@ -198,7 +201,7 @@ def _measure(
     dist: Distributed, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, float]:
     """Accuracy, margin, calibration and length correlation on the test pairs."""
-    rows = read_table(paths, "comparisons", "test") or read_table(paths, "comparisons", "validation")
+    rows = _read_pairs(paths, "test") or _read_pairs(paths, "validation")
     if not rows:
         return {}
     dist.put(scores)

@@ -231,6 +231,14 @@ def test_a_row_that_a_template_rejects_leaves_the_others(rendering: Any) -> None
     assert len(read(rendering(ALTERNATES), *rows)[0]["sft"]["train"]) == 1
 
 
+def test_an_unpaired_label_is_rendered_as_a_side_of_a_pair(rendering: Any, tmp_path: Path) -> None:
+    labels, data = [{"messages": [HI, YES], "label": 1}], Data(source="files", format="unpaired_labels")
+    file, sizes = jsonl(tmp_path / "rows.jsonl", *labels), {"validation": 0, "test": 0}
+    found = as_lists(load(file, data, rendering(PLAIN), Problems(), seed=1, sizes=sizes))
+    pair = only(rendering(PLAIN), {"prompt": [HI], "chosen": [YES], "rejected": [YES]})
+    assert found["preferences"]["train"] == [pair | {"rejected": None, "source": "rows.jsonl:1"}]
+
+
 def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(rendering: Any) -> None:
     corpus, _ = read(rendering(PLAIN), {"chosen": [HI, YES], "rejected": [HI, YES]})
     problems = Problems()

@@ -52,6 +52,21 @@ def test_what_it_writes_is_read_again(rlhf: Command) -> None:
     assert "the folder is not empty" in rlhf("data", *words, status=2).err
 
 
+def test_unpaired_labels_are_counted_and_what_it_writes_is_read_again(rlhf: Command) -> None:
+    toy.foreign("foreign/base", "gpt2")
+    toy.write_params(data={"format": "unpaired_labels"})
+    for words in ([CASES / "16_kto/train.jsonl", "--write", "out"], ["out"]):
+        said = rlhf("data", *words).out
+        assert "unpaired labels: 4 good and 4 bad; dpo.loss: kto alone learns from both" in said
+        assert "preferences: 8 train" in said
+        assert said.count("    prompt (") == 3, "that of a bad response is shown too"
+    table = pq.read_table("out/preferences/train.parquet").to_pylist()
+    assert "".join("-+"[row["rejected"] is None] for row in table) == "+-+--++-"
+    assert all((row["chosen"] is None) != (row["rejected"] is None) for row in table)
+    Path("params.yaml").unlink()
+    assert "8 row(s) of the data cannot be used (8 empty)" in rlhf("data out", status=2).out
+
+
 def test_without_a_usable_row_it_ends_with_2(rlhf: Command) -> None:
     assert "data.format to label_pairs" in rlhf("data", CASES / "16_kto/train.jsonl", status=2).err
     Path("empty.csv").write_text("prompt,completion\nhow?,\n", "utf-8")

@@ -21,7 +21,7 @@ def row(prompt: str, completion: str = " yes", source: str = "sft.jsonl:1") -> d
     return {"prompt": prompt, "completion": completion, "source": source}
 
 
-def pair(prompt: str, chosen: str = " good", rejected: str = " bad", line: int = 1) -> dict[str, str]:
+def pair(prompt: str, chosen: str | None = " good", rejected: str | None = " bad", line: int = 1) -> Row:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "source": f"preferences.jsonl:{line}"}
 
 
@@ -50,9 +50,10 @@ def test_the_report_has_twenty_examples_by_reason_in_the_order_of_the_source_and
     ("role", "rows", "counts"),
     [
         ("preferences", [pair("q", " same", "same\n"), pair("q2")], {"chosen_is_rejected": 1}),
+        ("preferences", [pair("q", " a", None), pair("q", None, " "), pair("q", None)], {"empty": 1}),
         ("sft", [row("q", " one<eos> two"), row("q<eos>", " fine")], {"malformed": 1}),
     ],
-    ids=["but for outer white space", "an answer with EOS inside"],
+    ids=["but for outer white space", "unpaired labels", "an answer with EOS inside"],
 )
 def test_equal_sides_and_answers_that_end_early_are_bad(
     role: Role, rows: list[Row], counts: dict[str, int]
@@ -75,6 +76,8 @@ def test_the_first_of_equal_rows_is_kept_and_named() -> None:
 def test_a_prompt_with_another_completion_is_no_duplicate() -> None:
     problems = Problems()
     check_duplicates(store({"sft": {"train": [row("a", " x"), row("a", " y")]}}), problems)
+    labels = [pair("a", " x", None), pair("a", None, " x")]  # people disagree
+    check_duplicates(store({"preferences": {"train": labels}}), problems)
     assert not problems
 
 

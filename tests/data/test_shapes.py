@@ -97,6 +97,17 @@ def test_a_column_counts_as_used_only_where_it_is_read() -> None:
     assert rows(good)[0]["prompt"][-1]["content"] == "q\nbelow"
 
 
+def test_an_unpaired_label_is_one_side_of_a_pair() -> None:
+    labels = [("a", "thumbs_up"), ("a", "thumbs_down"), (None, "good"), ("b", None)]
+    given = [{"prompt": "q", "completion": text, "feedback": label} for text, label in labels]
+    found = read(*given, format="unpaired_labels")
+    assert found.role == "preferences"
+    assert rows(found) == [pair("q", "a", None), pair("q", None, "a"), pair("q", "", None)]
+    assert converted(found).left_out == [("f:4", "feedback is null")]
+    talks = read({"messages": TALK, "label": False}, {"messages": TALK, "label": 1}, format="unpaired_labels")
+    assert rows(talks) == [pair(TALK[:3], None, TALK[3:]), pair(TALK[:3], TALK[3:], None)]
+
+
 @pytest.mark.parametrize("tie", ["tie", "tie (bothbad)", "both_bad", "Both good", "draw"])
 def test_a_tie_is_left_out(tie: str) -> None:
     two = {"prompt": "q", "response_a": "a", "response_b": "b"}

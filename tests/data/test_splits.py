@@ -102,6 +102,16 @@ def test_demonstrations_come_from_chosen_answers_and_prompts_from_demonstrations
     }
 
 
+def test_bad_responses_make_no_demonstration_and_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = ([row | {side: None} for row in pairs(range(40))] for side in ("rejected", "chosen"))
+    full = complete(fill({"preferences": {"train": good[10:] + bad[:25]}}))
+    for role in ("sft", "prompts"):
+        assert set().union(*(prompts_of(full, role, s) for s in SPLITS)) == {f"q {i}" for i in range(10, 40)}
+    assert "25 bad response(s) make no demonstration" in capsys.readouterr().out
+    with pytest.raises(UserError, match="40 bad responses make no demonstration; give good ones too"):
+        complete(fill({"preferences": {"train": bad}}))
+
+
 def test_a_split_without_rows_is_an_error_that_names_it() -> None:
     with pytest.raises(UserError, match="sft/validation, sft/test, prompts/validation, prompts/test"):
         complete(fill({"sft": {"train": demos(range(3))}}))

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -227,6 +228,25 @@ def test_a_loss_that_cannot_be_used_is_a_clear_message(models_here: Path, body: 
         small.run("dpo", SMALL | {"dpo.loss": "losses:mine"})
 
 
+@pytest.mark.parametrize("changes", [{}, small.WITHOUT_REWARD])
+def test_kto_learns_the_same_from_pairs_and_from_their_responses_as_single_rows(
+    models_here: Path, changes: dict[str, Any]
+) -> None:
+    histories = list[Any]()
+    for has_pairs in (True, False):
+        for split in () if has_pairs else ("train", "validation"):
+            file = models_here / f"data/comparisons/{split}.parquet"
+            known = pq.read_table(file)
+            labels = [row | {side: None} for row in known.to_pylist() for side in ("rejected", "chosen")]
+            pq.write_table(pa.Table.from_pylist(labels, known.schema), file)
+        tracker = NullTracker("dpo")
+        small.run("dpo", {**SMALL, **changes, "dpo.loss": "kto"}, tracker)
+        histories.append(tracker.history())
+    assert histories[0] == histories[1]
+    with pytest.raises(UserError, match=r"dpo\.loss=ipo needs pairs, .* alone; set dpo\.loss to kto"):
+        small.run("dpo", {**SMALL, **changes, "dpo.loss": "ipo"})
+
+
 def test_it_trains_on_no_pair_of_the_model_that_selects(models_here: Path, monkeypatch: Any) -> None:
     seen = list[Any]()
 
@@ -355,6 +375,7 @@ def test_nothing_is_asked_of_a_ppo_that_does_not_train(changes: dict[str, Any]) 
         ({"ppo.train": False}, "no policy but the SFT model"),
         ({"dpo.train": True, "dpo.loss": "ipo", "dpo.label_smoothing": 0.1}, "label_smoothing"),
         ({"dpo.train": True, "dpo.desirable_weight": 2.0}, "loss: kto"),
+        ({"dpo.train": True, "data.format": "unpaired_labels"}, "set dpo.loss to kto"),
         ({"dpo.train": True, "dpo.loss": "hinge"}, "must be sigmoid, ipo, kto, nll"),
         ({"dpo.train": True, "dpo.batch_size": 9, "launch.num_processes": 2}, "dpo.batch_size=9"),
     ],

@@ -1,4 +1,4 @@
-"""`data.mix`, and data of prompts alone, through every stage on a toy model."""
+"""`data.mix`, and prompts or unpaired labels alone, through every stage on a toy model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 from rlhf_tasks.config import Stage
 from rlhf_tasks.data.splits import shares
 from rlhf_tasks.errors import UserError
-from tests import toy
+from rlhf_tasks.judging.reward_diagnostics import read_pairs
+from rlhf_tasks.project.paths import Paths
+from tests import small, toy
 from tests.data.conftest import jsonl
 
 STAGES: tuple[Stage, ...] = ("prepare", "base", "sft", "preferences", "reward", "ppo", "judge")
@@ -88,6 +90,46 @@ def test_prompts_with_and_without_references_are_refused_together() -> None:
     jsonl(Path("given/prompts.test.jsonl"), {"prompt": "a cat", "reference": " now"})
     with pytest.raises(UserError, match=r"prompts\.train\.jsonl: prompts alone, and other prompts have ref"):
         toy.run("prepare", toy.write_params(**READY))
+
+
+# ------------------------------------------------------------------------------- unpaired labels
+
+
+def write_labels(**changes: Any) -> Any:
+    good = [row | {"completion": " red now", "label": True} for row in prompts(40)]
+    bad = [row | {"completion": " blue", "label": False} for row in prompts(56)[20:]]
+    jsonl(Path("given/thumbs.jsonl"), *good, *bad)
+    steps = {"train": True, "loss": "kto", "batch_size": 8, "num_epochs": 2.0, "learning_rate": 0.01}
+    sections = READY | {"preferences": {"num_prompts": 0}, "ppo": {"train": False}, "sft": {"from": None}}
+    sections |= {"data": {"format": "unpaired_labels"}, "dpo": {**steps, "micro_batch_tokens": 4096}}
+    toy.foreign("foreign/other", "llama", seed=4, labels=1)
+    return toy.write_params(**sections | changes)
+
+
+def test_a_policy_is_trained_and_judged_on_labels_alone() -> None:
+    settings = write_labels()
+    toy.run_stages(settings, "prepare", "base", "sft", "preferences", "reward")
+    sides = pq.read_table("data/comparisons/train.parquet").select(["chosen", "rejected"]).to_pylist()
+    assert {(row["chosen"], row["rejected"]) for row in sides} == {(" red now", None), (None, " blue")}
+    assert toy.run("dpo", settings)["loss"] < 0.45, "it is 1/2 at the start"
+    assert 0 <= toy.run_stages(settings, "value", "ppo", "judge")["other/policy_vs_sft/win_rate"] <= 1
+
+
+def test_reward_models_learn_from_the_pairs_beside_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    with_reward: dict[str, Any] = {"reward": {"train": True}, "judge": {"judges": [small.HELDOUT]}}
+    settings = write_labels(**with_reward)
+    toy.run_stages(settings, "prepare", "base", "sft")
+    with pytest.raises(UserError, match=r"reward\.train: true needs pairs, and the data has \d+ unpaired"):
+        toy.run("preferences", settings)
+    write_sets()
+    both = [*mixture(cats=1), {"name": "thumbs", "path": "given", "format": "unpaired_labels"}]
+    settings = write_labels(**with_reward, data={"source": "mix", "mix": both})
+    toy.run_stages(settings, "prepare", "base", "sft", "preferences")
+    num_pairs = sets("comparisons", "train")["cats"]
+    assert f"train on {num_pairs} pairs, and no unpaired label" in capsys.readouterr().out
+    assert 0 <= toy.run("reward", settings)["accuracy/given"] <= 1
+    assert len(read_pairs(Paths())["given"]) == sets("comparisons", "test")["cats"]
+    assert toy.run("dpo", settings)["selected_step"] > 0
 
 
 # --------------------------------------------------------------------------------------- mixtures

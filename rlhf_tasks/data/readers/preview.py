@@ -77,10 +77,15 @@ def _show(role: Role, parts: Mapping[Split, Rows], data: Data, split: Tokens) ->
             prompt, response = split(row["prompt"], row[name] or "")
             if name == answers[0]:
                 console.say(f"    prompt ({len(prompt)} tokens): {_tokens(prompt)}")
-            if row[name] is not None:  # else these are prompts alone
+            if row[name] is not None:  # as in prompts alone and unpaired labels
                 console.say(f"    {name} ({len(response)} tokens): {_tokens(response)}")
     lengths = [
-        [len(part) for name in answers for part in split(row["prompt"], row[name] or "")]
+        [
+            len(part)
+            for name in answers
+            if row[name] is not None or role == "prompts"
+            for part in split(row["prompt"], row[name] or "")
+        ]
         for row in _every(parts)
     ]
     most = {"prompt": data.max_prompt_tokens, "response": data.max_completion_tokens}

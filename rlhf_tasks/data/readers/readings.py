@@ -298,14 +298,16 @@ class Match:
             UserError: if `data.format` has to say what labels mean, or if votes name no answer.
         """
         columns, lines, name = self.columns, self.table.lines, self.table.name
-        if self.entry.makes == "labelled" and self.data.format not in ("good_answers", "label_pairs"):
+        formats = "good_answers", "label_pairs", "unpaired_labels"
+        if self.entry.makes == "labelled" and self.data.format not in formats:
             label = columns["label"]
             labels = [cells.is_good(line.values.get(label)) for line in lines]
             raise UserError(
                 f"{name}: the column {label!r} marks {labels.count(False)} of {len(labels)} rows as false, "
                 "so these single answers are neither demonstrations nor pairs. Set data.format to "
-                "label_pairs (a good and a bad answer to a prompt become a pair), good_answers (those that "
-                f"are true are demonstrations), or demonstrations (all, and {label!r} says something else)"
+                "label_pairs (a good and a bad answer to a prompt become a pair), unpaired_labels (each is "
+                "good or bad by itself, for dpo.loss: kto), good_answers (those that are true are "
+                f"demonstrations), or demonstrations (all, and {label!r} says something else)"
             )
         if "vote" in columns and not self.entry.votes:
             judged = (converted(preference, self, line) for line in lines if not self.unchosen(line.values))
@@ -517,8 +519,8 @@ def conversation(match: Match, values: Values) -> Row:
 def labelled(match: Match, values: Values) -> Row | Rated:
     """An answer that a label calls good or bad."""
     label = values[match.columns["label"]]
-    is_good = cells.is_good(label)
-    if match.data.format == "good_answers" and not is_good:
+    is_good, is_unpaired = cells.is_good(label), match.data.format == "unpaired_labels"
+    if (is_unpaired and is_good is None) or (match.data.format == "good_answers" and not is_good):
         raise LeftOut(f"{match.columns['label']} is {'null' if label is None else 'false'}")
     if "talk" in match.columns:
         talk = values[match.columns["talk"]]
@@ -527,6 +529,8 @@ def labelled(match: Match, values: Values) -> Row | Rated:
         prompt, answer = match.asked(values), values[match.columns["completion"]]
     if match.data.format == "good_answers":
         return {"prompt": prompt, "completion": answer}
+    if is_unpaired:  # one side of a pair is null; an answer that is null is an empty one
+        return _pair(prompt, answer or "", None) if is_good else _pair(prompt, None, answer or "")
     return Rated(repr(prompt), prompt, None if is_good is None else float(is_good), answer)
 
 

@@ -22,7 +22,7 @@ from rlhf_tasks.data.readers.readings import SAMPLE, Lines, Match, Reading, Role
 from rlhf_tasks.data.rows import Role
 from rlhf_tasks.errors import UserError
 
-FORMATS = ("demonstrations", "good_answers", "label_pairs")
+FORMATS = ("demonstrations", "good_answers", "label_pairs", "unpaired_labels")
 """The words that `data.format` knows; else it names a column, or a function."""
 TEXTS = {
     *(name for slot in ("context", "system") for name in NAMES[slot]),

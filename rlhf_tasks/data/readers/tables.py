@@ -103,7 +103,7 @@ def assemble(
 
     plain = Counter() if plain is None else plain
     writers, given = dict[Role, Writer](), dict[Role, list[Split]]()
-    left_out = dict[str, list[str]]()
+    left_out, labels = dict[str, list[str]](), Counter[str]()
     total = sum(len(reading.table.lines) for _, _, reading, *_ in known)
     with console.progress("reading", total, unit="records", least=BATCH) as meter:
         for part, split, reading, names, made in known:
@@ -131,11 +131,16 @@ def assemble(
                         if place is None and "split" in reading.used and (named := line.values.get("split")):
                             raise Unusable("malformed", f"split is {named!r}; give train, validation or test")
                         further = own | ({KEY: _select(row, keep)} if keep else {})
-                        turns = _render(row, sources, rendering, reading)
+                        null_side = _null_side(row, sources, part.data)
+                        present = {ours: theirs for ours, theirs in sources.items() if ours != null_side}
+                        turns = _render(row, present, rendering, reading)
                     except Unusable as fault:
                         problems.add(line.where, row, fault.reason, fault.detail)
                         continue
-                    if all(isinstance(row.get(name), str) for name in sources.values()):
+                    if null_side is not None:
+                        labels[null_side] += 1
+                        further |= {null_side: None}
+                    if all(isinstance(row.get(name), str) for name in present.values()):
                         plain[rendering.plain_kind(row["prompt"])] += 1
                     for turn in turns:
                         writer.add(place or split, {**turn, "source": line.where, **further})
@@ -143,6 +148,9 @@ def assemble(
     for why, places in left_out.items():
         more = ", …" if len(places) > MOST_NAMED else ""
         console.say(f"  {len(places)} row(s) make no row: {why} ({', '.join(places[:MOST_NAMED])}{more})")
+    if labels:
+        good, bad = labels["rejected"], labels["chosen"]
+        console.say(f"  unpaired labels: {good:,} good and {bad:,} bad; dpo.loss: kto alone learns from both")
     say_plain(plain, rendering)
     return {role: writer.finish(given[role]) for role, writer in writers.items()}
 
@@ -200,6 +208,13 @@ def _select(values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
         if (fault := value_fault(values[name])) is not None:
             raise Unusable("malformed", f"{name!r} cannot be kept: {fault}")
     return {name: values[name] for name in keep}
+
+
+def _null_side(row: Row, names: Mapping[str, str], data: Data) -> str | None:
+    """The side of a pair that is null beside an unpaired label; None for a pair, and if both are null."""
+    is_unpaired = data.format == "unpaired_labels" and "chosen" in names
+    nulls = [side for side in ("chosen", "rejected") if is_unpaired and row.get(side) is None]
+    return nulls[0] if len(nulls) == 1 else None
 
 
 def _render(
