@@ -214,6 +214,7 @@ def measure_casts() -> Found:
     import torch
 
     from benchmarks import shapes
+    from rlhf_tasks.models import sampling
     from rlhf_tasks.models.load import place
     from rlhf_tasks.ppo import sampler
     from tests import small
@@ -221,7 +222,7 @@ def measure_casts() -> Found:
     shape, found = shape_of("D", batch=32), dict[str, Any]()
     model = place(shapes.models(shape, device()).policy, device()).requires_grad_(False)
     queries = shapes.random_rows(32, shape.query_min, shape.query, shape.vocab)
-    contexts = {"kept": sampler.keep_casts, "for every token": lambda model: nullcontext()}
+    contexts = {"kept": sampling.keep_casts, "for every token": lambda model: nullcontext()}
     for name, context in contexts.items():
         one = sampler.LocalSampler(
             small.distributed("bf16"),

@@ -107,7 +107,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 def test_a_public_shape_is_read_as_it_means(case: Case) -> None:
     if not case.rows:
         with pytest.raises(
-            UserError, match="'label' marks 4 of 8 rows as false.*label_pairs.*unpaired_labels"
+            UserError, match=r"'label' marks 4 of 8 rows as false.*label_pairs.*unpaired_labels"
         ):
             readings(case.given, case.problems, **case.needs)
         return
