@@ -193,11 +193,15 @@ WITH_CRITIC = RLOO | {
 CRITIC = "learning_rate: 1.0e-4, schedule: constant, adam_eps: 1.0e-8, max_grad_norm: 1.0, vf_coef: 1.0"
 
 
-def with_critic(init: str, lam_value: str) -> dict[str, str]:
+STAGE_VALUE = {"learning_rate": "1.0e-4", "num_epochs": "2", "evals_per_epoch": "4", "patience": "8"}
+
+
+def with_critic(init: str, lam_value: str, lam: str = "0.95") -> dict[str, str]:
     """PPO whose critic has an optimizer of its own and begins as the SFT model or as stage value's."""
     critic = f"{{init: {init}, cliprange_value: null, {CRITIC}}}"
-    gae = f"{{kind: gae, samples_per_prompt: 8, lam_value: {lam_value}, critic: {critic}}}"
-    return RLOO | BF16 | {"ppo.advantages": gae, "ppo.whiten_advantages": "true"}
+    gae = f"{{kind: gae, samples_per_prompt: 8, lam: {lam}, lam_value: {lam_value}, critic: {critic}}}"
+    value = {f"value.{key}": text for key, text in STAGE_VALUE.items()}
+    return RLOO | BF16 | value | {"ppo.advantages": gae, "ppo.whiten_advantages": "true"}
 
 
 FROM_REWARD = "{kind: gae, samples_per_prompt: 8, critic: {init: reward}}"
@@ -210,6 +214,7 @@ TABLES = {
             "PPO with a critic, bf16": WITH_CRITIC | BF16,
             "RLOO, LoRA r = 16, bf16": WITH_LORA | BF16,
             "PPO, stage value, λ of the critic 1": with_critic("value", "1.0"),
+            "PPO, stage value, λ of both 1": with_critic("value", "1.0", "1.0"),
             "PPO, stage value, λ of the critic 0.95": with_critic("value", "0.95"),
             "PPO, new critic, λ of the critic 1": with_critic("sft", "1.0"),
             "PPO, new critic, λ of the critic 0.95": with_critic("sft", "0.95"),
