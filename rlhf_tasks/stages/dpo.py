@@ -119,9 +119,10 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     metrics: Metrics = {}
     if tasks["validation"].sizes:
         metrics = evaluate(dist, policy, tasks["validation"], TokenBudget(settings.micro_batch_tokens))
-    probe = prober.probe(state.step)
-    kl, error = float(probe.kl.mean()), _standard_error(probe.kl)
     was_chosen = math.isfinite(state.best_loss)  # else they are the last
+    step = state.best_step if was_chosen else state.step
+    probe = prober.known.get(step) or prober.probe(step)  # a resumed run may not know it
+    kl, error = float(probe.kl.mean()), _standard_error(probe.kl)
     if settings.max_kl is not None and not was_chosen and kl > settings.max_kl:
         raise UserError(
             f"dpo.max_kl={settings.max_kl:g}: the KL from the SFT model was higher at every evaluation; "
@@ -129,7 +130,6 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         )
     num_tokens = sum(sum(task.sizes) for task in tasks.values())  # of the SFT model's log-probs
     metrics["work/forward_tflop"] = 1e-12 * pass_flops(policy) * num_tokens
-    step = state.best_step if was_chosen else state.step
     metrics |= {"selected_step": step, "steps_trained": state.step}
     metrics |= {"selected_kl": kl, "selected_kl_standard_error": error}
     if probe.scores is not None:
@@ -229,6 +229,8 @@ class _Prober:
         self._dist, self._config, self._tokenizer = dist, config, tokenizer
         self._policy, self._reference = policy, reference
         self._budget = TokenBudget(config.dpo.micro_batch_tokens)
+        self.known = dict[int, Probe]()
+        """By the step at which they were made."""
         self.ends = ends_of(policy, tokenizer, [config.stop_token])
         rows = read_table(paths, "prompts", "validation")[: config.dpo.num_selection_prompts]
         self._prompts = Prompts(rows.texts("prompt"), token_ids(tokenizer, rows)[0], columns.of_rows(rows))
@@ -240,7 +242,7 @@ class _Prober:
 
     def measure(self, step: int) -> tuple[Metrics, float | None]:
         """Metrics of the policy after so many steps, and what decides which weights are kept."""
-        probe = self.probe(step)
+        probe = self.known[step] = self.probe(step)
         metrics = {"kl": float(probe.kl.mean())}
         metrics |= {"response_length": probe.mean_length, "ended": probe.ended_share}
         decisive = None
