@@ -78,7 +78,7 @@ class Cell:
 )
 def sweep(
     grid: Grid = {},  # noqa: B006  Prefect shows it in the form
-    methods: list[form.PresetName] = [],  # noqa: B006
+    methods: list[str] = [],  # noqa: B006  no choice in the form: best_of_N is no preset
     seeds: Seeds = [1, 2, 3],  # noqa: B006
     preset: form.PresetName = form.DEFAULT,
     name: form.ExperimentName = "sweep",

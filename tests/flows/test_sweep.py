@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import validate
 
 from flows import deployments, sweep
 from flows.sweep import Cell
@@ -125,6 +127,11 @@ def test_a_setting_is_a_method_with_a_combination_of_the_grid() -> None:
     }
     with pytest.raises(UserError, match="there is no preset 'sft'"):
         sweep.list_settings(None, ["ppo", "sft"], {})
+
+
+def test_the_server_takes_best_of_n_as_a_method() -> None:
+    schema = parameter_schema(sweep.sweep).model_dump_for_openapi()
+    assert validate({"methods": ["ppo", "best_of_16"]}, schema) == []
 
 
 def test_the_problems_of_all_settings_are_in_one_message(root: Path) -> None:
