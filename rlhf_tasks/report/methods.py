@@ -178,16 +178,18 @@ def _costs_of_best(trials: Sequence[Trial]) -> dict[str, str]:
 
 def optimizes(parameters: Mapping[str, str]) -> str:
     """What a method is trained on, and what chooses its weights, from a run's parameters."""
-    parts = []
+    parts, chooser = [], "its validation loss"
+    if is_held_out := parameters.get("reward.train") != "false":
+        chooser = "models/reward_heldout"
     if parameters.get("dpo.train") == "true":
         source = "noisy gold labels" if parameters.get("data.source") == "synthetic" else "the data's labels"
-        labels = json.loads(parameters.get("preferences.function", "null")) or source
-        parts.append(f"pairs by {labels}")
+        labels = parameters.get("preferences.function", "null")
+        parts.append(f"pairs by {source if labels == 'null' else labels}")
     if parameters.get("ppo.train") != "false":
         scorers = json.loads(parameters.get("ppo.scorers", "[]"))
         parts.append(f"scores by {', '.join(dict.fromkeys(one['kind'] for one in scorers))}")
-    is_held_out = parameters.get("reward.train") != "false"
-    chooser = "models/reward_heldout" if is_held_out else "its validation score or loss"
+        last = chooser if is_held_out else "nothing: the last"
+        chooser = parameters.get("ppo.select_by.judge.name", last)
     return f"{', then '.join(parts)}; weights chosen by {chooser}"
 
 

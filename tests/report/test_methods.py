@@ -11,7 +11,7 @@ import pytest
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.report import document, methods
-from rlhf_tasks.report.comparison import Result
+from rlhf_tasks.report.comparison import Result, select_decisive
 from rlhf_tasks.report.methods import Trial
 from tests.report.test_page import Document
 
@@ -63,12 +63,12 @@ def test_each_method_stands_beside_the_first_on_the_same_seeds_and_prompts() -> 
 def test_what_labels_scores_and_chooses_is_named() -> None:
     assert methods.optimizes(PPO) == "scores by reward_model; weights chosen by models/reward_heldout"
     both = DPO | {"ppo.train": "true", "ppo.scorers": '[{"kind": "verifier"}]', "reward.train": "false"}
-    text = (
-        "pairs by the data's labels, then scores by verifier; weights chosen by its validation score or loss"
-    )
+    text = "pairs by the data's labels, then scores by verifier; weights chosen by nothing: the last"
     assert methods.optimizes(both) == text
-    labeled = DPO | {"preferences.function": '"my.file:best"'}
-    assert methods.optimizes(labeled).startswith("pairs by my.file:best; ")
+    assert methods.optimizes(both | {"ppo.select_by.judge.name": "exact"}).endswith("chosen by exact")
+    labeled = DPO | select_decisive({"preferences.function": "my.file:best", "reward.train": False})
+    text = "pairs by my.file:best; weights chosen by its validation loss"
+    assert methods.optimizes(labeled) == text
 
 
 def test_the_page_is_whole() -> None:
