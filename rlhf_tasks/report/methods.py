@@ -71,13 +71,14 @@ class Trial:
     @cached_property
     def course(self) -> list[tuple[float, float, float]]:
         """(cost, KL, score) of each evaluation on validation prompts; NaN without a held-out model."""
-        points, before = [], 0.0
-        for stage in ("dpo", "ppo"):
+        points, metrics, before = [], self.run.metrics, 0.0
+        for stage in OWN:  # no policy is evaluated in stage value, but it costs
+            before += metrics.get(f"{stage}/work/forward_tflop", 0.0)
             tflop = 0.0
             for row in self.run.curves.get(stage, ()):
                 tflop = row.get("work/tflop", tflop)
                 if "eval/kl" in row:
-                    tokens = (before + tflop) * 1e12 / (2 * self.run.metrics["base/parameters"])
+                    tokens = (before + tflop) * 1e12 / (2 * metrics["base/parameters"])
                     points.append((tokens, row["eval/kl"], row.get("eval/heldout_scores", math.nan)))
             before += tflop
         return points
@@ -178,9 +179,8 @@ def _costs_of_best(trials: Sequence[Trial]) -> dict[str, str]:
 
 def optimizes(parameters: Mapping[str, str]) -> str:
     """What a method is trained on, and what chooses its weights, from a run's parameters."""
-    parts, chooser = [], "its validation loss"
-    if is_held_out := parameters.get("reward.train") != "false":
-        chooser = "models/reward_heldout"
+    parts, is_held_out = [], parameters.get("reward.train") != "false"
+    chooser = "models/reward_heldout" if is_held_out else "its validation loss"
     if parameters.get("dpo.train") == "true":
         source = "noisy gold labels" if parameters.get("data.source") == "synthetic" else "the data's labels"
         labels = parameters.get("preferences.function", "null")

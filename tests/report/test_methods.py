@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +49,10 @@ def test_a_run_costs_tokens_of_its_own_and_those_of_pairs_and_reward_models() ->
     assert own.tokens(*methods.OWN) == pytest.approx(8 / 2e-6)
     assert alone.tokens(*methods.OWN) == pytest.approx((2 + 8) / 2e-6), "with the log-probs of the SFT model"
     assert own.course == [(0.0, 0.0, 0.0), (pytest.approx(4e6), 1.0, 0.5)]
+    assert alone.course[-1][0] == alone.tokens(*methods.OWN), "the course ends at what the table has"
+    own.run.curves["value"] = [{"step": 1.0, "work/tflop": 6.0}]  # type: ignore[index]
+    assert dataclasses.replace(own).course[0][0] == pytest.approx(6 / 2e-6), "the critic's, before PPO"
+    del own.run.curves["value"]  # type: ignore[attr-defined]
 
 
 def test_each_method_stands_beside_the_first_on_the_same_seeds_and_prompts() -> None:
