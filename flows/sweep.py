@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -147,9 +148,10 @@ def sweep(
             caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
             create_table_artifact(rows, key=TABLE_KEY, description=caption)
         if methods and completed:
-            out = root / f"{name}.html"
-            page.write(root, [(cell.setting, cell.experiment) for cell in completed], out)
-            get_run_logger().info("wrote %s", out)
+            out, shown = root / f"{name}.html", [(cell.setting, cell.experiment) for cell in completed]
+            with suppress(UserError) if lost else nullcontext():  # why runs failed is said below
+                page.write(root, shown, out)
+                get_run_logger().info("wrote %s", out)
         if lost:
             reasons = "; ".join(f"{cell.name}: {why}" for cell, why in lost.items())
             raise SweepFailed(
