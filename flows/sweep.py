@@ -207,14 +207,16 @@ def list_settings(
     """Each setting's name and its changes over `preset`: every method with every combination.
 
     Raises:
-        UserError: for a method that is no preset.
+        UserError: for a method that is no preset; for none that trains, two best_of_N, or more settings than
+            the figures of the page show.
     """
-    trained, fixed = list[str](), dict[str, Any]()
-    for method in methods:
-        if best := page.BEST_OF.fullmatch(method):
-            fixed["judge.best_of_n"] = int(best[1])
-        else:
-            trained.append(method)
+    best = [int(found[1]) for found in map(page.BEST_OF.fullmatch, methods) if found]
+    trained = [method for method in methods if not page.BEST_OF.fullmatch(method)]
+    if len(best) > 1 or (best and not trained):
+        raise UserError(
+            "give one best_of_N at most, with a method to compare it with, such as `ppo best_of_16`"
+        )
+    fixed = {"judge.best_of_n": best[0]} if best else {}
     listed = list[tuple[str, dict[str, Any]]]()
     for method, values in itertools.product(trained or [""], itertools.product(*grid.values())):
         changes, single = dict[str, Any](), dict(zip(grid, values, strict=True))
@@ -222,6 +224,9 @@ def list_settings(
             changes = {"preset": BETWEEN.join(filter(None, [preset, method])), **read(method)}
         words = [*filter(None, [method]), *(f"{key}={value}" for key, value in single.items())]
         listed.append((", ".join(words) or "unchanged", changes | single | fixed))
+    if methods and len(listed) > comparison.MAX_SETTINGS:
+        most = comparison.MAX_SETTINGS
+        raise UserError(f"{len(listed)} settings, and the figures of methods show {most} at most; give fewer")
     return listed
 
 

@@ -129,6 +129,19 @@ def test_a_setting_is_a_method_with_a_combination_of_the_grid() -> None:
         sweep.list_settings(None, ["ppo", "sft"], {})
 
 
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (["best_of_16"], "with a method to compare it with"),
+        (["ppo", "best_of_4", "best_of_16"], "one best_of_N at most"),
+        (["ppo", "dpo", "rloo", "grpo", "critic", "trl", "default"], "7 settings, and the figures"),
+    ],
+)
+def test_methods_that_no_page_shows_are_refused_before_any_run(methods: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        sweep.list_settings(None, methods, {})
+
+
 def test_the_server_takes_best_of_n_as_a_method() -> None:
     schema = parameter_schema(sweep.sweep).model_dump_for_openapi()
     assert validate({"methods": ["ppo", "best_of_16"]}, schema) == []
