@@ -41,6 +41,8 @@ from rlhf_tasks.report import methods as page
 from rlhf_tasks.tracking import catalogue
 
 TABLE_KEY = "rlhf-sweep"
+ALIKE = ("data", "model", "prepare", "base", "sft", "judge")
+"""Sections that methods have in common: what their policies start from, and what judges them."""
 
 Values = Annotated[list[Any], Field(min_length=1)]
 Grid = Annotated[dict[str, Values], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
@@ -115,6 +117,8 @@ def sweep(
         root = Path.cwd()
         commit, chosen = git.resolve(root, revision), form.preset_of(preset)
         found = cells(root, name, chosen, list_settings(chosen, methods, grid), seeds, commit)
+        if methods:
+            check_comparable(found)
 
         # 2. The runs, a few at once.
         todo = [cell for cell in found if not git.find_experiment(root, cell.experiment)]
@@ -216,7 +220,7 @@ def list_settings(
         raise UserError(
             "give one best_of_N at most, with a method to compare it with, such as `ppo best_of_16`"
         )
-    fixed = {"judge.best_of_n": best[0]} if best else {}
+    fixed: dict[str, Any] = {"judge.best_of_n": best[0]} if best else {}
     listed = list[tuple[str, dict[str, Any]]]()
     for method, values in itertools.product(trained or [""], itertools.product(*grid.values())):
         changes, single = dict[str, Any](), dict(zip(grid, values, strict=True))
@@ -228,6 +232,20 @@ def list_settings(
         most = comparison.MAX_SETTINGS
         raise UserError(f"{len(listed)} settings, and the figures of methods show {most} at most; give fewer")
     return listed
+
+
+def check_comparable(found: Sequence[Cell]) -> None:
+    """Check that the policies of all cells start from one SFT model, and are judged alike.
+
+    Raises:
+        UserError: naming the sections in which methods differ.
+    """
+    first = found[0].values
+    if other := [key for key in ALIKE if any(getattr(c.values, key) != getattr(first, key) for c in found)]:
+        raise UserError(
+            f"the methods differ in {', '.join(other)}, so that they have another start or other judges: "
+            "give a preset that changes these as `preset`, which is of all runs"
+        )
 
 
 def cells(

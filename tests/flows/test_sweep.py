@@ -142,6 +142,16 @@ def test_methods_that_no_page_shows_are_refused_before_any_run(methods: list[str
         sweep.list_settings(None, methods, {})
 
 
+def test_methods_with_other_data_or_judges_are_refused(root: Path) -> None:
+    def check(*methods: str) -> None:
+        listed = sweep.list_settings(None, methods, {})
+        sweep.check_comparable(sweep.cells(root, "s", None, listed, [1, 2], "HEAD"))
+
+    check("ppo", "dpo", "rloo", "grpo", "n_plus", "best_of_16")
+    with pytest.raises(UserError, match="the methods differ in data, model, prepare, sft, judge"):
+        check("ppo", "smoke")
+
+
 def test_the_server_takes_best_of_n_as_a_method() -> None:
     schema = parameter_schema(sweep.sweep).model_dump_for_openapi()
     assert validate({"methods": ["ppo", "best_of_16"]}, schema) == []
