@@ -198,7 +198,8 @@ def run_cell(cell: Cell, deployment: str, given: Mapping[str, Any]) -> State[Any
         )
         end: State[Any] = run.state
     else:
-        end = pipeline.with_options(flow_run_name=cell.name)(**given, **own, return_state=True)
+        named = pipeline.with_options(flow_run_name=lambda: cell.name)  # a text would be a format
+        end = named(**given, **own, return_state=True)
     if watch.fingerprint(Path.cwd(), cell.values) != cell.data:
         return Failed(message=f"{changed}; remove its result: `dvc exp remove {cell.experiment}`")
     message = (end.message or "").partition("\n")[0]
