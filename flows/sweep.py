@@ -26,7 +26,7 @@ from prefect.client.schemas.objects import State
 from prefect.deployments import run_deployment
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from flows import automations, form, settings, watch
 from flows.pipeline import pipeline, run_here
@@ -169,7 +169,14 @@ def sweep(
 
 
 def run_methods(methods: Sequence[str], seeds: Sequence[int], preset: str, name: str) -> int:
-    """Run the sweep of these methods in this process; returns the exit status."""
+    """Run the sweep of these methods in this process; returns the exit status.
+
+    Raises UserError for a name that no experiment may have.
+    """
+    try:
+        TypeAdapter(form.ExperimentName).validate_python(name)
+    except ValidationError as error:
+        raise UserError(f"--name {name}: {error.errors()[0]['msg']}") from None
     given = {"methods": methods, "seeds": seeds, "preset": preset, "name": name, "deployment": ""}
     return run_here(lambda: sweep(**given, return_state=True))
 

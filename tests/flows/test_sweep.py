@@ -152,6 +152,11 @@ def test_methods_with_other_data_or_judges_are_refused(root: Path) -> None:
         check("ppo", "smoke")
 
 
+def test_a_name_that_no_experiment_may_have_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--name my page: String should match pattern"):
+        sweep.run_methods(["ppo"], [1], "default", "my page")
+
+
 def test_the_server_takes_best_of_n_as_a_method() -> None:
     schema = parameter_schema(sweep.sweep).model_dump_for_openapi()
     assert validate({"methods": ["ppo", "best_of_16"]}, schema) == []
