@@ -48,7 +48,7 @@ LINES: Mapping[str, int] = {
     "promotion": 1382,
     "tracking": 1857,  # judges by the model that they read; a store that follows its project; curves of DPO
     "report": 1108,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
-    "project": 2661,  # what a stage reads anew, which flows say too; lost results; outs of an experiment
+    "project": 2662,  # what a stage reads anew, which flows say too; lost results; outs of an experiment
     "presets": 196,
     "../flows": 2744,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods
 }
