@@ -2,8 +2,8 @@
 
 A policy is judged against its seed's SFT model, on the same test prompts as those of the other methods. The
 interval of a win rate, and of its difference to the first method's, is over seeds and prompts
-(`statistics.mean_over_seeds`); those of the differences hold together. The cost is counted in tokens that the
-base model could have read instead: 1 for each token of a forward pass, 2 more with gradients.
+(`statistics.mean_over_seeds`); those of the differences by one judge hold together. The cost is counted in
+tokens that the base model could have read instead: 1 for each token of a forward pass, 2 more with gradients.
 """
 
 from __future__ import annotations
