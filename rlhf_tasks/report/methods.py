@@ -14,7 +14,7 @@ import math
 import re
 import statistics as means
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ def context(groups: Mapping[str, Sequence[Trial]]) -> dict[str, Any]:
         rows[method] = {}
         for judge, own, reference in zip(judges, values, next(iter(shown.values())), strict=True):
             rate = statistics.mean_over_seeds(own, same_prompts=same)
+            rate = replace(rate, low=max(0.0, rate.low), high=min(1.0, rate.high))  # t knows no bounds
             rows[method][judge] = document.share(rate)
             if own is not reference:
                 lead = statistics.mean_over_seeds(

@@ -58,6 +58,7 @@ def test_a_run_costs_tokens_of_its_own_and_those_of_pairs_and_reward_models() ->
 def test_each_method_stands_beside_the_first_on_the_same_seeds_and_prompts() -> None:
     rows = methods.context(GROUPS)["rows"]
     assert [*rows] == ["ppo", "dpo", "best of 4 by models/reward"]
+    assert rows["ppo"]["gold"].endswith("(0% to 100%)"), "no interval of a share leaves these bounds"
     assert "gold/lead" not in rows["ppo"]
     assert rows["ppo"]["gold"].startswith("6")  # 0.625, with the t of one degree of freedom
     lead = statistics.mean_over_seeds([[0.0, 1.0], [0.0, 0.5]], same_prompts=False, num_intervals=2)
