@@ -42,7 +42,7 @@ LINES: Mapping[str, int] = {
     "models": 2462,  # the output layer by TF32 on a GPU, models that scored a policy
     "scoring": 1358,  # the client of language models, which was in judging, and the scorer that uses it
     "training": 3357,  # losses of stage dpo, speed and work of a stage, objects by gloo, tokens by layout
-    "ppo": 3517,  # groups without variance, truncated responses, what stage dpo measures too
+    "ppo": 3518,  # groups without variance, truncated responses, what stage dpo measures too
     "stages": 2340,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
     "judging": 2732,  # best-of-n: its responses, its KL and its cost; means over seeds
     "promotion": 1382,
