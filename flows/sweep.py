@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from prefect.client.schemas.objects import State
 from prefect.deployments import run_deployment
 from prefect.states import Completed, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from flows import automations, form, settings, watch
 from flows.pipeline import pipeline, run_here
@@ -40,6 +41,8 @@ from rlhf_tasks.report import methods as page
 from rlhf_tasks.tracking import catalogue
 
 TABLE_KEY = "rlhf-sweep"
+ALIKE = ("data", "model", "prepare", "base", "sft", "judge")
+"""Sections that methods have in common: what their policies start from, and what judges them."""
 
 Values = Annotated[list[Any], Field(min_length=1)]
 Grid = Annotated[dict[str, Values], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
@@ -78,7 +81,7 @@ class Cell:
 )
 def sweep(
     grid: Grid = {},  # noqa: B006  Prefect shows it in the form
-    methods: list[form.PresetName] = [],  # noqa: B006
+    methods: list[str] = [],  # noqa: B006  no choice in the form: best_of_N is no preset
     seeds: Seeds = [1, 2, 3],  # noqa: B006
     preset: form.PresetName = form.DEFAULT,
     name: form.ExperimentName = "sweep",
@@ -114,6 +117,8 @@ def sweep(
         root = Path.cwd()
         commit, chosen = git.resolve(root, revision), form.preset_of(preset)
         found = cells(root, name, chosen, list_settings(chosen, methods, grid), seeds, commit)
+        if methods:
+            check_comparable(found)
 
         # 2. The runs, a few at once.
         todo = [cell for cell in found if not git.find_experiment(root, cell.experiment)]
@@ -147,9 +152,10 @@ def sweep(
             caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
             create_table_artifact(rows, key=TABLE_KEY, description=caption)
         if methods and completed:
-            out = root / f"{name}.html"
-            page.write(root, [(cell.setting, cell.experiment) for cell in completed], out)
-            get_run_logger().info("wrote %s", out)
+            out, shown = root / f"{name}.html", [(cell.setting, cell.experiment) for cell in completed]
+            with suppress(UserError) if lost else nullcontext():  # why runs failed is said below
+                page.write(root, shown, out)
+                get_run_logger().info("wrote %s", out)
         if lost:
             reasons = "; ".join(f"{cell.name}: {why}" for cell, why in lost.items())
             raise SweepFailed(
@@ -163,7 +169,14 @@ def sweep(
 
 
 def run_methods(methods: Sequence[str], seeds: Sequence[int], preset: str, name: str) -> int:
-    """Run the sweep of these methods in this process; returns the exit status."""
+    """Run the sweep of these methods in this process; returns the exit status.
+
+    Raises UserError for a name that no experiment may have.
+    """
+    try:
+        TypeAdapter(form.ExperimentName).validate_python(name)
+    except ValidationError as error:
+        raise UserError(f"--name {name}: {error.errors()[0]['msg']}") from None
     given = {"methods": methods, "seeds": seeds, "preset": preset, "name": name, "deployment": ""}
     return run_here(lambda: sweep(**given, return_state=True))
 
@@ -192,7 +205,8 @@ def run_cell(cell: Cell, deployment: str, given: Mapping[str, Any]) -> State[Any
         )
         end: State[Any] = run.state
     else:
-        end = pipeline.with_options(flow_run_name=cell.name)(**given, **own, return_state=True)
+        named = pipeline.with_options(flow_run_name=lambda: cell.name)  # a text would be a format
+        end = named(**given, **own, return_state=True)
     if watch.fingerprint(Path.cwd(), cell.values) != cell.data:
         return Failed(message=f"{changed}; remove its result: `dvc exp remove {cell.experiment}`")
     message = (end.message or "").partition("\n")[0]
@@ -205,14 +219,16 @@ def list_settings(
     """Each setting's name and its changes over `preset`: every method with every combination.
 
     Raises:
-        UserError: for a method that is no preset.
+        UserError: for a method that is no preset; for none that trains, two best_of_N, or more settings than
+            the figures of the page show.
     """
-    trained, fixed = list[str](), dict[str, Any]()
-    for method in methods:
-        if best := page.BEST_OF.fullmatch(method):
-            fixed["judge.best_of_n"] = int(best[1])
-        else:
-            trained.append(method)
+    best = [int(found[1]) for found in map(page.BEST_OF.fullmatch, methods) if found]
+    trained = [method for method in methods if not page.BEST_OF.fullmatch(method)]
+    if len(best) > 1 or (best and not trained):
+        raise UserError(
+            "give one best_of_N at most, with a method to compare it with, such as `ppo best_of_16`"
+        )
+    fixed: dict[str, Any] = {"judge.best_of_n": best[0]} if best else {}
     listed = list[tuple[str, dict[str, Any]]]()
     for method, values in itertools.product(trained or [""], itertools.product(*grid.values())):
         changes, single = dict[str, Any](), dict(zip(grid, values, strict=True))
@@ -220,7 +236,24 @@ def list_settings(
             changes = {"preset": BETWEEN.join(filter(None, [preset, method])), **read(method)}
         words = [*filter(None, [method]), *(f"{key}={value}" for key, value in single.items())]
         listed.append((", ".join(words) or "unchanged", changes | single | fixed))
+    if methods and len(listed) > comparison.MAX_SETTINGS:
+        most = comparison.MAX_SETTINGS
+        raise UserError(f"{len(listed)} settings, and the figures of methods show {most} at most; give fewer")
     return listed
+
+
+def check_comparable(found: Sequence[Cell]) -> None:
+    """Check that the policies of all cells start from one SFT model, and are judged alike.
+
+    Raises:
+        UserError: naming the sections in which methods differ.
+    """
+    first = found[0].values
+    if other := [key for key in ALIKE if any(getattr(c.values, key) != getattr(first, key) for c in found)]:
+        raise UserError(
+            f"the methods differ in {', '.join(other)}, so that they have another start or other judges: "
+            "give a preset that changes these as `preset`, which is of all runs"
+        )
 
 
 def cells(

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from rlhf_tasks import config, console
 from rlhf_tasks.cli.params import above_zero
+from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -104,8 +105,10 @@ def judge(
 
         return runner.run("judge", Paths())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    view = config.JudgeView.of(config.load())
     from rlhf_tasks.judging import head_to_head
+    from rlhf_tasks.training import auto
+
+    view = config.JudgeView.of(auto.resolve(config.load(), Path(), needed=[PRECISION]))
 
     if out is not None:
         check_output_file(out)

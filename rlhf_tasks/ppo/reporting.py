@@ -69,7 +69,8 @@ def measure_work(
     of_token = pass_flops(*[policy] * alike, critic)
     of_token += num_epochs * pass_flops(state.actor_critic, gradients=True)
     num_tokens = sum(len(ids) for ids in [*rollout.queries, *rollout.responses])
-    cost = state.metrics.get("work/tflop", 0.0) + 1e-12 * of_token * num_tokens
+    of_server = 0.0 if state.sampler.is_policy else pass_flops(policy)  # on GPUs of its own, but it costs
+    cost = state.metrics.get("work/tflop", 0.0) + 1e-12 * (of_token + of_server) * num_tokens
     return speed(setup.dist, num_tokens, of_token * num_tokens, seconds) | {"work/tflop": cost}
 
 

@@ -98,11 +98,12 @@ def read_outs(root: Path, revision: str, *paths: str) -> list[bytes]:
         UserError: if one is in neither.
     """
     from dvc.api import DVCFileSystem
+    from dvc.repo.data import DataIndexDirError
 
     files = DVCFileSystem(str(root), rev=revision)
     try:
         return [files.read_bytes(path) for path in paths]
-    except OSError as error:
+    except (OSError, DataIndexDirError) as error:
         raise UserError(f"{error}: DVC's cache has it no more; `dvc fetch` may bring it") from None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, Config, JudgeView, Promotion
+from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import describe_training
 from rlhf_tasks.judging.results import EvaluationResults
@@ -23,6 +24,7 @@ from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.project import dvc_files, hashing, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.verdict import Kl, Measurements, Opponent, read_kl
+from rlhf_tasks.training import auto
 
 DISPLAY_ONLY = ("judge.labels",)  # it changes no comparison
 BOUNDS_OF_COST = (
@@ -128,6 +130,11 @@ def collect(candidate: Candidate, stale: str | None) -> Measurements:
     return replace(known, results=known.results.model_copy(update=training))
 
 
+def _view(settings: Config, root: Path) -> JudgeView:
+    """What stage judge would read here, so that responses are sampled in its precision."""
+    return JudgeView.of(auto.resolve(settings, root, needed=[PRECISION]))
+
+
 def compare_with(
     candidate: Candidate, known: Measurements, opponent: Opponent, folder: Path | None
 ) -> Measurements:
@@ -138,7 +145,7 @@ def compare_with(
     from rlhf_tasks.judging import head_to_head
 
     results = head_to_head.compare_models(
-        JudgeView.of(candidate.settings),
+        _view(candidate.settings, candidate.paths.root),
         candidate.model,
         head_to_head.REFERENCE if folder is None else os.path.relpath(folder, candidate.paths.root),
         paths=candidate.paths,
@@ -191,7 +198,7 @@ def measure_cost(settings: Config, paths: Paths, policy: Path) -> Measurements:
     rows = read_table(paths, "prompts", "test")[: settings.judge.num_examples]
     prompts, references = [row["prompt"] for row in rows], [row["reference"] for row in rows]
     sampled = sample_alike(
-        JudgeView.of(settings), paths, prompts, device, sources=sources, names=("sft", "policy")
+        _view(settings, paths.root), paths, prompts, device, sources=sources, names=("sft", "policy")
     )
     measured = measure_responses(
         paths.sft,
@@ -214,7 +221,6 @@ def measure_kl(settings: Config, paths: Paths, policy: Path, prompts: Sequence[s
     from rlhf_tasks.judging.responses import sample
     from rlhf_tasks.judging.retention import logprob_sums
     from rlhf_tasks.models.load import load_causal, place
-    from rlhf_tasks.training import auto
 
     ppo = auto.resolve(settings, paths.root).ppo
     responses = sample(

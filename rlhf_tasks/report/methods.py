@@ -2,8 +2,8 @@
 
 A policy is judged against its seed's SFT model, on the same test prompts as those of the other methods. The
 interval of a win rate, and of its difference to the first method's, is over seeds and prompts
-(`statistics.mean_over_seeds`); those of the differences hold together. The cost is counted in tokens that the
-base model could have read instead: 1 for each token of a forward pass, 2 more with gradients.
+(`statistics.mean_over_seeds`); those of the differences by one judge hold together. The cost is counted in
+tokens that the base model could have read instead: 1 for each token of a forward pass, 2 more with gradients.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import io
 import json
 import math
 import re
-import statistics as means
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -70,14 +70,19 @@ class Trial:
 
     @cached_property
     def course(self) -> list[tuple[float, float, float]]:
-        """(cost, KL, score) of each evaluation on validation prompts; NaN without a held-out model."""
-        points, before = [], 0.0
-        for stage in ("dpo", "ppo"):
+        """(cost, KL, score) of each evaluation on validation prompts; NaN without a held-out model.
+
+        Of PPO after DPO there are none: its KL is from models/dpo there.
+        """
+        points, metrics, before = [], self.run.metrics, 0.0
+        is_after_dpo = bool(self.run.curves.get("dpo"))
+        for stage in OWN:  # no policy is evaluated in stage value, but it costs
+            before += metrics.get(f"{stage}/work/forward_tflop", 0.0)
             tflop = 0.0
             for row in self.run.curves.get(stage, ()):
                 tflop = row.get("work/tflop", tflop)
-                if "eval/kl" in row:
-                    tokens = (before + tflop) * 1e12 / (2 * self.run.metrics["base/parameters"])
+                if "eval/kl" in row and not (stage == "ppo" and is_after_dpo):
+                    tokens = (before + tflop) * 1e12 / (2 * metrics["base/parameters"])
                     points.append((tokens, row["eval/kl"], row.get("eval/heldout_scores", math.nan)))
             before += tflop
         return points
@@ -101,18 +106,18 @@ def write(root: Path, runs: Sequence[tuple[str, str]], out: Path) -> None:
     """Write the page of these runs, given as method and experiment.
 
     Raises:
-        UserError: if no seed has a run of every method, or the methods are more than a figure can show.
+        UserError: if no seed has a run of every method; if the seeds have different numbers of prompts.
     """
     trials = dict[str, dict[int, Trial]]()
     for method, experiment in runs:
         trial = read(root, experiment)
         trials.setdefault(method, {})[trial.run.seed] = trial
-    if len(trials) > comparison.MAX_SETTINGS:
-        raise UserError(f"{len(trials)} methods; a figure shows {comparison.MAX_SETTINGS} at most")
     seeds = sorted(set.intersection(*(set(own) for own in trials.values())))
     if not seeds:
         raise UserError("no seed has a finished run of every method, so that they cannot be compared")
     groups = {method: [own[seed] for seed in seeds] for method, own in trials.items()}
+    if len({len(trial.prompts) for own in groups.values() for trial in own}) > 1:
+        raise UserError("the seeds have different numbers of test prompts; lower judge.num_examples")
     atomic.write_text(out, document.render("methods.html", context(groups)))
 
 
@@ -134,6 +139,7 @@ def context(groups: Mapping[str, Sequence[Trial]]) -> dict[str, Any]:
         rows[method] = {}
         for judge, own, reference in zip(judges, values, next(iter(shown.values())), strict=True):
             rate = statistics.mean_over_seeds(own, same_prompts=same)
+            rate = replace(rate, low=max(0.0, rate.low), high=min(1.0, rate.high))  # t knows no bounds
             rows[method][judge] = document.share(rate)
             if own is not reference:
                 lead = statistics.mean_over_seeds(
@@ -159,35 +165,36 @@ def _outcomes(trials: Sequence[Trial], judge: str, who: str) -> Floats:
 
 def _costs(trials: Sequence[Trial]) -> dict[str, str]:
     runs = [trial.run for trial in trials]
-    own, shared = (means.fmean(trial.tokens(*stages) for trial in trials) for stages in (OWN, SHARED))
+    own, shared = (fmean(trial.tokens(*stages) for trial in trials) for stages in (OWN, SHARED))
     return {
         "kl": comparison.cell(runs, "ppo/selected_kl"),
         "own": f"{own / 1e6:,.1f}",
         "shared": f"{shared / 1e6:,.1f}",
-        "seconds": f"{means.fmean(trial.seconds for trial in trials):,.0f}",
+        "seconds": f"{fmean(trial.seconds for trial in trials):,.0f}",
         "response": comparison.cell(runs, "judge/length/policy"),
     }
 
 
 def _costs_of_best(trials: Sequence[Trial]) -> dict[str, str]:
     runs = [trial.run for trial in trials]
-    shared = means.fmean(trial.tokens(*SHARED) for trial in trials)
+    shared = fmean(trial.tokens(*SHARED) for trial in trials)
     kl, response = (comparison.cell(runs, f"judge/{BEST}/{name}") for name in ("kl", "tokens"))
     return {"kl": kl, "own": "0", "shared": f"{shared / 1e6:,.1f}", "seconds": "0", "response": response}
 
 
 def optimizes(parameters: Mapping[str, str]) -> str:
     """What a method is trained on, and what chooses its weights, from a run's parameters."""
-    parts = []
+    parts, is_held_out = [], parameters.get("reward.train") != "false"
+    chooser = "models/reward_heldout" if is_held_out else "its validation loss"
     if parameters.get("dpo.train") == "true":
         source = "noisy gold labels" if parameters.get("data.source") == "synthetic" else "the data's labels"
-        labels = json.loads(parameters.get("preferences.function", "null")) or source
-        parts.append(f"pairs by {labels}")
+        labels = parameters.get("preferences.function", "null")
+        parts.append(f"pairs by {source if labels == 'null' else labels}")
     if parameters.get("ppo.train") != "false":
         scorers = json.loads(parameters.get("ppo.scorers", "[]"))
         parts.append(f"scores by {', '.join(dict.fromkeys(one['kind'] for one in scorers))}")
-    is_held_out = parameters.get("reward.train") != "false"
-    chooser = "models/reward_heldout" if is_held_out else "its validation score or loss"
+        last = chooser if is_held_out else "nothing: the last"
+        chooser = parameters.get("ppo.select_by.judge.name", last)
     return f"{', then '.join(parts)}; weights chosen by {chooser}"
 
 

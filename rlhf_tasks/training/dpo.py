@@ -170,6 +170,7 @@ class LabeledResponses(Task):
 
     def __post_init__(self) -> None:
         self.sizes = sizes(self.queries, self.responses)
+        self._other_sizes = sizes(self.queries, self.others)
         self._kl = 0.0
 
     def num_targets(self, rows: Sequence[int]) -> float:
@@ -188,6 +189,9 @@ class LabeledResponses(Task):
         )
         total = dist.sum((known - self.reference[list(local), 1]).sum().to(dist.device))
         self._kl = max(0.0, float(total) / len(rows))
+
+    def num_prepared(self, rows: Sequence[int]) -> int:
+        return sum(self._other_sizes[i] for i in rows)
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         groups = [[i] for i in range(len(rows))]

@@ -118,7 +118,7 @@ def train(
     # `trained` is the model as DDP, ZeRO or FSDP2 wraps it: all passes go through it.
     trained, optimizer = dist.prepare(model, adamw(model, settings), settings.max_grad_norm)
     moments = 2 * num_bytes(model, trained=True)
-    flops_of_token = pass_flops(model, gradients=True)  # for a token
+    flops_of_token, forward_flops = pass_flops(model, gradients=True), pass_flops(model)  # for a token
     # a snapshot that does not fit on the disk is found now, and not when the first one is due
     snapshots.reserve(num_bytes(model), num_bytes(model) * (2 if patience else 1) + moments)
     order = torch.Generator().manual_seed(seed)
@@ -176,7 +176,7 @@ def train(
             metrics = {f"train/{key}": value / num_targets for key, value in add_up(dist, parts).items()}
             metrics |= {"train/grad_norm": grad_norm, "lr": rate} | budget_metrics(state.budget)
             num_tokens = sum(task.sizes[i] for i in rows)
-            flops = flops_of_token * num_tokens
+            flops = flops_of_token * num_tokens + forward_flops * task.num_prepared(rows)
             state.flops += flops
             metrics |= {"work/tflop": 1e-12 * state.flops}
             metrics |= speed(dist, num_tokens, flops, time.perf_counter() - start)

@@ -54,6 +54,10 @@ class Task(Protocol):
         """Compute what the loss needs of all these rows together, before their passes. Collective."""
         return
 
+    def num_prepared(self, rows: Sequence[int]) -> int:
+        """The tokens that `prepare` reads, without gradients."""
+        return 0
+
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         """`loss` and other metrics, **summed** over the tokens or pairs that `num_targets` counts."""
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import validate
 
 from flows import deployments, sweep
 from flows.sweep import Cell
@@ -125,6 +127,39 @@ def test_a_setting_is_a_method_with_a_combination_of_the_grid() -> None:
     }
     with pytest.raises(UserError, match="there is no preset 'sft'"):
         sweep.list_settings(None, ["ppo", "sft"], {})
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (["best_of_16"], "with a method to compare it with"),
+        (["ppo", "best_of_4", "best_of_16"], "one best_of_N at most"),
+        (["ppo", "dpo", "rloo", "grpo", "critic", "trl", "default"], "7 settings, and the figures"),
+    ],
+)
+def test_methods_that_no_page_shows_are_refused_before_any_run(methods: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        sweep.list_settings(None, methods, {})
+
+
+def test_methods_with_other_data_or_judges_are_refused(root: Path) -> None:
+    def check(*methods: str) -> None:
+        listed = sweep.list_settings(None, methods, {})
+        sweep.check_comparable(sweep.cells(root, "s", None, listed, [1, 2], "HEAD"))
+
+    check("ppo", "dpo", "rloo", "grpo", "n_plus", "best_of_16")
+    with pytest.raises(UserError, match="the methods differ in data, model, prepare, sft, judge"):
+        check("ppo", "smoke")
+
+
+def test_a_name_that_no_experiment_may_have_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--name my page: String should match pattern"):
+        sweep.run_methods(["ppo"], [1], "default", "my page")
+
+
+def test_the_server_takes_best_of_n_as_a_method() -> None:
+    schema = parameter_schema(sweep.sweep).model_dump_for_openapi()
+    assert validate({"methods": ["ppo", "best_of_16"]}, schema) == []
 
 
 def test_the_problems_of_all_settings_are_in_one_message(root: Path) -> None:

@@ -19,6 +19,7 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import measurement
 from rlhf_tasks.promotion.verdict import Kl, Measurements
+from rlhf_tasks.training import auto
 from tests import small, toy
 from tests.promotion import planted
 
@@ -89,6 +90,13 @@ def test_a_policy_with_another_tokenizer_has_no_kl_and_no_perplexity(
     assert measured.kl is None
     assert all(one.perplexity == {} and one.multiple_choice for one in measured.results.retention.values())
     assert "foreign has another tokenizer than models/sft" in capsys.readouterr().out
+
+
+def test_responses_are_sampled_in_the_precision_of_stage_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "choose_precision", lambda settings, root: "bf16")
+    assert measurement._view(Config(), tmp_path).launch.precision == "bf16", "for `auto`"
 
 
 def test_missing_data_is_a_user_error(models_here: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.report import document, methods
-from rlhf_tasks.report.comparison import Result
+from rlhf_tasks.report.comparison import Result, select_decisive
 from rlhf_tasks.report.methods import Trial
 from tests.report.test_page import Document
 
@@ -48,11 +49,16 @@ def test_a_run_costs_tokens_of_its_own_and_those_of_pairs_and_reward_models() ->
     assert own.tokens(*methods.OWN) == pytest.approx(8 / 2e-6)
     assert alone.tokens(*methods.OWN) == pytest.approx((2 + 8) / 2e-6), "with the log-probs of the SFT model"
     assert own.course == [(0.0, 0.0, 0.0), (pytest.approx(4e6), 1.0, 0.5)]
+    assert alone.course[-1][0] == alone.tokens(*methods.OWN), "the course ends at what the table has"
+    own.run.curves["value"] = [{"step": 1.0, "work/tflop": 6.0}]  # type: ignore[index]
+    assert dataclasses.replace(own).course[0][0] == pytest.approx(6 / 2e-6), "the critic's, before PPO"
+    del own.run.curves["value"]  # type: ignore[attr-defined]
 
 
 def test_each_method_stands_beside_the_first_on_the_same_seeds_and_prompts() -> None:
     rows = methods.context(GROUPS)["rows"]
     assert [*rows] == ["ppo", "dpo", "best of 4 by models/reward"]
+    assert rows["ppo"]["gold"].endswith("(0% to 100%)"), "no interval of a share leaves these bounds"
     assert "gold/lead" not in rows["ppo"]
     assert rows["ppo"]["gold"].startswith("6")  # 0.625, with the t of one degree of freedom
     lead = statistics.mean_over_seeds([[0.0, 1.0], [0.0, 0.5]], same_prompts=False, num_intervals=2)
@@ -63,12 +69,12 @@ def test_each_method_stands_beside_the_first_on_the_same_seeds_and_prompts() -> 
 def test_what_labels_scores_and_chooses_is_named() -> None:
     assert methods.optimizes(PPO) == "scores by reward_model; weights chosen by models/reward_heldout"
     both = DPO | {"ppo.train": "true", "ppo.scorers": '[{"kind": "verifier"}]', "reward.train": "false"}
-    text = (
-        "pairs by the data's labels, then scores by verifier; weights chosen by its validation score or loss"
-    )
+    text = "pairs by the data's labels, then scores by verifier; weights chosen by nothing: the last"
     assert methods.optimizes(both) == text
-    labeled = DPO | {"preferences.function": '"my.file:best"'}
-    assert methods.optimizes(labeled).startswith("pairs by my.file:best; ")
+    assert methods.optimizes(both | {"ppo.select_by.judge.name": "exact"}).endswith("chosen by exact")
+    labeled = DPO | select_decisive({"preferences.function": "my.file:best", "reward.train": False})
+    text = "pairs by my.file:best; weights chosen by its validation loss"
+    assert methods.optimizes(labeled) == text
 
 
 def test_the_page_is_whole() -> None:

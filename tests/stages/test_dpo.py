@@ -161,6 +161,14 @@ def test_loss_and_gradient_are_those_of_a_slow_reference(loss: str) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+def test_the_cost_of_kto_has_its_passes_over_other_responses() -> None:
+    """The first response stands at the end there."""
+    assert task_of("kto").num_prepared(range(6)) == sum(task_of("kto").sizes)
+    responses = [*CHOSEN[:3], *REJECTED[3:]]
+    assert task_of("kto").num_prepared([0]) == len(QUERIES[0]) + len(responses[1])
+    assert task_of("sigmoid").num_prepared(range(6)) == 0
+
+
 def test_the_margin_of_kto_is_how_far_each_response_moved_to_its_side() -> None:
     model, ref, responses = small.causal(seed=1), small.causal(seed=0), [*CHOSEN[:3], *REJECTED[3:]]
     moved = [
