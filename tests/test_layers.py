@@ -43,11 +43,11 @@ LINES: Mapping[str, int] = {
     "scoring": 1358,  # the client of language models, which was in judging, and the scorer that uses it
     "training": 3357,  # losses of stage dpo, speed and work of a stage, objects by gloo, tokens by layout
     "ppo": 3518,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2340,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
+    "stages": 2342,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
     "judging": 2732,  # best-of-n: its responses, its KL and its cost; means over seeds
     "promotion": 1382,
     "tracking": 1857,  # judges by the model that they read; a store that follows its project; curves of DPO
-    "report": 1109,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
+    "report": 1115,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
     "project": 2662,  # what a stage reads anew, which flows say too; lost results; outs of an experiment
     "presets": 196,
     "../flows": 2744,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods
