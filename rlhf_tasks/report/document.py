@@ -74,7 +74,8 @@ def interval(one: Interval, scale: float = 1, unit: str = "") -> str:
     ends = [x for x in (one.low, one.high) if x != 0.5]
     while digits < 6 and any(round(scale * x, digits) == scale / 2 for x in ends):
         digits += 1
-    value, low, high = (f"{scale * x:,.{digits}f}{unit}" for x in (one.value, one.low, one.high))
+    rounded = (round(scale * x, digits) + 0.0 for x in (one.value, one.low, one.high))  # −0.0 becomes 0.0
+    value, low, high = (f"{x:,.{digits}f}{unit}" for x in rounded)
     return f"{value} ({low} to {high})".replace("-", "−")
 
 

@@ -131,8 +131,8 @@ def context(groups: Mapping[str, Sequence[Trial]]) -> dict[str, Any]:
         shown[name] = [_outcomes(first, judge, BEST) for judge in judges]
     by_judge = dict[str, str]()
     for judge in judges:
-        by_judge[judge] = f"Win rate over SFT by {catalogue.placeholder_in_words(judge)}"
-        by_judge[f"{judge}/lead"] = f"… less that of {next(iter(groups))}, points"
+        by_judge[judge] = f"Over SFT by {catalogue.placeholder_in_words(judge)}"
+        by_judge[f"{judge}/lead"] = f"… less {next(iter(groups))}, points"
     same = len({trial.prompts for trial in first}) == 1
     rows = dict[str, dict[str, str]]()
     for method, values in shown.items():
@@ -149,7 +149,7 @@ def context(groups: Mapping[str, Sequence[Trial]]) -> dict[str, Any]:
         rows[method] |= _costs(groups[method]) if method in groups else _costs_of_best(first)
     return {
         "rows": rows,
-        "worth": {**by_judge, "kl": "KL from SFT, nats per response"},
+        "worth": {**by_judge, "kl": "KL from SFT, nats"},
         "costs": COSTS,
         "groups": groups,
         "optimized": {method: optimizes(own[0].run.parameters) for method, own in groups.items()},
