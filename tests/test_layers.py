@@ -47,7 +47,7 @@ LINES: Mapping[str, int] = {
     "judging": 2732,  # best-of-n: its responses, its KL and its cost; means over seeds
     "promotion": 1382,
     "tracking": 1857,  # judges by the model that they read; a store that follows its project; curves of DPO
-    "report": 1115,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
+    "report": 1116,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
     "project": 2662,  # what a stage reads anew, which flows say too; lost results; outs of an experiment
     "presets": 196,
     "../flows": 2744,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods

@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class SampledResponses:
     ids: list[Ids]
     texts: list[str]
     ended: list[bool]
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
     """Of sampling, when the responses were sampled."""
 
 
