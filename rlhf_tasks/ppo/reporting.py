@@ -58,7 +58,7 @@ def report_warmup(setup: Setup, state: PpoState, warmup: CriticWarmup, rollout_m
 def measure_work(
     setup: Setup, state: PpoState, rollout: Rollout, num_epochs: float, seconds: float
 ) -> Metrics:
-    """`throughput.speed` of an update, and `work/tflop` of all so far.
+    """`throughput.speed` of an update, and `compute/tflop` of all so far.
 
     They are sampling, the passes of policy, reference, critic and reward models, and the epochs; of
     `num_epochs` a part stands for tokens that the losses do not read. A reward model counts like the policy.
@@ -70,8 +70,8 @@ def measure_work(
     of_token += num_epochs * pass_flops(state.actor_critic, gradients=True)
     num_tokens = sum(len(ids) for ids in [*rollout.queries, *rollout.responses])
     of_server = 0.0 if state.sampler.is_policy else pass_flops(policy)  # on GPUs of its own, but it costs
-    cost = state.metrics.get("work/tflop", 0.0) + 1e-12 * (of_token + of_server) * num_tokens
-    return speed(setup.dist, num_tokens, of_token * num_tokens, seconds) | {"work/tflop": cost}
+    cost = state.metrics.get("compute/tflop", 0.0) + 1e-12 * (of_token + of_server) * num_tokens
+    return speed(setup.dist, num_tokens, of_token * num_tokens, seconds) | {"compute/tflop": cost}
 
 
 def report_update(

@@ -60,11 +60,11 @@ class Trial:
     def tokens(self, *stages: Stage) -> float:
         """What stages cost, in tokens that the base model reads in a forward pass."""
         metrics, curves = self.run.metrics, self.run.curves
-        tflop = sum(metrics.get(f"{stage}/work/forward_tflop", 0.0) for stage in stages)
+        tflop = sum(metrics.get(f"{stage}/compute/forward_tflop", 0.0) for stage in stages)
         tflop += sum(
             max((row[name] for row in curves.get(stage, ()) if name in row), default=0.0)
             for stage in stages
-            for name in ("work/tflop", "heldout/work/tflop")
+            for name in ("compute/tflop", "heldout/compute/tflop")
         )
         return tflop * 1e12 / (2 * metrics["base/parameters"])
 
@@ -77,10 +77,10 @@ class Trial:
         points, metrics, before = [], self.run.metrics, 0.0
         is_after_dpo = bool(self.run.curves.get("dpo"))
         for stage in OWN:  # no policy is evaluated in stage value, but it costs
-            before += metrics.get(f"{stage}/work/forward_tflop", 0.0)
+            before += metrics.get(f"{stage}/compute/forward_tflop", 0.0)
             tflop = 0.0
             for row in self.run.curves.get(stage, ()):
-                tflop = row.get("work/tflop", tflop)
+                tflop = row.get("compute/tflop", tflop)
                 if "eval/kl" in row and not (stage == "ppo" and is_after_dpo):
                     tokens = (before + tflop) * 1e12 / (2 * metrics["base/parameters"])
                     points.append((tokens, row["eval/kl"], row.get("eval/heldout_scores", math.nan)))

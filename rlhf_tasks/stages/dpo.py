@@ -129,7 +129,7 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             "lower dpo.learning_rate, or raise dpo.beta, dpo.max_kl or dpo.evals_per_epoch"
         )
     read = (sum(task.sizes) + task.num_prepared(range(len(task.sizes))) for task in tasks.values())
-    metrics["work/forward_tflop"] = 1e-12 * pass_flops(policy) * sum(read)  # of the SFT model's log-probs
+    metrics["compute/forward_tflop"] = 1e-12 * pass_flops(policy) * sum(read)  # of the SFT model's log-probs
     metrics |= {"selected_step": step, "steps_trained": state.step}
     metrics |= {"selected_kl": kl, "selected_kl_standard_error": error}
     if probe.scores is not None:

@@ -62,7 +62,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
     if total:
         model, tokenizer = place(load_causal(paths.sft), dist.device), load_tokenizer(paths.sft)
         ends = ends_of(model, tokenizer, [config.stop_token])
-    metrics = {"work/forward_tflop": 0.0}
+    metrics = {"compute/forward_tflop": 0.0}
     with (
         whole(paths.rows("comparisons")) as folder,
         console.progress("preferences", total, unit="responses") as meter,
@@ -96,7 +96,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                 )
                 texts = [found[i::per_round] for found in sampled for i in range(per_round)]
                 num_tokens = num_rounds * sum(map(len, queries)) + sum(map(len, chain(*samples)))
-                metrics["work/forward_tflop"] += 1e-12 * pass_flops(model) * num_tokens
+                metrics["compute/forward_tflop"] += 1e-12 * pass_flops(model) * num_tokens
                 made = _pair(prompts[split], texts, scorer)
                 if left_out := len(prompts[split]) - len(made):
                     console.say(

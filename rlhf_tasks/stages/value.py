@@ -113,7 +113,7 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         )
     metrics |= {"steps_trained": state.step, "step_kept": state.best_step}
     num_tokens = sum(sum(task.sizes) for task in targets.values())  # sampled by a model like the critic
-    metrics["work/forward_tflop"] = 1e-12 * pass_flops(critic) * num_tokens
+    metrics["compute/forward_tflop"] = 1e-12 * pass_flops(critic) * num_tokens
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
     if paths.start == paths.dpo:

@@ -178,7 +178,7 @@ def train(
             num_tokens = sum(task.sizes[i] for i in rows)
             flops = flops_of_token * num_tokens + forward_flops * task.num_prepared(rows)
             state.flops += flops
-            metrics |= {"work/tflop": 1e-12 * state.flops}
+            metrics |= {"compute/tflop": 1e-12 * state.flops}
             metrics |= speed(dist, num_tokens, flops, time.perf_counter() - start)
             tracker.metrics({prefix + key: value for key, value in metrics.items()}, step=state.step)
 

@@ -24,13 +24,13 @@ def trial(seed: int, parameters: dict[str, str], outcomes: Sequence[float], kl: 
     """A run of a model of a million parameters, whose token is 2e-6 TFLOP."""
     stage = "dpo" if parameters["dpo.train"] == "true" else "ppo"
     metrics = {"base/parameters": 1e6, "ppo/selected_kl": kl, "judge/length/policy": 12.0}
-    metrics |= {"preferences/work/forward_tflop": 1.0, "dpo/work/forward_tflop": 2.0 * (stage == "dpo")}
+    metrics |= {"preferences/compute/forward_tflop": 1.0, "dpo/compute/forward_tflop": 2.0 * (stage == "dpo")}
     curve = [
         {"step": 0.0, "eval/kl": 0.0, "eval/heldout_scores": 0.0},
-        {"step": 1.0, "work/tflop": 4.0},
-        {"step": 2.0, "work/tflop": 8.0, "eval/kl": 1.0, "eval/heldout_scores": 0.5},
+        {"step": 1.0, "compute/tflop": 4.0},
+        {"step": 2.0, "compute/tflop": 8.0, "eval/kl": 1.0, "eval/heldout_scores": 0.5},
     ]
-    curves = {stage: curve, "reward": [{"step": 1.0, "work/tflop": 3.0, "heldout/work/tflop": 4.0}]}
+    curves = {stage: curve, "reward": [{"step": 1.0, "compute/tflop": 3.0, "heldout/compute/tflop": 4.0}]}
     run = Result("", seed, f"{stage}-{seed}", metrics, curves, parameters | {"judge.best_of_n": "4"})
     known = {("gold", "policy"): np.array(outcomes), ("gold", "best_of_n"): np.array([1.0, 0.0])}
     return Trial(run, known, (f"prompt of {seed}", "another"), 30.0)
@@ -50,7 +50,7 @@ def test_a_run_costs_tokens_of_its_own_and_those_of_pairs_and_reward_models() ->
     assert alone.tokens(*methods.OWN) == pytest.approx((2 + 8) / 2e-6), "with the log-probs of the SFT model"
     assert own.course == [(0.0, 0.0, 0.0), (pytest.approx(4e6), 1.0, 0.5)]
     assert alone.course[-1][0] == alone.tokens(*methods.OWN), "the course ends at what the table has"
-    own.run.curves["value"] = [{"step": 1.0, "work/tflop": 6.0}]  # type: ignore[index]
+    own.run.curves["value"] = [{"step": 1.0, "compute/tflop": 6.0}]  # type: ignore[index]
     assert dataclasses.replace(own).course[0][0] == pytest.approx(6 / 2e-6), "the critic's, before PPO"
     del own.run.curves["value"]  # type: ignore[attr-defined]
 

@@ -56,11 +56,11 @@ def test_an_update_of_ppo_is_counted_by_its_passes(monkeypatch: pytest.MonkeyPat
     alike = 2 + len(one.config.scorers)  # what samples, the reference, and reward models
     assert flops == num_tokens * (2 * (alike * policy + critic) + 2 * 6 * (policy + critic))
     next(one.updates)
-    assert one.state.metrics["work/tflop"] == pytest.approx(1e-12 * sum(flops for _, flops in counted))
+    assert one.state.metrics["compute/tflop"] == pytest.approx(1e-12 * sum(flops for _, flops in counted))
     served: Any = SimpleNamespace(sampler=SimpleNamespace(is_policy=False), metrics={})
     served.actor_critic = one.actor_critic
     rollout: Any = SimpleNamespace(queries=[[1, 2]], responses=[[3]])
-    work = measure_work(one.setup, served, rollout, 0.0, 1.0)["work/tflop"]
+    work = measure_work(one.setup, served, rollout, 0.0, 1.0)["compute/tflop"]
     assert work == pytest.approx(1e-12 * (counted[-1][1] + 3 * 2 * policy)), "sampling, and a pass to read it"
 
 
