@@ -141,12 +141,12 @@ def sweep(
 
         # 3. One table.
         completed = [cell for cell in found if cell not in lost]
-        read = [
+        results = [
             replace(comparison.find(Paths(root), c.experiment), setting=c.setting, seed=c.seed)
             for c in completed
         ]
-        logged = list(dict.fromkeys(key for result in read for key in result.metrics))
-        rows = comparison.table(read, metrics or catalogue.headlines(logged) or logged)
+        logged = list(dict.fromkeys(key for result in results for key in result.metrics))
+        rows = comparison.table(results, metrics or catalogue.headlines(logged) or logged)
         if rows:
             compare = " ".join(["rlhf compare", *(cell.experiment for cell in completed)])
             caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
