@@ -91,6 +91,8 @@ def publish(page: Path, name: str, text: str, args: argparse.Namespace) -> None:
     if not args.set:
         whole = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- {name}: end -->)", re.DOTALL)
         old = page.read_text(encoding="utf-8")
+        if not whole.search(old):
+            raise SystemExit(f"{page} has no marks of {name}, between which the table is to stand")
         page.write_text(whole.sub(lambda marks: marks[1] + text + marks[2], old), encoding="utf-8")
 
 

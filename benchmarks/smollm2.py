@@ -2,8 +2,8 @@
 
     constraints   RLOO as in the preset, in float32 and in bfloat16; in bfloat16 PPO with a critic at equal
                   episodes, and RLOO with LoRA adapters
-    docstrings    SFT, reward model and RLOO as in the preset, in float32 and in bfloat16; in bfloat16 PPO
-                  with a critic at equal episodes
+    reviews       SFT, reward model, stage value and PPO as in the preset, in bfloat16, and RLOO at equal
+                  episodes
     sentiment     four KL coefficients, in bfloat16: optimized and judged score over the KL, with the fit of
                   Gao et al.
 
@@ -90,40 +90,39 @@ def constraints_table(found: Sequence[cells.Cell]) -> str:
     return rows(["", "Seed", "Seen kinds, points", "Unseen kinds, points", *SHARED], lines)
 
 
-# ---------------------------------------------------------------------------------------- docstrings
+# ------------------------------------------------------------------------------------------- reviews
 
 
-def docstrings_cell(folder: Path) -> cells.Cell:
+def reviews_cell(folder: Path) -> cells.Cell:
+    """Win rates, and the means of what the critic explained, from the fifth update on."""
     judge, reward = cells.metrics(folder, "judge"), cells.metrics(folder, "reward")
     bounds = ("win_rate", "low", "high")
+    with (folder / "plots/ppo.csv").open(encoding="utf-8") as file:
+        curve = [row for row in csv.DictReader(file) if row.get("val/explained_variance_first")][4:]
+    known = {name: [float(row[f"val/{column}"]) for row in curve] for name, column in EXPLAINED.items()}
     return shared(folder) | {
         "accuracy": reward["accuracy/sft_samples"],
-        "retrieval": [judge[f"retrieval/policy_vs_sft/{bound}"] for bound in bounds],
-        "heldout": [judge[f"reward_model/policy_vs_sft/{bound}"] for bound in bounds],
-        "chrf": [judge[f"chrf/{model}/score"] for model in ("sft", "policy")],
-        "rouge_l": [judge[f"rouge_l/{model}"] for model in ("sft", "policy")],
-        "length": [judge[f"length/{model}"] for model in ("sft", "policy")],
+        **{name: [judge[f"{name}/policy_vs_sft/{bound}"] for bound in bounds] for name in REVIEWERS},
+        **{name: float(np.mean(values)) if values else None for name, values in known.items()},
     }
 
 
-def docstrings_table(found: Sequence[cells.Cell]) -> str:
+EXPLAINED = {"first": "explained_variance_first", "share": "prompt_share"}
+REVIEWERS = {"vader": "VADER", "people": "people's ratings", "reward_model": "the held-out model"}
+
+
+def reviews_table(found: Sequence[cells.Cell]) -> str:
     lines = []
     for cell in found:
         rates = [
-            f"{rate:.1%} [{low:.1%}, {high:.1%}]" for rate, low, high in (cell["retrieval"], cell["heldout"])
+            f"{rate:.1%} [{low:.1%}, {high:.1%}]" for rate, low, high in (cell[name] for name in REVIEWERS)
         ]
-        means = {"chrf": "{:.1f} → {:.1f}", "rouge_l": "{:.3f} → {:.3f}", "length": "{:.1f} → {:.1f}"}
-        scores = [form.format(*cell[name]) for name, form in means.items()]
+        known = "" if cell["first"] is None else f"{cell['first']:.2f} of {cell['share']:.2f}"
         first = [cell["variant"], str(cell["seed"]), f"{cell['accuracy']:.1%}"]
-        lines.append([*first, *rates, *scores, *in_words(cell)])
-    header = [
-        "",
-        "Seed",
-        "Reward model's accuracy",
-        "Win rate over SFT by retrieval",
-        "… by the held-out model",
-    ]
-    return rows([*header, "chrF", "ROUGE-L", "Tokens", *SHARED], lines)
+        lines.append([*first, *rates, known, *in_words(cell)])
+    wins = [f"Win rate over SFT by {name}" for name in REVIEWERS.values()]
+    header = ["", "Seed", "Reward model's accuracy", *wins, "Explained at the first token"]
+    return rows([*header, *SHARED], lines)
 
 
 # ----------------------------------------------------------------------------------------- sentiment
@@ -204,7 +203,10 @@ def with_critic(init: str, lam_value: str, lam: str = "0.95") -> dict[str, str]:
     return RLOO | BF16 | value | {"ppo.advantages": gae, "ppo.whiten_advantages": "true"}
 
 
-FROM_REWARD = "{kind: gae, samples_per_prompt: 8, critic: {init: reward}}"
+WITHOUT_CRITIC = {
+    "ppo.advantages": "{kind: rloo, samples_per_prompt: 8}",
+    "ppo.whiten_advantages": "false",
+}
 WITH_LORA = RLOO | {"ppo.lora": "{r: 16, alpha: 32.0}", "ppo.learning_rate": "3e-4"}
 TABLES = {
     "constraints": Table(
@@ -222,15 +224,7 @@ TABLES = {
         constraints_cell,
         constraints_table,
     ),
-    "docstrings": Table(
-        {
-            "RLOO, float32": FP32,
-            "RLOO, bf16": BF16,
-            "PPO with a critic, bf16": WITH_CRITIC | {"ppo.advantages": FROM_REWARD} | BF16,
-        },
-        docstrings_cell,
-        docstrings_table,
-    ),
+    "reviews": Table({"PPO": BF16, "RLOO": BF16 | WITHOUT_CRITIC}, reviews_cell, reviews_table),
     "sentiment": Table(
         {coef: BF16 | {"ppo.kl_coef": coef} for coef in ("0.0", "0.02", "0.05", "0.2")},
         sentiment_cell,

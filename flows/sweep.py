@@ -152,10 +152,13 @@ def sweep(
             caption = f"mean ± standard deviation over seeds; for the curves: `{compare}`"
             create_table_artifact(rows, key=TABLE_KEY, description=caption)
         if methods and completed:
+            from rlhf_tasks.tracking.store import log_page  # MLflow takes seconds to import
+
             out, shown = root / f"{name}.html", [(cell.setting, cell.experiment) for cell in completed]
             with suppress(UserError) if lost else nullcontext():  # why runs failed is said below
                 page.write(root, shown, out)
                 get_run_logger().info("wrote %s", out)
+                log_page(found[0].values.tracking, Paths(root).home, name, out)
         if lost:
             reasons = "; ".join(f"{cell.name}: {why}" for cell, why in lost.items())
             raise SweepFailed(

@@ -27,7 +27,6 @@ PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # tex
 MAX_SHOWN_VALUE = 200  # characters of a wrong value in a message
 CRITIC = "ppo.advantages.critic"
 RENAMED: Mapping[str, str] = {
-    "prepare.docstrings_max_pairs": "data.options.max_pairs",
     "reward.centring_coef": "reward.centering_coef",
     "launch.layout": "launch.parallelism",
     "ppo.kl_in": "ppo.kl.kind",

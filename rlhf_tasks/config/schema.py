@@ -584,7 +584,7 @@ def with_parts(judges: Sequence[Judge], name: str) -> set[str]:
 
 # ------------------------------------------------------------------------ where and how a stage runs
 
-Parallelism = Literal["ddp", "zero2", "zero3", "fsdp2"]
+Parallelism = Literal["ddp", "zero2", "zero3", "fsdp2", "hsdp"]
 Precision = Literal["auto", "fp32", "bf16"]
 
 
@@ -597,7 +597,8 @@ class Launch(Section):
     """Number of machines that share the processes."""
     parallelism: Parallelism = "ddp"
     """What the processes shard: `ddp` nothing, `zero2` (DeepSpeed) gradients and optimizer state, `zero3`
-    (DeepSpeed) and `fsdp2` (PyTorch) the weights too."""
+    (DeepSpeed) and `fsdp2` (PyTorch) the weights too; `hsdp` does so within each machine, and every machine
+    has a copy."""
     offload: bool = False
     """Whether the shards of optimizer state and weights are in the machine's memory; not with `ddp`."""
     precision: Precision = "auto"
@@ -607,6 +608,13 @@ class Launch(Section):
     try_functions: bool = True
     """Whether the Python functions of scorers, judges and labels are called once on four rows, in a process
     of their own, before anything trains. It is repeated when a function's code changes."""
+
+    @property
+    def num_shards(self) -> int:
+        """The processes that share the weights of a model: 1 where each has all of them."""
+        if self.parallelism == "hsdp":
+            return self.num_processes // self.num_machines if self.num_machines > 1 else 1
+        return self.num_processes if self.parallelism in ("zero3", "fsdp2") else 1
 
 
 class Resume(Section):
@@ -724,7 +732,12 @@ class Config(Section):
         launch = self.launch
         how, processes = f"launch.parallelism: {launch.parallelism}", launch.num_processes
         if launch.parallelism == "ddp" and launch.offload:
-            yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
+            yield f"launch.offload: true has nothing to move with {how}; set one that shards, as fsdp2"
+        if launch.parallelism == "hsdp" and launch.num_shards < 2:
+            yield (
+                f"{how} needs at least two machines and two processes on each, and launch.num_machines is "
+                f"{launch.num_machines}, launch.num_processes {processes}; set it to fsdp2, or raise them"
+            )
         sizes = {f"{name}.batch_size": getattr(self, name).batch_size for name in ("base", "sft", "reward")}
         if self.dpo.train:
             sizes["dpo.batch_size"] = self.dpo.batch_size
@@ -742,7 +755,7 @@ class Config(Section):
         if is_zero and self.ppo.train and (steps > 1 or norm is not None):
             yield (
                 f"ppo.advantages.critic: {how} steps and clips policy and critic as one; set steps to 1 and "
-                "max_grad_norm to null, or launch.parallelism to ddp or fsdp2"
+                "max_grad_norm to null, or launch.parallelism to ddp, fsdp2 or hsdp"
             )
 
     def _data_problems(self) -> Iterator[str]:

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, redirect_stderr
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -100,6 +101,14 @@ def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     if device.type == "cpu":
         accelerate(model)
     return model
+
+
+def round_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep only the 16 bits of the layers' linear weights that autocast would make of them in every pass."""
+    layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
+    for module in chain.from_iterable(layer.modules() for layer in layers):
+        if isinstance(module, nn.Linear):
+            module.to(dtype)
 
 
 def copy_to(module: M, device: torch.device) -> M:

@@ -252,8 +252,9 @@ def load_models(
         reference = AdapterOff(policy)
     else:
         frozen = load_causal(paths.start)
-        dist.freeze(frozen)
-        reference = ReferenceCopy(frozen, moves=settings.reference_sync is not None)
+        moves = settings.reference_sync is not None
+        dist.freeze(frozen, moves=moves)
+        reference = ReferenceCopy(frozen, moves=moves)
     reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None
     critic = _critic(dist, config, paths, policy, reward)
     return ActorCritic(policy, critic), reference, reward

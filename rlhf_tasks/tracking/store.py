@@ -22,10 +22,10 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME, MLFL
 from sqlalchemy.exc import SQLAlchemyError
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Stage
+from rlhf_tasks.config import Stage, Tracking
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, processes
-from rlhf_tasks.tracking import curves, view
+from rlhf_tasks.tracking import context, curves, view
 from rlhf_tasks.tracking.record import PIPELINE, REPORT, SAMPLES, Event, Record
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
@@ -107,6 +107,28 @@ def open_experiment(client: MlflowClient, name: str, location: str | None) -> st
     for tag in tags.keys() - known.tags.keys():
         client.set_experiment_tag(identity, tag, tags[tag])
     return identity
+
+
+def log_page(settings: Tracking, home: Path, name: str, page: Path) -> None:
+    """Keep a page about several runs, as the artifact of a run of its own; warn where MLflow cannot.
+
+    A later page of this name replaces it.
+    """
+    if not settings.enabled:
+        return
+    context.bound_requests()
+    try:
+        uri = context.uri(settings)
+        client = open_store(uri, home)
+        location = None if uri else (home / "mlartifacts").as_uri()
+        experiment = open_experiment(client, settings.experiment, location)
+        tags = {"rlhf.pipeline": f"page-{name}"}  # our view shows runs with this tag
+        known = client.search_runs([experiment], f"tags.`rlhf.pipeline` = 'page-{name}'", max_results=1)
+        run = known[0] if known else client.create_run(experiment, tags=tags, run_name=name)
+        client.log_artifact(run.info.run_id, str(page))
+        client.set_terminated(run.info.run_id)
+    except (*NO_ANSWER, UserError) as error:
+        console.say(f"WARNING: MLflow does not have {page.name}: {' '.join(str(error).split())[:200]}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,7 @@ def choose_tokens(
     width, launch = 2 if number_format == "bf16" else 4, settings.launch
     if memory is None:
         return fit_tokens(machine_memory(), width * numbers, MOST_TOKENS["cpu"])
-    is_sharded = launch.parallelism in ("fsdp2", "zero3") and launch.num_processes >= MANY_SHARDS
+    is_sharded = launch.num_shards >= MANY_SHARDS
     a_token = width * numbers
     if section in ("value", "ppo") and settings.ppo.gradient_checkpointing:
         a_token = checkpointed_bytes(a_token, hidden, layers)

@@ -282,6 +282,8 @@ class SavedSnapshots(Snapshots):
             "side by side": context.is_worker()
             and dist.world_size == 1,  # else a loop has both models' curves
         }
+        if view.launch.parallelism == "hsdp":  # they decide which shards a rank has
+            self._made_by["launch.num_machines"] = view.launch.num_machines
         self._saved_at = self._step_began_at = time.monotonic()
         self._step_seconds = self._save_seconds = 0.0  # what the last ones took
         self._longest_step = 0.0

@@ -4,7 +4,7 @@
 
     one process, ddp   accelerate; every rank has the whole model
     zero2, zero3       accelerate starts DeepSpeed, whose engine stands for the model from `prepare` on
-    fsdp2              PyTorch's `fully_shard` itself: accelerate 1.15 starts it on GPUs only
+    fsdp2, hsdp        PyTorch's `fully_shard` itself: accelerate 1.15 starts it on GPUs only
 
 Rank and world size come from torch.distributed: accelerate reports 1 under DeepSpeed on a CPU.
 """
@@ -27,7 +27,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -36,7 +36,7 @@ from rlhf_tasks.config import Launch
 from rlhf_tasks.data.batches import micro_batches
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.fast_cpu import accelerate
-from rlhf_tasks.models.load import copy_to
+from rlhf_tasks.models.load import copy_to, round_layers
 from rlhf_tasks.models.passes import TokenBudget, attempts
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.training import sharding
@@ -73,7 +73,7 @@ class Distributed:
     def __init__(self, launch: Launch, seed: int) -> None:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
-            if launch.parallelism in ("ddp", "fsdp2"):  # by gloo; DeepSpeed finds this out itself
+            if launch.parallelism in ("ddp", "fsdp2", "hsdp"):  # by gloo; DeepSpeed finds this out itself
                 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         if launch.parallelism in ("zero2", "zero3"):
             show_build_locks()
@@ -96,13 +96,17 @@ class Distributed:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
-        self._is_fsdp2 = launch.parallelism == "fsdp2" and distributed  # else the stage trains nothing
+        by_pytorch = launch.parallelism in ("fsdp2", "hsdp")
+        self._is_fsdp2 = by_pytorch and distributed  # else the stage trains nothing
         is_zero3 = self.is_deepspeed and self.accelerator.state.deepspeed_plugin.zero_stage == 3
         self.shards: bool = self._is_fsdp2 or is_zero3
         """Whether a rank holds only a part of the weights."""
         self.rounds_weights: bool = not self.is_float32 and (self.is_deepspeed or self._is_fsdp2)
         """Whether passes read weights of 16 bits, and not float32 ones under autocast."""
-        self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if self.shards else None
+        self._mesh = None
+        if self.shards:
+            per_copy = launch.num_shards if launch.parallelism == "hsdp" else self.world_size
+            self._mesh = self._make_mesh(per_copy)
         self._computes_in = torch.bfloat16 if self._is_fsdp2 and not self.is_float32 else None
         self._offload = launch.offload
         self._loss = torch.zeros((), device=self.device)  # of this step, under DeepSpeed
@@ -164,6 +168,21 @@ class Distributed:
         """Wait until all ranks are here; their GPUs are free meanwhile."""
         self.all_gather_object(None)
 
+    def _make_mesh(self, per_copy: int) -> DeviceMesh:
+        """The ranks that share a model; with fewer than all `per_copy`, those that have copies of it too.
+
+        The ranks of a machine, which have numbers side by side, share one.
+        """
+        if per_copy == self.world_size:
+            return init_device_mesh(self.device.type, (self.world_size,))
+        ranks = torch.arange(self.world_size).view(-1, per_copy)
+        groups = [  # of all ranks, as each has to make them: those of the same shard, and those of a copy
+            [torch.distributed.new_group(some.tolist(), timeout=PATIENCE) for some in parts]
+            for parts in (ranks.T, ranks)
+        ]
+        own = [groups[0][self.rank % per_copy], groups[1][self.rank // per_copy]]
+        return DeviceMesh.from_group(own, self.device.type, mesh=ranks, mesh_dim_names=("copy", "shard"))
+
     # ------------------------------------------------------------------------------------- models
 
     def prepare(
@@ -209,21 +228,25 @@ class Distributed:
             for part in ("optimizer", "param") if self.shards else ("optimizer",):
                 zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
 
-    def put(self, model: nn.Module) -> None:
+    def put(self, model: nn.Module, *, moves: bool = False) -> None:
         """Put a model on this device, or shard it where the layout shards, if it is not. Collective.
 
-        Until then, or until `prepare`, it stays on the CPU: a GPU need not hold all of a sharded one.
+        Until then, or until `prepare`, it stays on the CPU: a GPU need not hold all of a sharded one. Under
+        autocast on a GPU, layers of one that neither trains nor `moves` keep their weights in 16 bits alone.
         """
         if sharding.is_sharded(model):  # an offloaded part stays in the machine's memory
             return
         if self._mesh is None:
+            is_frozen = not (moves or any(weight.requires_grad for weight in model.parameters()))
+            if is_frozen and self.device.type == "cuda" and not (self.is_float32 or self.is_deepspeed):
+                round_layers(model, torch.bfloat16)
             model.to(self.device)
             if self._has_cpu_kernels:
                 accelerate(model)
         else:
             sharding.shard(model, self._mesh, offload=self._offload, computes_in=self._computes_in)
 
-    def freeze(self, model: nn.Module) -> None:
+    def freeze(self, model: nn.Module, *, moves: bool = False) -> None:
         """Make a model untrainable, in the precision of the trained model, and `put` it.
 
         DeepSpeed converts the trained model's parameters to bf16; its buffers, such as rotary frequencies,
@@ -233,7 +256,7 @@ class Distributed:
         if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
             for weight in model.parameters():
                 weight.data = weight.data.to(torch.bfloat16)
-        self.put(model)
+        self.put(model, moves=moves)
 
     def to_check(self, model: M) -> M | None:
         """A model, whole and on this device, to check it; of one that is to be sharded, a copy.
@@ -301,7 +324,7 @@ class Distributed:
         """Each piece of work, for one pass that trains a prepared model.
 
         Gradients add up over the passes. DDP and DeepSpeed exchange them after the last one; FSDP2 does so
-        after each, so that a rank never holds a whole gradient.
+        after each, so that a rank never holds a whole gradient, and HSDP's machines after the last one.
         """
         with console.part("gradients", len(work), "micro-batches") as meter:
             for number, piece in enumerate(work):
@@ -309,7 +332,9 @@ class Distributed:
                 exchange: AbstractContextManager[Any] = nullcontext()
                 if self.is_deepspeed:
                     model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
-                elif not (is_last or self._is_fsdp2):
+                elif self._is_fsdp2:
+                    sharding.exchange_copies(model, is_last)
+                elif not is_last:
                     exchange = self.accelerator.no_sync(model)
                 with exchange:
                     yield piece

@@ -195,6 +195,8 @@ def memory(run: Run) -> dict[str, float]:
     weights = stored * (policy.parameters + adapters + run.critic + reference) + rewards
     if run.parallelism == "ddp" and run.is_bf16:  # autocast's copies of policy and critic
         weights += BF16 * (policy.parameters + run.critic)
+        num_frozen = num_rewards + (ppo.lora is None)  # whose layers are in 16 bits
+        weights -= (FP32 - BF16) * num_frozen * policy.layers * policy.layer
     share = 1 if run.parallelism == "ddp" else n
     buckets = 2 * width * min(BUCKET, run.trained) if is_deepspeed else 0
     exchanged = FP32 * run.trained if run.parallelism == "ddp" and n > 1 else 0

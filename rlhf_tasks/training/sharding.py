@@ -21,7 +21,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -48,6 +54,8 @@ def shard(
     model: nn.Module, mesh: DeviceMesh, *, offload: bool, computes_in: torch.dtype | None = None
 ) -> None:
     """Split the weights of a model over the ranks of `mesh`, in place, by FSDP2. Collective.
+
+    In a mesh of two dimensions the first one is of copies, and the second one of their shards (HSDP).
 
     The layers, the trunk around them, and every module outside of it, such as a head, are split and gathered
     each on its own: any of them may be called without the others. A head that shares its weight with the
@@ -272,10 +280,19 @@ def clip_gradients(model: nn.Module, max_norm: float | None, total: Callable[[Te
     gradients = [_local(weight.grad) for weight in model.parameters() if weight.grad is not None]
     squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
     weight: Any = next(model.parameters())
-    norm = math.sqrt(float(total(squares.to(weight.device_mesh.device_type))))
+    mesh = weight.device_mesh
+    copies = mesh.size(0) if mesh.ndim == 2 else 1
+    norm = math.sqrt(float(total(squares.to(mesh.device_type))) / copies)
     if max_norm is not None and math.isfinite(norm):
         torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))
     return norm
+
+
+def exchange_copies(model: nn.Module, is_last: bool) -> None:
+    """Let the next pass add up the gradients of a model's copies only if it `is_last` of a step (HSDP)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(is_last, recurse=False)
 
 
 def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:

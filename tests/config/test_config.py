@@ -83,6 +83,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
     ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
+    (
+        {"launch.parallelism": "hsdp", "launch.num_processes": 2},
+        "needs at least two machines and two processes on each",
+    ),
     ({"launch.offload": True}, "has nothing to move with launch.parallelism: ddp"),
     ({"data.source": "mine:rows", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
     ({"data.source": "hub"}, "names the data sets of `source: hub`"),

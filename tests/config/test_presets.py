@@ -75,7 +75,7 @@ def test_a_value_can_be_set_to_repair_an_invalid_file(project: Path, broken: str
     assert config.load(path) == config.validate(config.parse(before, "before"), "before")
 
 
-@pytest.mark.parametrize("name", ["smoke", "docstrings"])
+@pytest.mark.parametrize("name", ["smoke", "reviews"])
 def test_a_preset_does_not_turn_on_a_gate_that_is_null(project: Path, name: str, rlhf: Command) -> None:
     """`promotion: null` is the user's decision; the rest of the preset applies."""
     rlhf("preset --set promotion=null")
@@ -97,8 +97,8 @@ def test_values_that_remain_of_a_former_preset_are_shown(project: Path, rlhf: Co
     for words in ("init -q", "add params.yaml", "-c user.name=a -c user.email=a@b commit -q -m x"):
         subprocess.run(["git", *words.split()], check=True)
     assert "remain" not in rlhf("preset sentiment --set ppo.kl_coef=0.3").out, "the command sets all of it"
-    shown = rlhf("preset docstrings --set ppo.truncation.kind=none").out.partition("Earlier changes")[2]
-    assert "ppo.guards.action: stop → warn" in shown  # docstrings does not set it
+    shown = rlhf("preset reviews --set ppo.truncation.kind=none").out.partition("Earlier changes")[2]
+    assert "ppo.guards.action: stop → warn" in shown  # reviews does not set it
     for key in ("model.base", "ppo.kl_coef", "ppo.truncation"):
         assert key not in shown  # the command does
     rlhf("preset constraints")
@@ -189,7 +189,7 @@ def test_a_preset_of_a_paper_has_the_published_values_and_a_source_for_each(name
 
 
 @pytest.mark.parametrize(("name", "advantages"), [("rloo", "rloo"), ("grpo", "group")])
-@pytest.mark.parametrize("under", ["docstrings", "smoke", "trl"])
+@pytest.mark.parametrize("under", ["reviews", "smoke", "trl"])
 def test_one_command_trains_without_a_critic(
     project: Path, name: str, advantages: str, under: str, rlhf: Command
 ) -> None:

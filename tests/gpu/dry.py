@@ -11,8 +11,6 @@ from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
 
-import torch
-
 from benchmarks import shapes, workloads
 from benchmarks.shapes import Shape
 from benchmarks.workloads import Workload
@@ -60,9 +58,8 @@ def dry_run(shape: Shape, *, checkpointing: bool = False) -> tuple[DryRun, Workl
     """An update of two steps, with a reward model, and a held-out one that waits for evaluations."""
     gpu, make = Gpu(numbers=False), shapes.models
 
-    def on_meta(shape: Shape) -> shapes.Models:
-        with torch.device("meta"):
-            return make(shape)
+    def on_meta(shape: Shape, device: object = None) -> shapes.Models:
+        return make(shape, "meta")
 
     with gpu.present(), toy.phases(gpu), mock.patch.object(shapes, "models", on_meta):
         dist = small.distributed(shape.precision)

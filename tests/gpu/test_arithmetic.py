@@ -27,7 +27,7 @@ FLOAT32: Mapping[str, str] = {
 """The functions that may multiply in float32, and the gradients of what they multiply."""
 VARIANTS = ("separate critic", "shared critic", "lora")
 PHASES = ("sample", "score", "train", "step", "")
-IN_EACH_PASS = pytest.mark.xfail(strict=True, reason="autocast keeps no copies of frozen weights")
+IN_EACH_PASS = pytest.mark.xfail(strict=True, reason="a merge needs the float32 weights below adapters")
 
 
 def measure() -> dict[str, Any]:
@@ -97,7 +97,9 @@ def test_sampling_converts_a_weight_once_and_not_for_each_token(variant: str, ch
     ("variant", "phase"),
     [
         *[(variant, "sample") for variant in VARIANTS],
-        *[pytest.param(variant, "score", marks=IN_EACH_PASS) for variant in VARIANTS],
+        ("separate critic", "score"),
+        ("shared critic", "score"),
+        pytest.param("lora", "score", marks=IN_EACH_PASS),
         ("separate critic", "train"),
         ("shared critic", "train"),
         pytest.param("lora", "train", marks=IN_EACH_PASS),

@@ -1,4 +1,4 @@
-"""One rank of 8 and of 64 makes an update of PPO under FSDP2, in one process.
+"""One rank of 8 and of 64 makes an update of PPO under FSDP2 and HSDP, in one process.
 
 The other ranks are torch's `fake` process group, and do what this rank does: what is gathered is its own part
 again and again. So the numbers mean nothing; shapes, shards and the number of exchanges are those of a rank.
@@ -34,15 +34,24 @@ class Case(NamedTuple):
     world_size: int
     precision: Literal["fp32", "bf16"] = "fp32"
     offload: bool = False
+    parallelism: Literal["fsdp2", "hsdp"] = "fsdp2"
+
+    @property
+    def num_shards(self) -> int:
+        return 8 if self.parallelism == "hsdp" else self.world_size
 
 
-CASES = (Case(0, 8), Case(7, 8), Case(0, 64), Case(63, 64), Case(0, 8, "bf16"), Case(7, 8, offload=True))
+CASES = (
+    *(Case(0, 8), Case(7, 8), Case(0, 64), Case(63, 64), Case(0, 8, "bf16"), Case(7, 8, offload=True)),
+    Case(63, 64, parallelism="hsdp"),  # one alone: torch keeps the groups of its mesh
+)
 EXCHANGES: Mapping[str, Mapping[str, int]] = {
     "fp32": {"_allgather_base_": 72, "_reduce_scatter_base_": 32, "allreduce_": 15, "allgather_": 4},
+    "hsdp": {"_allgather_base_": 72, "_reduce_scatter_base_": 32, "allreduce_": 47, "allgather_": 4},
     "bf16": {"_allgather_base_": 88, "_reduce_scatter_base_": 32, "allreduce_": 17, "allgather_": 4},
 }
 """Of an update with four steps of one micro-batch; `_reduce_scatter_base_` exchanges the gradients of a part
-of a model, and policy and critic have four parts each."""
+of a model, and policy and critic have four parts each. HSDP adds up the copies' as often."""
 
 
 class Exchanges(TorchDispatchMode):
@@ -58,9 +67,9 @@ class Exchanges(TorchDispatchMode):
         if space == "c10d":
             self.count[name] += 1
         if name == "_allgather_base_":
-            args[0].copy_(args[1].repeat(self.case.world_size, *[1] * (args[1].ndim - 1)))
+            args[0].copy_(args[1].repeat(self.case.num_shards, *[1] * (args[1].ndim - 1)))
         elif name == "_reduce_scatter_base_":
-            args[0].copy_(args[1].chunk(self.case.world_size)[self.case.rank])
+            args[0].copy_(args[1].chunk(self.case.num_shards)[self.case.rank % self.case.num_shards])
         return out
 
 
@@ -77,7 +86,7 @@ def run(case: Case) -> dict[str, Any]:
         distributed.init_process_group("fake", rank=case.rank, world_size=case.world_size, store=FakeStore())
         try:
             machines = {"num_processes": case.world_size, "num_machines": case.world_size // 8}
-            how = {"parallelism": "fsdp2", "precision": case.precision, "offload": case.offload}
+            how = {"parallelism": case.parallelism, "precision": case.precision, "offload": case.offload}
             return updated(case, Distributed(Launch.model_validate(machines | how), seed=1))
         finally:
             distributed.destroy_process_group()
@@ -119,13 +128,15 @@ def case(request: pytest.FixtureRequest, child: Child) -> tuple[Case, Any]:
 
 
 def test_more_ranks_exchange_no_more_often(case: tuple[Case, Any]) -> None:
-    assert case[1]["exchanged"] == EXCHANGES[case[0].precision]
+    kind = case[0].precision if case[0].parallelism == "fsdp2" else "hsdp"
+    assert case[1]["exchanged"] == EXCHANGES[kind]
 
 
 def test_a_rank_keeps_its_rows_of_each_weight_and_of_its_moments(case: tuple[Case, Any]) -> None:
-    (rank, world_size, *_), found = case
+    one, found = case
+    rank = one.rank % one.num_shards
     for name, (rows, *others) in found["weights"].items():
-        most = math.ceil(rows / world_size)
+        most = math.ceil(rows / one.num_shards)
         assert found["shards"][name] == [max(0, min(most, rows - rank * most)), *others]
     assert found["moments"] == sum(map(math.prod, found["shards"].values()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rlhf_tasks.models.load import (
     load_causal,
     load_reward,
     recompute_activations,
+    round_layers,
     save_checkpoint,
 )
 from rlhf_tasks.models.logprobs import token_stats
@@ -298,3 +300,17 @@ def test_a_model_without_a_layer_for_adapters_or_that_cannot_be_computed_is_refu
     model.base_model.layers[0].forward = lambda hidden, **_: [][0]
     with pytest.raises(UserError, match="lora: LlamaForCausalLM could not be computed: IndexError"):
         add_lora(model, LORA, seed=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounded_layers_give_what_autocast_gives(family: Family) -> None:
+    model = small.causal(family)
+    rounded = copy.deepcopy(model)
+    round_layers(rounded, torch.bfloat16)
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(rounded(tokens).logits, model(tokens).logits)
+    pairs = zip(rounded.named_parameters(), model.parameters(), strict=True)
+    in_16_bits = [name for (name, weight), before in pairs if weight.dtype != before.dtype]
+    assert all(".layers." in name for name in in_16_bits), "no embedding, head or norm around them"
+    assert bool(in_16_bits) == (family != "gpt2"), "whose layers are no nn.Linear"

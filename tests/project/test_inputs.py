@@ -325,12 +325,6 @@ def test_only_stage_prepare_depends_on_the_code_of_a_source_and_on_what_it_reads
         inputs.collect(Paths(tmp_path), "prepare", {"data.source": "wrong:rows"})
 
 
-def test_the_data_of_docstrings_depends_on_all_installed_packages(tmp_path: Path) -> None:
-    shutil.copytree(small.ROOT / "examples", tmp_path / "examples")
-    values = {"data.source": "examples.docstrings:docstrings"}
-    assert {"pytest", "pip", "numpy"} <= {*inputs.collect(Paths(tmp_path), "prepare", values).packages}
-
-
 def test_every_parameter_that_names_a_file_or_a_function_is_known() -> None:
     """Texts that could be a path: a new one must be added to FILES, to FUNCTIONS, or here."""
     others = ("model.scratch", "data.columns", "ppo.engine", "ppo.sampler", "judge.judges.judges")

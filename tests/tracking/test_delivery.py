@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from rlhf_tasks import config, tracking
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
-from rlhf_tasks.tracking.store import PARTIAL, Delivery, embedded_uri, open_store
+from rlhf_tasks.tracking.store import PARTIAL, Delivery, embedded_uri, log_page, open_store
 from rlhf_tasks.tracking.sync import sync
 from tests.flows.toy import until
 from tests.tracking.toy import (
@@ -208,3 +208,21 @@ def test_a_deleted_experiment_is_named_and_its_runs_wait(home: Path) -> None:
     assert failed["k"].endswith(command)
     client.restore_experiment(identity)
     assert sync(home) == (1, {})
+
+
+def test_a_page_about_several_runs_is_the_artifact_of_a_run_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "methods.html"
+    page.write_text("<p>", encoding="utf-8")
+    for _ in range(2):
+        log_page(config.Tracking(experiment="mine"), tmp_path, "methods", page)
+    client = open_store(None, tmp_path)
+    [experiment] = client.search_experiments(filter_string="name = 'mine'")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("methods", "FINISHED")
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["methods.html"]
+    log_page(config.Tracking(enabled=False), tmp_path / "nowhere", "methods", page)
+    assert not (tmp_path / "nowhere").exists()
+    log_page(config.Tracking(uri="http://127.0.0.1:9"), tmp_path, "methods", page)
+    assert "WARNING: MLflow does not have methods.html: " in capsys.readouterr().out

@@ -58,7 +58,29 @@ def cases(*parts: Iterable[str], quick: Collection[tuple[str, ...]]) -> list[Any
 
 def launched(layout: str, **changes: Any) -> dict[str, Any]:
     parallelism, _, offload = layout.partition(" ")
-    return {"num_processes": 2, "parallelism": parallelism, "offload": bool(offload), **changes}
+    sizes = {"num_processes": 4, "num_machines": 2} if parallelism == "hsdp" else {"num_processes": 2}
+    return {**sizes, "parallelism": parallelism, "offload": bool(offload), **changes}
+
+
+def run_on_two_machines(stage: Stage) -> str:
+    """Two launches stand for the machines; what they print."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    words = [sys.executable, "-m", "rlhf_tasks.cli", stage]
+    machines = [
+        subprocess.Popen(
+            words, env=os.environ | where | {"MACHINE_RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        said = [machine.communicate(timeout=SECONDS)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.terminate()
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    return "".join(said)
 
 
 def ran(stage: Stage) -> tuple[layouts.Written, list[float]]:
@@ -80,7 +102,8 @@ def assert_same_as_one_process(
         ALONE[key] = ran(stage)
         os.chdir(toy_project)
     toy.write_params(launch=launched(layout), **{stage: changes}, **others)
-    assert rlhf(stage).stdout.count(f"{stage}  done in") == 1, "the first rank alone speaks"
+    said = run_on_two_machines(stage) if layout == "hsdp" else rlhf(stage).stdout
+    assert said.count(f"{stage}  done in") == 1, "the first rank alone speaks"
     found, norms = ran(stage)
     expected, expected_norms = ALONE[key]
     assert norms == pytest.approx(expected_norms, rel=1e-3)
@@ -94,6 +117,15 @@ def test_supervised_stages_learn_in_every_layout_what_they_learn_in_one_process(
     toy_project: Path, stage: Stage, layout: str
 ) -> None:
     assert_same_as_one_process(toy_project, stage, layout, SUPERVISED)
+
+
+@pytest.mark.parametrize(("stage", "changes"), [("sft", SUPERVISED | {"batch_size": 28}), ("ppo", STEPS)])
+@pytest.mark.slow
+def test_a_copy_on_each_of_two_machines_learns_what_one_process_learns(
+    toy_project: Path, stage: Stage, changes: dict[str, Any]
+) -> None:
+    """Two processes on each: gradients are added up over both, and their norm counts no shard twice."""
+    assert_same_as_one_process(toy_project, stage, "hsdp", changes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -285,16 +317,10 @@ def test_an_engine_that_ends_ends_both_processes_with_one_message(toy_project: P
 def test_of_two_machines_the_first_one_has_the_engine(toy_project: Path) -> None:
     """Two launches stand for the machines. The other one's responses come over their own connection."""
     toy.write_params(ppo=STEPS | engine())
-    one, _ = ran("ppo")
+    assert runner.run("ppo", Paths()) == 0
+    one = layouts.Written.of(toy_project, "ppo")
     toy.write_params(launch=launched("fsdp2", num_machines=2), ppo=STEPS | engine())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
-    machines = [
-        subprocess.Popen(words, env=os.environ | where | {"MACHINE_RANK": rank}) for rank in ("0", "1")
-    ]
-    assert [machine.wait(SECONDS) for machine in machines] == [0, 0]
+    run_on_two_machines("ppo")
     layouts.assert_equal_but_for_rounding(one, layouts.Written.of(toy_project, "ppo"))
 
 

@@ -1,0 +1,122 @@
+"""PPO, RLOO and DPO beside TRL's on the default task: `python -m benchmarks.quality --peer PYTHON 1 2 3`.
+
+Both sides begin from the same SFT model, reward model and pairs, with the values of params.yaml and of the
+presets `rloo` and `dpo`, on one thread each. The gold judge compares both policies with SFT on the test
+posts. Differences that remain: ours keeps the weights that the held-out reward model likes best, TRL's the
+last; TRL's RLOO clips the ratio of a whole response, ours that of each token. Writes a table of
+docs/results/methods.md. See `benchmarks.cells`. PYTHON is the interpreter of an environment with trl 1.12.0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import cells
+from rlhf_tasks import config, presets
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.splits import pairs_of
+from rlhf_tasks.data.tokenizer import encode, load_tokenizer
+from rlhf_tasks.judging.head_to_head import compare_models
+from rlhf_tasks.models.load import load_causal
+from rlhf_tasks.models.sampling import sample_responses
+from rlhf_tasks.project.paths import Paths
+
+PRESETS = {"PPO": "ppo", "RLOO": "rloo", "DPO": "dpo"}
+LIKE_TRL = {  # whose PPO clips no gradient, and takes the penalty of an unfinished response off its score
+    "PPO": {
+        "ppo.max_grad_norm": "null",
+        "ppo.truncation": "{kind: eos_trick_subtract, missing_eos_score: -1.0}",
+    }
+}
+VARIANTS = {
+    name: {key: json.dumps(value) for key, value in config.flatten(presets.read(preset)).items()}
+    | LIKE_TRL.get(name, {})
+    for name, preset in PRESETS.items()
+}
+NUM_KL_PROMPTS = 256
+THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def measure(folder: Path, peer: Path) -> cells.Cell:
+    """Each side's win rate over SFT with its bounds, and its KL from SFT in nats per response."""
+    folder = folder.resolve()
+    settings, paths, theirs = config.load(folder / "params.yaml"), Paths(folder), folder / ".rlhf/trl"
+    pairs = pairs_of(read_table(paths, "comparisons", "train"), "reward")
+    asked = {
+        "method": "dpo" if settings.dpo.train else settings.ppo.advantages.kind,
+        "seed": settings.seed,
+        "ppo": settings.ppo.model_dump(mode="json"),
+        "dpo": settings.dpo.model_dump(mode="json"),
+        "prompts": list(read_table(paths, "prompts", "train").texts("prompt")),
+        "pairs": [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in pairs],
+        "out": str(theirs),
+    }
+    request = folder / ".rlhf/trl.json"
+    request.write_text(json.dumps(asked), encoding="utf-8")
+    with (folder / "run.log").open("a", encoding="utf-8") as log:
+        words = [str(peer.resolve()), "-m", "benchmarks.trl_trainers", str(request)]
+        subprocess.run(words, env=os.environ | THREAD, stdout=log, stderr=log, check=True)
+    view = config.JudgeView.of(settings)
+    cell: cells.Cell = {}
+    for side, model in (("ours", paths.policy), ("TRL's", theirs)):
+        [found] = compare_models(view, str(model), str(paths.sft), paths=paths, names=["gold"]).comparisons
+        rate = found.win_rate
+        cell[side] = [rate.value, rate.low, rate.high, kl(model, paths, settings.ppo)]
+    return cell
+
+
+@torch.no_grad()
+def kl(model: Path, paths: Paths, settings: config.Ppo) -> float:
+    """Σ_t log π − log π_SFT, a mean over responses of `model` to validation prompts."""
+    tokenizer, models = load_tokenizer(paths.sft), [load_causal(one).eval() for one in (model, paths.sft)]
+    prompts = read_table(paths, "prompts", "validation").texts("prompt")[:NUM_KL_PROMPTS]
+    responses = sample_responses(
+        models[0],
+        tokenizer,
+        prompts,
+        max_new_tokens=settings.response_length,
+        temperature=settings.temperature,
+        seed=1,
+    )
+    total = 0.0
+    for query, response in zip(encode(tokenizer, prompts), responses, strict=True):
+        tokens = torch.tensor([[*query, *response]])
+        own, of_sft = (one(tokens).logits[0, len(query) - 1 : -1].log_softmax(-1) for one in models)
+        total += float((own - of_sft).gather(1, tokens[0, len(query) :, None]).sum())
+    return total / len(prompts)
+
+
+def table(found: Sequence[cells.Cell]) -> str:
+    lines = [
+        "| Method | Seed | Ours over SFT | TRL's over SFT | KL of ours, nats | KL of TRL's |\n",
+        "|---" * 6 + "|\n",
+    ]
+    for cell in found:
+        rates = [
+            f"{100 * rate:.1f}% ({100 * low:.1f} to {100 * high:.1f})" for rate, low, high, _ in sides(cell)
+        ]
+        kls = [f"{one[3]:.2f}" for one in sides(cell)]
+        lines.append(f"| {' | '.join([cell['variant'], str(cell['seed']), *rates, *kls])} |\n")
+    return "".join(lines)
+
+
+def sides(cell: cells.Cell) -> list[list[float]]:
+    return [cell["ours"], cell["TRL's"]]
+
+
+def main() -> None:
+    parser = cells.arguments(__doc__, list(VARIANTS))
+    parser.add_argument("--peer", type=Path, required=True, metavar="PYTHON")
+    args = parser.parse_args()
+    found = cells.run("quality", "ppo", VARIANTS, lambda folder: measure(folder, args.peer), args, THREAD)
+    cells.publish(Path("docs/results/methods.md"), "quality", table(found), args)
+
+
+if __name__ == "__main__":
+    main()
