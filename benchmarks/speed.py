@@ -1,13 +1,14 @@
-"""Speed beside TRL's trainers: `python -m benchmarks.speed --peer PYTHON --parts ppo sft reward`.
+"""Speed beside TRL's trainers: `python -m benchmarks.speed --peer PYTHON --parts ppo rloo sft reward`.
 
 PYTHON is the interpreter of another environment with `trl==1.12.0`, the last release that has PPO; its
 versions of torch and transformers should equal ours. Both train random models of one shape, on the same rows
 and with the same number of epochs and optimizer steps. They alternate, in a process each. Our micro-batches
 have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`); in shape S both have four
-rows in PPO. PPO counts episodes per second; SFT and reward training count real tokens, without padding, per
-second. All is on a CPU, without gradient checkpointing, in the shape's precision or in `--precision`. A
-figure is the median over updates without the first, and over the turns; the ratio is of figures of one run.
-Without --peer only ours is measured.
+rows in PPO. RLOO has one epoch, and eight responses to each prompt of a rollout of 32 or more. PPO and RLOO
+count episodes per second; SFT and reward training count real tokens, without padding, per second. All is on
+a CPU, without gradient checkpointing, in the shape's precision or in `--precision`. A figure is the median
+over updates without the first, and over the turns; the ratio is of figures of one run. Without --peer only
+ours is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from benchmarks import shapes
 from benchmarks.shapes import EOS, PAD, SHAPES, Shape
 
 EPOCHS = 4
-UNITS: Mapping[str, str] = {"ppo": "episodes/s", "sft": "tokens/s", "reward": "tokens/s"}
+GROUP = 8  # responses to a prompt in RLOO
+SMALLEST_ROLLOUT = 32  # of RLOO
+KL_COEF = 0.05
+UNITS: Mapping[str, str] = {
+    **{"ppo": "episodes/s", "rloo": "episodes/s"},
+    **{"sft": "tokens/s", "reward": "tokens/s"},
+}
 CPU_SHAPES = ("A", "B", "C")
 SECONDS = "seconds of each update: "
 
@@ -62,7 +69,7 @@ def main() -> None:
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        train, shape = SIDES[options.side, options.parts[0]], SHAPES[options.shapes[0]]
+        train, shape = SIDES[options.side, options.parts[0]], of_part(options.parts[0], options.shapes[0])
         shape = replace(shape, precision=options.precision or shape.precision)
         marks = train(shape, options.updates + 1)
         print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
@@ -74,6 +81,12 @@ def main() -> None:
         for shape in options.shapes:
             found = measure(part, shape, options)
             print(line(shape, found), flush=True)
+
+
+def of_part(part: str, name: str) -> Shape:
+    """A named shape, with the rollout that a part has."""
+    shape = SHAPES[name]
+    return replace(shape, batch=max(shape.batch, SMALLEST_ROLLOUT)) if part == "rloo" else shape
 
 
 def measure(part: str, shape: str, options: argparse.Namespace) -> dict[str, Figures]:
@@ -113,9 +126,9 @@ def _turn(python: Path, side: str, part: str, shape: str, options: argparse.Name
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     *_, seconds, memory = done.stdout.splitlines()
     times = json.loads(seconds.removeprefix(SECONDS))
-    per_update = (
-        SHAPES[shape].batch if part == "ppo" else num_tokens(part, SHAPES[shape], options.updates + 1)
-    )
+    sizes = of_part(part, shape)
+    is_rollout = UNITS[part] == "episodes/s"
+    per_update = sizes.batch if is_rollout else num_tokens(part, sizes, options.updates + 1)
     return per_update / statistics.median(times[1:]), int(memory.rpartition(" ")[2]) * 1024 / 1e9
 
 
@@ -153,11 +166,22 @@ def num_tokens(part: str, shape: Shape, updates: int) -> float:
 
 
 def _ppo_ours(shape: Shape, updates: int) -> list[float]:
+    return _rollouts(shape, updates, EPOCHS)
+
+
+def _rloo_ours(shape: Shape, updates: int) -> list[float]:
+    advantages = {"kind": "rloo", "samples_per_prompt": GROUP}
+    settings = {"advantages": advantages, "whiten_advantages": False, "kl_coef": KL_COEF}
+    return _rollouts(shape, updates, 1, **settings)
+
+
+def _rollouts(shape: Shape, updates: int, epochs: int, **settings: Any) -> list[float]:
     from benchmarks import workloads
     from tests import small
 
     dist = small.distributed(shape.precision)
-    work = workloads.of_shape(dist, small.ppo(), shape, updates)
+    work = workloads.of_shape(dist, small.ppo(**settings), shape, updates)
+    work = replace(work, settings=work.settings.model_copy(update={"num_ppo_epochs": epochs}))
     marks = [time.perf_counter()]
     for _ in work.updates():
         marks.append(time.perf_counter())
@@ -240,6 +264,35 @@ def _ppo_peers(shape: Shape, updates: int) -> list[float]:
     return _peer_marks(PPOTrainer, PPOConfig, shape, data, config, given)
 
 
+def _rloo_peers(shape: Shape, updates: int) -> list[float]:
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    made, words = shapes.models(shape), shapes.tokenizer(shape.vocab)
+    count = shape.batch // GROUP * (updates + 1)
+    queries = shapes.random_rows(count, shape.query_min, shape.query, shape.vocab)
+    data = Dataset.from_dict({"prompt": [" ".join(f"t{i}" for i in ids) for ids in queries]})
+    config = {
+        "num_generations": GROUP,
+        "num_iterations": 1,
+        "max_steps": updates,
+        "max_completion_length": shape.response,
+        "temperature": 0.7,
+        "beta": KL_COEF,
+    }
+    with tempfile.TemporaryDirectory() as folder:  # from which the trainer reads its reference
+        made.policy.save_pretrained(folder)
+        words.save_pretrained(folder)
+        for model in (made.policy, made.reward):
+            model.config._name_or_path = folder
+        given = {
+            "model": made.policy,
+            "reward_funcs": [made.reward],
+            "reward_processing_classes": [words],
+        }
+        return _peer_marks(RLOOTrainer, RLOOConfig, shape, data, config, given)
+
+
 def _sft_peers(shape: Shape, updates: int) -> list[float]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -311,9 +364,11 @@ def _peer_marks(
 
 SIDES: Mapping[tuple[str, str], Callable[..., list[float]]] = {
     ("ours", "ppo"): _ppo_ours,
+    ("ours", "rloo"): _rloo_ours,
     ("ours", "sft"): _sft_ours,
     ("ours", "reward"): _reward_ours,
     ("peer", "ppo"): _ppo_peers,
+    ("peer", "rloo"): _rloo_peers,
     ("peer", "sft"): _sft_peers,
     ("peer", "reward"): _reward_peers,
 }

@@ -10,6 +10,7 @@ and their ratings lie in the source archive of vaderSentiment (Hutto and Gilbert
 import hashlib
 import io
 import tarfile
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -76,14 +77,17 @@ def rated_sentences() -> list[tuple[str, float]]:
     if not ARCHIVE.exists():
         raise UserError(f"{ARCHIVE} is missing; fetch it with: {FETCH}")
     inner, name = RATED
-    ratings = _member(ARCHIVE.read_bytes(), f"{ARCHIVE.name.removesuffix('.tar.gz')}/{inner}")
-    lines = _member(ratings, f"hutto_ICWSM_2014/{name}").decode("utf-8").splitlines()
+    try:
+        ratings = _member(ARCHIVE.read_bytes(), f"{ARCHIVE.name.removesuffix('.tar.gz')}/{inner}")
+        lines = _member(ratings, f"hutto_ICWSM_2014/{name}").decode("utf-8").splitlines()
+    except (tarfile.TarError, EOFError, zlib.error, KeyError) as error:
+        raise UserError(f"{ARCHIVE} is damaged; delete it, and fetch it with: {FETCH}") from error
     fields = [line.split("\t", 2) for line in lines]
     return [(" ".join(text.split()), float(mean)) for _, mean, text in fields]
 
 
 def _member(archive: bytes, name: str) -> bytes:
-    with tarfile.open(fileobj=io.BytesIO(archive)) as file:
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as file:
         member = file.extractfile(name)
         assert member is not None, f"{name} is no file"
         return member.read()

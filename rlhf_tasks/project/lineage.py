@@ -8,7 +8,9 @@ the bytes on disk: `dvc.lock` may be older than what a stage really reads.
 from __future__ import annotations
 
 import functools
+import resource
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,8 +60,18 @@ def new_key(stage: str) -> str:
     return f"{stage}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
+def peak_memory() -> float:
+    """GB that this process has had at most: of its GPU where it used one, else of the machine."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return float(torch.cuda.max_memory_allocated() / 1e9)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
 def write(paths: Paths, stage: Stage, key: str, seconds: float) -> Path:
-    """models/lineage/STAGE.json: the run's key (MLflow's tag `rlhf.run`), its time, input hashes, git commit.
+    """models/lineage/STAGE.json: the run's key (MLflow's tag `rlhf.run`), its time and peak memory, input hashes,
+    git commit.
 
     With the packages and the precision in force, where inputs/STAGE.json records them.
     """
@@ -67,6 +79,7 @@ def write(paths: Paths, stage: Stage, key: str, seconds: float) -> Path:
     tree = {
         "rlhf.run": key,
         "seconds": round(seconds, 1),
+        "peak_memory_gb": round(peak_memory(), 2),
         "inputs": read.data(),
         "packages": read.packages,
         **{name: read.values[name] for name in [PRECISION] if name in read.values},

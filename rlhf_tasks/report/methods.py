@@ -41,6 +41,7 @@ COSTS = {
     "own": "Training, million tokens",
     "shared": "Pairs and reward models, million tokens",
     "seconds": "Training, seconds",
+    "memory": "Training, GB at most",
     "response": "Tokens to answer a prompt",
 }
 COMPARISONS, LINEAGE = "evaluation/judge/comparisons.parquet", "models/lineage/{}.json"
@@ -56,6 +57,8 @@ class Trial:
     prompts: tuple[str, ...]
     seconds: float
     """Of the method's own stages, when they ran."""
+    memory: float
+    """GB at most in these stages, on one GPU or in one process."""
 
     def tokens(self, *stages: Stage) -> float:
         """What stages cost, in tokens that the base model reads in a forward pass."""
@@ -99,7 +102,9 @@ def read(root: Path, experiment: str) -> Trial:
             rows.setdefault((row["judge"], row["a"]), []).append(row)
     outcomes = {key: np.array([row["outcome"] for row in own], np.float64) for key, own in rows.items()}
     prompts = tuple(row["prompt"] for row in next(iter(rows.values())))
-    return Trial(run, outcomes, prompts, sum(json.loads(text)["seconds"] for text in lineages))
+    known = [json.loads(text) for text in lineages]
+    seconds = sum(one["seconds"] for one in known)
+    return Trial(run, outcomes, prompts, seconds, max(one.get("peak_memory_gb", 0.0) for one in known))
 
 
 def write(root: Path, runs: Sequence[tuple[str, str]], out: Path) -> None:
@@ -171,6 +176,7 @@ def _costs(trials: Sequence[Trial]) -> dict[str, str]:
         "own": f"{own / 1e6:,.1f}",
         "shared": f"{shared / 1e6:,.1f}",
         "seconds": f"{fmean(trial.seconds for trial in trials):,.0f}",
+        "memory": f"{max(trial.memory for trial in trials):,.1f}",
         "response": comparison.cell(runs, "judge/length/policy"),
     }
 
@@ -179,7 +185,8 @@ def _costs_of_best(trials: Sequence[Trial]) -> dict[str, str]:
     runs = [trial.run for trial in trials]
     shared = fmean(trial.tokens(*SHARED) for trial in trials)
     kl, response = (comparison.cell(runs, f"judge/{BEST}/{name}") for name in ("kl", "tokens"))
-    return {"kl": kl, "own": "0", "shared": f"{shared / 1e6:,.1f}", "seconds": "0", "response": response}
+    nothing = {"own": "0", "seconds": "0", "memory": "0"}
+    return nothing | {"kl": kl, "shared": f"{shared / 1e6:,.1f}", "response": response}
 
 
 def optimizes(parameters: Mapping[str, str]) -> str:

@@ -78,3 +78,11 @@ def test_a_missing_archive_is_named_with_the_command_that_fetches_it(archive: Pa
         match=r"3\.3\.2\.tar\.gz is missing; fetch it with: pip download .* vaderSentiment==3\.3\.2$",
     ):
         reviews.reviews(1, 4, 6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.9])
+def test_an_archive_that_was_cut_off_is_one_message(archive: Path, share: float) -> None:
+    content = archive.read_bytes()
+    archive.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(UserError, match="is damaged; delete it, and fetch it with: pip download"):
+        reviews.reviews(1, 4, 6)

@@ -33,7 +33,7 @@ def trial(seed: int, parameters: dict[str, str], outcomes: Sequence[float], kl: 
     curves = {stage: curve, "reward": [{"step": 1.0, "compute/tflop": 3.0, "heldout/compute/tflop": 4.0}]}
     run = Result("", seed, f"{stage}-{seed}", metrics, curves, parameters | {"judge.best_of_n": "4"})
     known = {("gold", "policy"): np.array(outcomes), ("gold", "best_of_n"): np.array([1.0, 0.0])}
-    return Trial(run, known, (f"prompt of {seed}", "another"), 30.0)
+    return Trial(run, known, (f"prompt of {seed}", "another"), 30.0, seed / 4)
 
 
 GROUPS = {
@@ -64,6 +64,7 @@ def test_each_method_stands_beside_the_first_on_the_same_seeds_and_prompts() -> 
     lead = statistics.mean_over_seeds([[0.0, 1.0], [0.0, 0.5]], same_prompts=False, num_intervals=2)
     assert rows["dpo"]["gold/lead"] == document.interval(lead, 100)
     assert (rows["dpo"]["kl"], rows["dpo"]["own"], rows["dpo"]["shared"]) == ("3 ± 1", "5.0", "4.0")
+    assert rows["dpo"]["memory"] == "0.5", "the most of two seeds"
 
 
 def test_what_labels_scores_and_chooses_is_named() -> None:
