@@ -37,8 +37,9 @@ def run(stage: Stage, paths: Paths) -> int:
             status = _run(stage, paths, listener)
         failures.running("")
         return status
-    except KeyboardInterrupt:
-        raise  # a signal is not a failure
+    except KeyboardInterrupt as signal:  # which is not a failure
+        failures.running(stage, stopped=str(signal) or "interrupted")
+        raise
     except disk.DiskFullError as error:
         point = checkpoint.point(paths, stage)
         stands = f"The last complete snapshot is intact, and the stage resumes from it: {point}"

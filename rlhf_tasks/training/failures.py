@@ -42,10 +42,10 @@ def mistake(error: BaseException) -> str | None:
     return None
 
 
-def running(stage: str) -> None:
-    """Write which stage runs, or "", for the program that started it."""
+def running(stage: str, *, stopped: str = "") -> None:
+    """Write which stage runs, or "", for the program that started it; or by which signal it was `stopped`."""
     if not context.is_worker() and read_failure() is None:
-        write({"stage": stage}, replace=True)
+        write({"stage": stage, "stopped": stopped}, replace=True)
 
 
 def report(error: BaseException) -> None:

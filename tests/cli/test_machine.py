@@ -131,3 +131,26 @@ def test_a_stage_that_was_killed_ends_the_run_with_a_line_that_says_so(
     told = rlhf("run", status=1).err
     assert "was killed (SIGKILL)" in told
     assert "out of memory" in told
+
+
+STOPPED = """
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import runner
+from rlhf_tasks.training.signals import Stopped
+
+def stop(*_):
+    raise Stopped(15)
+
+runner._run = stop
+try:
+    runner.run("prepare", Paths())
+except Stopped as error:
+    raise SystemExit(error.status)
+"""
+
+
+def test_a_stage_that_a_signal_ended_is_not_said_to_have_crashed(repository: Path, rlhf: Command) -> None:
+    (repository / "stage.py").write_text(STOPPED, encoding="utf-8")
+    told = rlhf("run", status=1).err
+    assert "rlhf: stage prepare was terminated (SIGTERM); `dvc repro` shows the status" in told
+    assert "crashed" not in told
