@@ -19,6 +19,7 @@ from prefect.server.schemas.actions import WorkPoolCreate
 from prefect.utilities.templating import apply_values
 from ruamel.yaml import YAML
 
+from rlhf_tasks.training import launch
 from tests.flows import toy
 
 INFRA = Path(__file__).parents[1] / "infra"
@@ -296,7 +297,7 @@ case "$*" in
   *stage_plan*data) echo unchanged ;;
   *stage_plan*sft) echo restore ;;
   *stage_plan*) echo run ;;
-  *) echo data sft ppo judge ;;
+  *) echo data sft dpo ppo judge ;;
 esac
 """
 RLHF = '#!/bin/bash\necho "rlhf $MACHINE_RANK $1 $MASTER_ADDR ${SRUN_CPUS_PER_TASK:-as given}" >> "$CALLS"\n'
@@ -306,6 +307,7 @@ def test_the_slurm_file_is_valid_and_needs_no_gpu_unless_an_option_requests_one(
     file = INFRA / "slurm/pipeline.sbatch"
     assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
     text = file.read_text(encoding="utf-8")
+    assert tuple(re.findall(r'"run ([a-z]+)"', text)) == launch.TRAINING, "stages that have workers"
     options = re.findall(r"^#SBATCH (--[a-z-]+)=?(.*)$", text, re.MULTILINE)
     assert "--gpus-per-node" not in dict(options)
     assert dict(options)["--nodes"] == "1", "launch.num_machines of the shipped params.yaml"
@@ -339,7 +341,10 @@ def test_slurm_runs_training_stages_on_all_nodes_and_others_on_one(
     words = ["bash", str(INFRA / "slurm/pipeline.sbatch")]
     subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=60)
     done = calls.read_text(encoding="utf-8").splitlines()
-    assert sorted(done) == sorted(["dvc - sft", "dvc 0 ppo", f"rlhf 1 ppo n1 {cpus}", "dvc - judge"])
+    on_both = [f"{who} {stage}" for stage in ("dpo", "ppo") for who in ("dvc 0", "rlhf 1")]
+    done_by = [" ".join(call.split()[:3]) for call in done]
+    assert sorted(done_by) == sorted(["dvc - sft", *on_both, "dvc - judge"])
+    assert {call.split(maxsplit=3)[3] for call in done if call.startswith("rlhf")} == {f"n1 {cpus}"}
     assert done[0] == "dvc - sft"
     assert done[-1] == "dvc - judge"
 

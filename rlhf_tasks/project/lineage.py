@@ -70,8 +70,7 @@ def peak_memory() -> float:
 
 
 def write(paths: Paths, stage: Stage, key: str, seconds: float) -> Path:
-    """models/lineage/STAGE.json: the run's key (MLflow's tag `rlhf.run`), its time and peak memory, input hashes,
-    git commit.
+    """models/lineage/STAGE.json: the run's key (MLflow's tag `rlhf.run`), its cost, input hashes, git commit.
 
     With the packages and the precision in force, where inputs/STAGE.json records them.
     """

@@ -38,7 +38,7 @@ def run(stage: Stage, paths: Paths) -> int:
         failures.running("")
         return status
     except KeyboardInterrupt as signal:  # which is not a failure
-        failures.running(stage, stopped=str(signal) or "interrupted")
+        failures.running(stage, stopped=f"was {str(signal) or 'interrupted'}")
         raise
     except disk.DiskFullError as error:
         point = checkpoint.point(paths, stage)
