@@ -6,6 +6,7 @@ TORCH ?=
 PORT ?= 5000
 DOCS_PORT ?= 0
 
+SHELL := /bin/bash # else the make of macOS looks for programs in its own PATH, not in the one exported below
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 

@@ -172,7 +172,7 @@ def main() -> None:
     if args.table == "estimators":
         variants, split, common = ESTIMATORS, "test", []
     common.append("ppo.num_sample_generations=0")
-    finished = {seed: run_seed(seed, Path(".rlhf/seeds"), "reward") for seed in args.seeds}
+    finished = {seed: run_seed(seed, Path(".rlhf/seeds"), "value") for seed in args.seeds}
     print("| variant | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|", sep="\n")
     with ThreadPoolExecutor(args.jobs) as pool:
         waiting = {}

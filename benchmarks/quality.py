@@ -60,7 +60,7 @@ def measure(folder: Path, peer: Path) -> cells.Cell:
     request = folder / ".rlhf/trl.json"
     request.write_text(json.dumps(asked), encoding="utf-8")
     with (folder / "run.log").open("a", encoding="utf-8") as log:
-        words = [str(peer.resolve()), "-m", "benchmarks.trl_trainers", str(request)]
+        words = [str(peer.absolute()), "-m", "benchmarks.trl_trainers", str(request)]
         subprocess.run(words, env=os.environ | THREAD, stdout=log, stderr=log, check=True)
     view = config.JudgeView.of(settings)
     cell: cells.Cell = {}

@@ -62,7 +62,7 @@ def linked(folder: Path, finished: Path) -> Any:
     (folder / "data").symlink_to((finished / "data").absolute())
     (folder / "rlhf_tasks").symlink_to(Path("rlhf_tasks").absolute())
     shutil.copy("dvc.yaml", folder)
-    for role in ("base", "sft", "reward", "reward_heldout"):
+    for role in ("base", "sft", "reward", "reward_heldout", "dpo", "value"):
         (folder / "models" / role).symlink_to((finished / "models" / role).absolute())
     yaml = YAML()
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))

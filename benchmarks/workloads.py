@@ -17,12 +17,14 @@ from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
 from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.models.heads import ActorCritic, NoCritic, TokenScores
-from rlhf_tasks.models.load import place
+from rlhf_tasks.models.heads import ActorCritic, NoCritic, TokenScores, ValueHead
+from rlhf_tasks.models.load import place, recompute_activations
+from rlhf_tasks.models.logprobs import head_width
+from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.rollout import Prompts, Reference, ReferenceCopy
+from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy
 from rlhf_tasks.ppo.state import Setup, initial_state
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.scoring.build import WeightedSum
@@ -108,14 +110,31 @@ def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -
         "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
         "guards": None,
     }
-    settings = settings.model_copy(update=changes)
-    tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape, dist.device)
+    prompts = shapes.random_rows(shape.batch * num_updates, shape.query_min, shape.query, shape.vocab)
+    return of_models(dist, settings.model_copy(update=changes), shapes.models(shape, dist.device), prompts)
+
+
+def of_models(dist: Distributed, settings: Ppo, made: shapes.Models, prompts: Sequence[Ids]) -> Workload:
+    """PPO of these models, as `settings` have it."""
+    tokenizer = shapes.tokenizer(made.policy.config.vocab_size)
     for model in made:
         place(model, dist.device)
-    for frozen in (made.reference, made.reward):
-        dist.freeze(frozen)
-    reward = TokenScores(made.reward)
-    critic = TokenScores(made.value) if settings.critic else NoCritic()
+    dist.freeze(made.reward)
+    policy, reward = made.policy, TokenScores(made.reward)
+    critic: TokenScores | ValueHead | NoCritic = NoCritic()
+    if settings.critic is not None:
+        is_shared = settings.critic.kind == "shared"
+        critic = ValueHead(head_width(policy)).to(dist.device) if is_shared else TokenScores(made.value)
+    if settings.gradient_checkpointing:
+        for model in [policy, critic.model] if isinstance(critic, TokenScores) else [policy]:
+            recompute_activations(model)
+    reference: Reference
+    if settings.lora is not None:
+        policy = add_lora(policy, settings.lora, seed=1)
+        reference = AdapterOff(policy)
+    else:
+        dist.freeze(made.reference)
+        reference = ReferenceCopy(made.reference, moves=settings.reference_sync is not None)
     scorer = build_scorers(
         settings.scorers,
         tokenizer,
@@ -127,9 +146,9 @@ def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -
     return Workload(
         dist=dist,
         settings=settings,
-        actor_critic=ActorCritic(made.policy, critic),
-        reference=ReferenceCopy(made.reference, moves=settings.reference_sync is not None),
+        actor_critic=ActorCritic(policy, critic),
+        reference=reference,
         scorers=scorer,
         tokenizer=tokenizer,
-        prompts=shapes.random_rows(shape.batch * num_updates, shape.query_min, shape.query, shape.vocab),
+        prompts=prompts,
     )

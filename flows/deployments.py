@@ -7,6 +7,7 @@ schedule is switched on or off.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -60,7 +61,8 @@ def apply(
 
     Raises UserError if the pool does not exist, or another project has deployments of these names.
     """
-    nightly = Cron("0 2 * * *", slug="nightly", active=False)
+    zone = os.environ.get("TZ") or os.path.realpath("/etc/localtime").partition("zoneinfo/")[2] or "UTC"
+    nightly = Cron("0 2 * * *", timezone=zone, slug="nightly", active=False)
     hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
     with get_client(sync_client=True) as client:
         if makes_pool:

@@ -8,6 +8,7 @@ is imported only after its server has started.
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import socket
 import sys
@@ -83,6 +84,7 @@ class ProjectService:
         Raises UserError for a requested port that a server cannot have, and if a program does not start.
         """
         with self._lock():
+            self._refuse_elsewhere()
             for name, port in self.choose_ports(requested).items():
                 self._start_server(name, port)
             if os.environ.get("PREFECT_API_URL", "") not in ("", f"{self.url('prefect')}/api"):
@@ -134,6 +136,15 @@ class ProjectService:
         if (report := Paths(self.root).reports / "index.html").exists():
             console.say(f"report: {report.as_uri()}")
         console.say(f"logs: {self.home / 'service'}; `rlhf status` shows what runs, `rlhf down` stops it")
+
+    def _refuse_elsewhere(self) -> None:
+        for name in HEALTH:
+            machine = self.daemon(name).record().get("process", "").partition(":")[0]
+            if machine not in ("", platform.node()):
+                raise UserError(
+                    f"{name} was started on {machine}, and this is {platform.node()}: `rlhf down` there; "
+                    "if that was a name of this machine, here"
+                )
 
     def choose_ports(self, requested: Mapping[str, int | None]) -> dict[str, int]:
         """The port of each server: the requested one, or the last one, so that bookmarks stay valid.

@@ -32,6 +32,8 @@ from flows import automations, form, settings, watch
 from flows.pipeline import pipeline, run_here
 from flows.slots import Slots, find_limit
 from rlhf_tasks.config import STAGES, Config
+from rlhf_tasks.config.stages import PRECISION
+from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import BETWEEN, Request, read
 from rlhf_tasks.project import git, hashing
@@ -123,7 +125,7 @@ def sweep(
         # 2. The runs, a few at once.
         todo = [cell for cell in found if not git.find_experiment(root, cell.experiment)]
         get_run_logger().info("%d of %d runs are already done", len(found) - len(todo), len(found))
-        given = {"preset": preset, "revision": commit, "promote": promote}
+        given = {"preset": preset, "revision": commit, "promote": promote, "common": {}, "where": "workspace"}
         inputs = [{"cell": cell, "deployment": deployment, "given": given} for cell in todo]
         states = list[State[Any]]()
         if deployment:
@@ -281,6 +283,8 @@ def cells(
         read = f"{values.data.source} {values.data.path} {values.data.hub} {values.data.mix}"
         data[read] = data.get(read) or watch.fingerprint(root, values)
         params = values.model_dump(mode="json", exclude=comparison.HOW_NOT_WHAT)
+        if values.launch.precision != AUTO:
+            params[PRECISION] = values.launch.precision
         tree = {"commit": commit, "data": data[read], "params": params}
         experiment = f"{name}-{hashing.json_sha256(tree)[:12]}"
         if experiment in [cell.experiment for cell in valid]:

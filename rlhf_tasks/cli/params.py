@@ -144,7 +144,7 @@ def plan(
     if not all(number.isdigit() and int(number) for number in gpus.split(",")):
         raise UserError(f"--gpus {gpus} is not a list of numbers above 0; give one such as 1,8,16")
     size = memory or GPUS[gpu]
-    policy = memory_plan.sizes_of_params(settings, Path(), model)
+    policy = memory_plan.sizes_of_config(memory_plan.config_of_params(settings, Path(), model))
     plans: dict[int, dict[str, Any]] = {}
     for number in map(int, gpus.split(",")):
         run = memory_plan.Run.of_params(settings, policy, number, size * memory_plan.GB)

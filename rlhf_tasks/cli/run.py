@@ -38,6 +38,7 @@ def run(
 
         return run_in_checkout()
     settings = config.load(paths.params)
+    dvc_cli.refuse_beside_run(paths.root)
     with signals.listening(dvc_files.INPUTS):
         auto.write_inputs(paths, settings)  # for `dvc status`
     reasons, seconds = explain_changes(paths), durations.read(paths.home)

@@ -71,7 +71,11 @@ def check(config: PretrainedConfig, rollout: int, subject: str, data: int = 0) -
     if most is None or most < 1 or longest <= most:  # XLNet declares -1
         return None
     family = config.get_text_config(decoder=True).model_type
-    rows = "the longest rows" if data > rollout else "the longest prompt and ppo.response_length together"
+    rows = (
+        "the longest row, or prompt with data.max_completion_tokens,"
+        if data > rollout
+        else "the longest prompt and ppo.response_length together"
+    )
     text = f"{subject} ({family}) has {most} positions, and {rows} reach {longest} tokens: it"
     remedy = "lower data.max_prompt_tokens, data.max_completion_tokens or ppo.response_length"
     if family in TABLES:

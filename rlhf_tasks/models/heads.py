@@ -6,13 +6,14 @@ B batch · R response · H hidden.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.models.classifiers import INSTEAD
 from rlhf_tasks.models.contracts import ContractError
-from rlhf_tasks.models.logprobs import TokenStats, token_stats
+from rlhf_tasks.models.logprobs import TokenStats, at_least_float32, replace_forward, token_stats
 
 
 class TokenScores(nn.Module):
@@ -44,14 +45,23 @@ class TokenScores(nn.Module):
 
     def _score(self, hidden: Tensor) -> Tensor:
         """(…, H) → (…) float32, minus the stored mean."""
-        head = score_head(self.model)
-        with torch.autocast(hidden.device.type, enabled=False):  # 16 bits would round scores to 3 digits
-            scores: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
-        return scores - self.mean
+        return _in_float32(score_head(self.model), hidden) - self.mean
 
     def set_mean(self, mean: float) -> None:
         """Store the constant that is subtracted from every score."""
         self.mean = self.model.config.score_mean = mean
+
+
+def _in_float32(head: nn.Linear, states: Tensor) -> Tensor:
+    """(…, H) → (…): 16 bits, in which DeepSpeed holds the weights, would round scores to 3 digits."""
+
+    def linear(x: Tensor) -> Tensor:  # within the layer, where a sharded weight is whole
+        bias = None if head.bias is None else at_least_float32(head.bias)
+        return F.linear(at_least_float32(x), at_least_float32(head.weight), bias)
+
+    with torch.autocast(states.device.type, enabled=False), replace_forward(head, linear):
+        scores: Tensor = head(states).squeeze(-1)
+    return scores
 
 
 def score_head(model: PreTrainedModel) -> nn.Linear:
@@ -126,9 +136,7 @@ class ActorCritic(nn.Module):
         if not with_values:
             return stats, None
         if isinstance(self.critic, ValueHead):
-            with torch.autocast(stats.states.device.type, enabled=False):  # 16 bits would round the values
-                values = self.critic(stats.states.to(self.critic.weight.dtype)).squeeze(-1).float()
-            return stats, left_aligned(batch.states(values), batch)
+            return stats, left_aligned(batch.states(_in_float32(self.critic, stats.states)), batch)
         return stats, self.values(batch)
 
     @property

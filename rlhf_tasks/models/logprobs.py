@@ -73,7 +73,7 @@ def token_stats(
     def float32_weights() -> tuple[Tensor, Tensor | None]:
         """Logits of 16 bits round by more than an update moves a log-prob. So the output layer computes in
         float32, under autocast and with weights that FSDP2 or DeepSpeed hold in 16 bits too."""
-        return _at_least_float32(head.weight), None if head.bias is None else _at_least_float32(head.bias)
+        return at_least_float32(head.weight), None if head.bias is None else at_least_float32(head.bias)
 
     def choose_linear(hidden: Tensor) -> LinearFunction:
         """What makes the logits; within the layer, where a shared weight is whole and of the passes' type."""
@@ -105,7 +105,7 @@ def token_stats(
             weight, bias = float32_weights()
             return multiply(hidden.to(weight.dtype), weight, bias)
 
-    with _replace_forward(head, plain_logits if makes_all else packed_stats):
+    with replace_forward(head, plain_logits if makes_all else packed_stats):
         out = model(
             input_ids=batch.query_response,
             attention_mask=batch.attention_mask,
@@ -164,7 +164,7 @@ def _stats(logits: Tensor, labels: Tensor, temperature: float, entropy_grad: boo
 
     H = −Σ p · log p, with p = softmax(logits / temperature). At least in float32.
     """
-    z = _at_least_float32(logits)
+    z = at_least_float32(logits)
     logp = (z if temperature == 1 else z / temperature).log_softmax(-1)  # (N, V)
     chosen = logp.gather(1, labels[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
@@ -218,7 +218,7 @@ def _tf32() -> Iterator[None]:
         setattr(matmul, name, before)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -232,7 +232,7 @@ def _left_aligned(stats: Tensor, batch: Batch, states: Tensor) -> TokenStats:
 
 
 @contextmanager
-def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Within the block the module computes `forward` instead; its hooks stay."""
     own: Any = vars(module).get("forward")
     module.forward = forward

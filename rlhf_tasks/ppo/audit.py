@@ -59,7 +59,7 @@ def audit(responses: Mapping[str, list[Ids]], score: Callable[[list[Ids]], Tenso
         try:
             scores[name] = score(found)
         except (NonFiniteError, UserError) as error:  # the guards handle the first in training
-            if name == REFERENCE and isinstance(error, UserError):
+            if name == REFERENCE and not isinstance(error, NonFiniteError):
                 raise
             console.say(f"Warning: {name.replace('_', ' ')} responses have no score: {error}")
     if REFERENCE not in scores:

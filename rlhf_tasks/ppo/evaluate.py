@@ -249,7 +249,8 @@ class Evaluator:
         else:
             local_parts = raise_on_all_ranks(dist, lambda: self._scorers.parts(local), batch)
             parts = interleave(dist.all_gather_object(local_parts))
-        return self.under_eos_rule(self._scorers.total(parts), responses), parts
+        scores, is_raw = self._scorers.total(parts), self._config.score_scaling is not None
+        return score_ends(scores, responses, self._ends, self._config.truncation, is_raw=is_raw), parts
 
     def _close(self, responses: Sequence[Ids]) -> list[Ids]:
         return close_responses(self._tokenizer, responses, self._ends)

@@ -112,6 +112,7 @@ class GuardChecks:
                 "kl_low",
                 f"objective/kl_k1 = {kl:.3f} is below {settings.kl_min:g} by more than its noise",
                 "the responses are not samples of the distribution that the log-probs describe",
+                kl_helps=False,
             )
         if kl > settings.kl_max:
             yield GuardTrip(

@@ -26,11 +26,16 @@ from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.training.distributed import Distributed
 
 
-def score_ends(scores: Tensor, responses: Sequence[Ids], ends: StopTokens, rule: Truncation) -> Tensor:
-    """(B,) the scores under the rule for responses that did not end."""
+def score_ends(
+    scores: Tensor, responses: Sequence[Ids], ends: StopTokens, rule: Truncation, *, is_raw: bool = False
+) -> Tensor:
+    """(B,) the scores under the rule for responses that did not end.
+
+    With `is_raw` they are not scaled as in training, where the rule's score is in standard deviations.
+    """
     ended = torch.tensor([has_ended(response, ends) for response in responses])
     # there is no critic here to value an unfinished response
-    kind = "none" if rule.kind.startswith("bootstrap") else rule.kind
+    kind = "none" if is_raw or rule.kind.startswith("bootstrap") else rule.kind
     score = 0.0 if isinstance(rule, NoEosTrick) else rule.missing_eos_score
     return truncated_scores(scores, ended, kind, missing_eos_score=score)
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.data.batches import CPU, Batch, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.lora import disable_adapters
 from rlhf_tasks.models.passes import TokenBudget
@@ -158,19 +159,23 @@ class Scorers(Protocol):
 
 
 def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:
-    """The result of `compute`; if it meets NaN on one rank, it fails on all of them.
+    """The result of `compute`; if it fails so on one rank, it fails on all of them.
 
     Raises:
-        NonFiniteError: on all ranks; `batch` is what the result was to be computed from.
+        NonFiniteError, UserError: on all ranks; `batch` is what the result was to be computed from.
     """
-    fault, result = None, None
+    fault: UserError | None = None
+    result = None
     try:
         result = compute()
-    except NonFiniteError as error:
+    except UserError as error:  # a NonFiniteError is one
         fault = error
     if dist.max(int(fault is not None)):
-        message = "NaN on another rank" if fault is None else str(fault)
-        raise NonFiniteError(message, dict(batch)) from fault
+        own = None if fault is None else (str(fault), isinstance(fault, NonFiniteError))
+        message, is_nan = own or next(filter(None, dist.all_gather_object(own)))
+        if not is_nan:
+            raise UserError(message) from fault
+        raise NonFiniteError("NaN on another rank" if own is None else message, dict(batch)) from fault
     assert result is not None
     return result
 

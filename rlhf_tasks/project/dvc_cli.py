@@ -7,8 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
@@ -84,11 +87,27 @@ def run(folder: Path, *words: str) -> str:
     )
     if done.returncode:
         message = (done.stderr or done.stdout).strip()
-        if owners := sorted(set(re.findall(r"is busy.*?\(PID (\d+)\)", message, re.DOTALL))):
-            who = f"process {', '.join(owners)}"
-            raise UserError(f"another run is at work in {folder.resolve()} ({who}): wait, or stop it")
+        _refuse_beside(re.findall(r"is busy.*?\(PID (\d+)\)", message, re.DOTALL), folder)
         raise DvcError(f"`dvc {' '.join(words)}` failed in {folder}: {message}")
     return done.stdout.strip()
+
+
+def refuse_beside_run(root: Path) -> None:
+    """Check that no stage runs: DVC would record what it reads as it is when it ends.
+
+    Raises:
+        UserError: if one does.
+    """
+    file = root / ".dvc/tmp/rwlock"  # by path: the process that writes it, or those that read it
+    locks = json.loads(file.read_text(encoding="utf-8") or "{}") if file.exists() else {}
+    written = [one["pid"] for one in locks.get("write", {}).values() if one]
+    read = [one["pid"] for several in locks.get("read", {}).values() for one in several]
+    _refuse_beside((str(pid) for pid in written + read if psutil.pid_exists(pid)), root)
+
+
+def _refuse_beside(owners: Iterable[str], folder: Path) -> None:
+    if who := ", ".join(sorted({*owners})):
+        raise UserError(f"another run is at work in {folder.resolve()} (process {who}): wait, or stop it")
 
 
 def read_outs(root: Path, revision: str, *paths: str) -> list[bytes]:
@@ -100,9 +119,11 @@ def read_outs(root: Path, revision: str, *paths: str) -> list[bytes]:
     from dvc.api import DVCFileSystem
     from dvc.repo.data import DataIndexDirError
 
-    files = DVCFileSystem(str(root), rev=revision)
+    files, prefix = DVCFileSystem(str(root), rev=revision, subrepos=True), git.prefix(root)
     try:
-        return [files.read_bytes(path) for path in paths]
+        return [
+            files.read_bytes(f"{prefix}{path}") for path in paths
+        ]  # of a commit: from the repository's top
     except (OSError, DataIndexDirError) as error:
         raise UserError(f"{error}: DVC's cache has it no more; `dvc fetch` may bring it") from None
 

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from rlhf_tasks import config, console, presets
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.config.judge import Judge
+from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, git
 from rlhf_tasks.project.paths import Paths
@@ -28,7 +29,7 @@ from rlhf_tasks.report import document, run_facts
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.curves import Curve, Figure, Points, read_csv
 
-HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result
+HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result but by PRECISION
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict, but no weight and no win rate
 MAX_SETTINGS = 6  # lines that a figure can tell apart
 MAX_CHANGES = 6  # in the title of a setting
@@ -114,7 +115,8 @@ def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
 
 def select_decisive(parameters: Mapping[str, Any]) -> dict[str, str]:
     """The parameters that decide a result, without the seed, as text: the one that MLflow has."""
-    kept = {k: v for k, v in parameters.items() if k != "seed" and k.split(".")[0] not in UNCOMPARED}
+    out = UNCOMPARED | {"seed"}
+    kept = {k: v for k, v in parameters.items() if k == PRECISION or k.split(".")[0] not in out}
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}
 
 

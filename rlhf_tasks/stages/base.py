@@ -37,7 +37,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     # 1. A model trained on the prompts, or a ready one.
     if config.model.scratch is not None:
         texts = _prompts(paths, tokenizer, "train")
-        longest = max([*texts.sizes, *validation.sizes])
+        longest = max([*texts.sizes, *validation.sizes], default=1)
         model = from_scratch(config.model.scratch, tokenizer, positions.of_scratch(longest))
         with checkpoint.open_snapshots(dist, paths, config, "base") as snapshots:
             train(

@@ -99,6 +99,7 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
     # 2. The training. An evaluation samples responses, which decide what weights are kept.
     prober = _Prober(dist, config, paths, tokenizer, policy, reference)
+    prober.has_loss = bool(tasks["validation"].sizes)
     with checkpoint.open_snapshots(dist, paths, config, "dpo") as snapshots:
         state = train(
             dist,
@@ -140,7 +141,7 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     identity |= {"method": f"dpo, loss {settings.loss}", "kl": [kl, error]}
     if config.labeler and config.num_labeled:
         identity["labeled_by"] = config.labeler  # which has been optimized, so that it is no judge
-    chosen = "of the lowest validation loss" if was_chosen else "the last"
+    chosen = "of the lowest validation loss" if was_chosen and prober.has_loss else "the last"
     if config.has_reward_model:
         identity["chosen_by"] = contracts.fingerprint(paths.reward_heldout)
         chosen = "the best by models/reward_heldout on validation prompts"
@@ -229,6 +230,8 @@ class _Prober:
         self._dist, self._config, self._tokenizer = dist, config, tokenizer
         self._policy, self._reference = policy, reference
         self._budget = TokenBudget(config.dpo.micro_batch_tokens)
+        self.has_loss = True
+        """Whether an evaluation has a validation loss, which decides where no held-out score does."""
         self.known = dict[int, Probe]()
         """By the step at which they were made."""
         self.ends = ends_of(policy, tokenizer, [config.stop_token])
@@ -250,6 +253,8 @@ class _Prober:
             metrics["heldout_scores"] = float(probe.scores.mean())
             decisive = -metrics["heldout_scores"]
         limit = self._config.dpo.max_kl
+        if limit is not None and decisive is None and not self.has_loss:
+            decisive = -float(step)  # the last weights within the bound
         return metrics, float("inf") if limit is not None and metrics["kl"] > limit else decisive
 
     @torch.no_grad()

@@ -218,7 +218,8 @@ def _check_positions(config: PrepareView, corpus: Corpus, lengths: Mapping[Role,
     if model is not None:
         name = "model.scratch" if config.model.scratch is not None else f"model.base={config.model.base}"
         rollout = longest("prompts")[0] + config.response_length
-        warning = positions.check(model, rollout, name, max(longest(role)[1] for role in roles))
+        judged = longest("prompts")[0] + config.data.max_completion_tokens  # as preferences and judge sample
+        warning = positions.check(model, rollout, name, max(judged, *(longest(role)[1] for role in roles)))
         if warning and config.model.scratch is None:  # a new model learns all the positions of its data
             console.say(warning)
 

@@ -52,7 +52,7 @@ def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     with its interval and by origin, margin, calibration error, length_correlation. With `train: false`
     the folders hold only a README, and there are no metrics.
     """
-    if context.is_worker() and config.launch.num_processes == 1:
+    if context.is_worker() and (config.launch.num_processes, os.environ.get("WORLD_SIZE")) == (1, "2"):
         return _side_by_side(config, paths, tracker)
     dist, metrics = Distributed(config.launch, config.seed), dict[str, float]()
     for out in (paths.reward, paths.reward_heldout):

@@ -89,10 +89,10 @@ def sizes_of_config(config: PretrainedConfig) -> Sizes:
         return sizes_of(AutoModelForCausalLM.from_config(config))
 
 
-def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Sizes:
-    """The policy of params.yaml: models/sft where the project has it, else what SFT would start from.
+def config_of_params(config: Config, root: Path, model: str | None = None) -> PretrainedConfig:
+    """Of the policy of params.yaml: models/sft where the project has it, else what SFT would start from.
 
-    With `model`, a folder, a GGUF file or a hub id, that one instead.
+    With `model`, a folder, a GGUF file or a hub id, of that one instead.
     """
     sft, scratch = Paths(root).sft, config.model.scratch
     trained = str(sft) if (sft / "config.json").exists() else None
@@ -100,7 +100,7 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     if source is None and scratch is not None:
         positions = 4 * (config.data.max_prompt_tokens + config.data.max_completion_tokens)
         ids = {"bos_token_id": 0, "eos_token_id": 0}  # the families' own may be beyond this vocabulary
-        return sizes_of_config(scratch_config(scratch, scratch.vocab_size, positions, **ids))
+        return scratch_config(scratch, scratch.vocab_size, positions, **ids)
     if source is None:
         source, revision = config.model.base, config.model.revision
     elif source == config.sft.source:
@@ -108,12 +108,12 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     folder, file = packaged.gguf(source)
     try:
         with packaged.reading(source) if file else nullcontext():
-            of_model = AutoConfig.from_pretrained(folder, revision=revision, **file)
+            of_model: PretrainedConfig = AutoConfig.from_pretrained(folder, revision=revision, **file)
     except (OSError, ValueError) as error:
         hint = "a hub id needs network access or a filled cache" if is_hub_id(source) else "is it a folder?"
         why = str(error).splitlines()[0]
         raise UserError(f"cannot read the config of {source}: {why} ({hint})") from error
-    return sizes_of_config(of_model)
+    return of_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,9 +94,10 @@ def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Spli
 
 
 def plain_text(texts: Sequence[Ids], pad: int, sets: Sequence[str] = ()) -> LanguageModeling:
-    """Text without a query: the first token is given, all others are predicted."""
-    firsts, others = Ragged(ids[:1] for ids in texts), Ragged(ids[1:] for ids in texts)
-    return LanguageModeling(firsts, others, pad, list(sets))
+    """Text without a query: the first token is given, all others are predicted; of one token, none is."""
+    kept = [i for i, ids in enumerate(texts) if len(ids) > 1]
+    firsts, others = Ragged(texts[i][:1] for i in kept), Ragged(texts[i][1:] for i in kept)
+    return LanguageModeling(firsts, others, pad, [sets[i] for i in kept] if sets else [])
 
 
 @dataclass

@@ -98,6 +98,8 @@ def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) ->
     other = [(name, {**overrides, "service.retries": 5}) for name, overrides in settings]
     again = sweep.cells(root, "s", None, other, [1, 2], "HEAD")
     assert [cell.experiment for cell in again] == names, "retries decide no result"
+    types = [("any", {"launch.precision": precision}) for precision in ("fp32", "bf16")]
+    assert len({cell.experiment for cell in sweep.cells(root, "s", None, types, [1], "HEAD")}) == 2
     gate = [(name, {**overrides, "promotion.max_kl": 1.0}) for name, overrides in settings]
     assert not {c.experiment for c in sweep.cells(root, "s", None, gate, [1, 2], "HEAD")} & set(names)
     (root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from filelock import FileLock
 
+from tests.gpu.child import compile_stub
 from tests.small import ROOT
 
 Child = Callable[..., Any]
@@ -30,19 +29,10 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def stub(shared_folder: Path) -> Path:
     """The library of stub.cpp."""
-    if torch.backends.cuda.is_built():
-        pytest.skip("a GPU is pretended to a CPU build of torch only")
-    compiler = next(filter(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++")), None)
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    library, folder = shared_folder / "stub.so", Path(torch.__file__).parent
+    library = shared_folder / "stub.so"
     with FileLock(library.with_suffix(".lock")):
-        if not library.exists():
-            command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{folder / 'include'}"]
-            command += ["-o", str(library), str(ROOT / "tests/gpu/stub.cpp")]
-            command += [f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
+        if not library.exists() and (missing := compile_stub(library)):
+            pytest.skip(missing)
     return library
 
 

@@ -14,8 +14,6 @@ from unittest import mock
 from benchmarks import shapes, workloads
 from benchmarks.shapes import Shape
 from benchmarks.workloads import Workload
-from rlhf_tasks.models.heads import TokenScores
-from rlhf_tasks.models.load import recompute_activations
 from tests import small
 from tests.gpu import toy
 from tests.gpu.pretend import Gpu
@@ -68,9 +66,5 @@ def dry_run(shape: Shape, *, checkpointing: bool = False) -> tuple[DryRun, Workl
         work = replace(work, settings=work.settings.model_copy(update=steps))
         heldout = on_meta(shape).reward
         dist.freeze(heldout)
-        if checkpointing:
-            assert isinstance(work.actor_critic.critic, TokenScores)
-            recompute_activations(work.actor_critic.policy)
-            recompute_activations(work.actor_critic.critic.model)
         list(work.updates())
     return DryRun.of(gpu), work

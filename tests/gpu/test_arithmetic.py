@@ -21,8 +21,7 @@ from tests.gpu.test_devices import UPDATES
 
 FLOAT32: Mapping[str, str] = {
     "models/logprobs.py _stats": "the entropy: no weights",
-    "models/heads.py TokenScores._score": "a score or a value: one number a token, which 16 bits would round",
-    "models/heads.py ActorCritic.forward": "the same, of a shared critic",
+    "models/heads.py _in_float32": "a score or a value: one number a token, which 16 bits would round",
 }
 """The functions that may multiply in float32, and the gradients of what they multiply."""
 VARIANTS = ("separate critic", "shared critic", "lora")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.config.judge import LlmJudge
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.judging.judges import llm
 from rlhf_tasks.judging.judges.comparisons import PairwiseJudge, Question, Reply
 from rlhf_tasks.judging.judges.llm import LlmComparer, read_record, read_reply
@@ -175,8 +175,13 @@ def test_a_reply_that_never_ends_times_out_and_no_server_is_a_failure(
     (reply,) = comparer(server, tmp_path, timeout_seconds=0.3, max_retries=0)(questions(1), ANY)
     assert "TimeoutError" in reply.failure
     url = "http://127.0.0.1:9/v1"  # the discard port: no server listens
-    (reply,) = comparer(server, tmp_path, base_url=url, max_retries=0)(questions(1), ANY)
+    away = comparer(server, tmp_path, base_url=url, max_retries=0)
+    (reply,) = away(questions(1), ANY)
     assert "APIConnectionError" in reply.failure
+    with pytest.raises(
+        OutsideFault, match="APIConnectionError"
+    ):  # and no mistake of the user: a flow retries
+        away(questions(1), 0)
 
 
 @pytest.mark.parametrize("ends", ["half", "close"])

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from rlhf_tasks.data.batches import collate, collate_groups, group_rows
 from rlhf_tasks.models import logprobs
 from rlhf_tasks.models.contracts import ContractError
-from rlhf_tasks.models.heads import supports_shared_prefix
+from rlhf_tasks.models.heads import score_head, supports_shared_prefix
 from rlhf_tasks.models.logprobs import TokenStats, head_width, token_stats
 from tests import small
 from tests.small import FAMILIES, PAD, VOCAB
@@ -269,3 +269,14 @@ def test_the_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
         assert not stats[2].requires_grad
     model.requires_grad_(False)
     assert not any(x.requires_grad for x in token_stats(model, BATCH))
+
+
+def test_a_head_that_is_held_in_16_bits_gives_scores_in_float32() -> None:
+    """As DeepSpeed holds it."""
+    scores, rows = small.scores(seed=3), collate(*small.rows(4), PAD)
+    score_head(scores.model).bfloat16()
+    found = scores(rows)
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, found.bfloat16().float())
+    score_head(scores.model).float()
+    torch.testing.assert_close(scores(rows), found, rtol=0, atol=1e-6)

@@ -83,3 +83,12 @@ def test_a_scorer_that_refuses_the_references_ends_the_run() -> None:
 def test_a_constant_reward_has_nothing_to_learn(capsys: pytest.CaptureFixture[str]) -> None:
     audit(of(), lambda responses: torch.zeros(len(responses)))
     assert "every kind of response earns the same" in capsys.readouterr().out
+
+
+def test_references_without_a_finite_score_end_no_run() -> None:
+    def nan(responses: list[Ids]) -> Tensor:
+        if responses == REFERENCES:
+            raise NonFiniteError("mine gave nan")
+        return by_length(responses)
+
+    assert audit(of(), nan) == {}

@@ -51,6 +51,11 @@ def test_a_guard_trips_where_its_metric_leaves_the_range(metrics: dict[str, floa
     assert trips(metrics) == [name]
 
 
+def test_a_negative_kl_is_not_answered_by_a_higher_coefficient() -> None:
+    [trip] = GuardChecks(settings(action="raise_kl"), 256).check(WELL | {"objective/kl_k1": -0.3})
+    assert not trip.kl_helps, "it would pay twice as much for the fault"
+
+
 def test_the_gap_trips_at_each_evaluation_above_its_bound_and_is_off_by_default() -> None:
     """Updates without an evaluation have no gap; `patience` does not count for it."""
     low, high = ({"eval/standardized_gap": gap} for gap in (0.9, 1.1))

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.tokenizer import Ids
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.tensors import NonFiniteError
+from rlhf_tasks.ppo.audit import audit, trivial_responses
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import Rollout, raise_on_all_ranks
 from rlhf_tasks.ppo.vllm import VllmError
@@ -138,6 +140,25 @@ def test_nan_on_one_rank_stops_both(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- a server for two ranks
+
+
+def test_a_kind_that_a_scorer_of_one_rank_refuses_is_left_out_on_both() -> None:
+    end, queries = EOS, [[3, 4], [5, 6]]
+    kinds = trivial_responses(queries, [[7, end], [8, end]], end=end, response_length=4, seed=1)
+
+    def audited(dist: OneOfTwo) -> set[str]:
+        def score(responses: list[Ids]) -> Tensor:
+            def compute() -> Tensor:
+                if dist.is_main and [end] in responses:
+                    raise UserError("no score")
+                return torch.ones(len(responses))
+
+            return raise_on_all_ranks(dist, compute, {})
+
+        return set(audit(kinds, score))
+
+    first, second = run_ranks(lambda dist: dist, audited)
+    assert first == second == {*kinds} - {"empty"}
 
 
 def with_server(server: InMemory, **changes: Any) -> Any:

@@ -125,7 +125,8 @@ def test_a_damaged_gguf_file_is_no_model(tmp_path: Path, left_out: str, cut: int
         writer.close()
 
     write("")
-    assert memory_plan.sizes_of_params(config.load(ROOT / "params.yaml"), ROOT, str(file)).parameters == 11360
+    of_model = memory_plan.config_of_params(config.load(ROOT / "params.yaml"), ROOT, str(file))
+    assert memory_plan.sizes_of_config(of_model).parameters == 11360
     assert load_causal(file).state_dict()["model.embed_tokens.weight"].sum() == 32 * 32
     write(left_out)
     file.write_bytes(file.read_bytes()[: -cut or None])

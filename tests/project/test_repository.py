@@ -96,5 +96,12 @@ def test_a_project_in_which_another_run_is_at_work_is_named_with_its_process(tmp
     holder = {"pid": os.getpid(), "cmd": "dvc repro"}
     (root / ".dvc/tmp").mkdir(exist_ok=True)
     (root / ".dvc/tmp/rwlock").write_text(json.dumps({"write": {str(root / out): holder}}))
-    with pytest.raises(UserError, match=rf"another run is at work in .*\(process {os.getpid()}\): wait, or"):
+    at_work = pytest.raises(UserError, match=rf"another run is at work in .*\(process {os.getpid()}\): wait")
+    with at_work:
         dvc_cli.run(root, "status", "--json")
+    for held in ({"read": {str(root / out): [holder]}}, {"write": {str(root / out): holder}}):
+        (root / ".dvc/tmp/rwlock").write_text(json.dumps(held))
+        with at_work:
+            dvc_cli.refuse_beside_run(root)
+    (root / ".dvc/tmp/rwlock").write_text(json.dumps({"write": {str(root / out): holder | {"pid": 2**30}}}))
+    dvc_cli.refuse_beside_run(root)  # what a killed process left

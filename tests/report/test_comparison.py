@@ -127,6 +127,8 @@ def test_a_number_is_the_same_value_from_params_yaml_and_mlflow() -> None:
     given = config.values({"ppo": {"kl_coef": 1}, "seed": 2}, "params.yaml")
     assert comparison.select_decisive(given)["ppo.kl_coef"] == "1.0"
     assert comparison.select_decisive({"ppo.kl_coef": "1.0", "seed": "2"}) == {"ppo.kl_coef": "1.0"}
+    how = {"launch.precision": "bf16", "launch.offload": "true"}
+    assert comparison.select_decisive(how) == {"launch.precision": "bf16"}
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,13 @@ def _data(project: Path) -> None:
     jsonl(project / "rows/train.jsonl", *({"prompt": p, "completion": f" {WORDS}"} for p in prompts))
 
 
-def set_params(model: dict[str, Any], response_length: int) -> None:
+def set_params(model: dict[str, Any], response_length: int, completion_tokens: int | None = None) -> None:
     small.write_params(
         Path(),
         {
             "data.source": "files",
             "data.path": "rows",
-            "data.max_completion_tokens": 64,
+            "data.max_completion_tokens": completion_tokens or max(response_length, 10),
             "ppo.response_length": response_length,
             "judge.judges": [small.HELDOUT],
             "tracking.enabled": False,
@@ -94,9 +94,15 @@ def test_rows_that_a_model_cannot_read_are_refused(
 def test_rows_of_the_data_are_checked_too_and_nothing_is_written(rlhf: Command) -> None:
     set_params(base("gpt2", n_positions=20), response_length=4)
     said = rlhf("prepare", status=2).err
-    assert "has 20 positions, and the longest rows reach 21 tokens" in said
+    text = "the longest row, or prompt with data.max_completion_tokens, reach 21 tokens"
+    assert f"has 20 positions, and {text}" in said
     assert "lower data.max_prompt_tokens, data.max_completion_tokens or ppo.response_length" in said
     assert not Path("data/prompts").exists()
+
+
+def test_what_preferences_and_judge_sample_is_checked_too(rlhf: Command) -> None:
+    set_params(base("gpt2", n_positions=24), response_length=13, completion_tokens=14)
+    assert "has 24 positions, and the longest row, or prompt with" in rlhf("prepare", status=2).err
 
 
 def test_where_a_model_computes_its_positions_there_is_a_warning(rlhf: Command) -> None:

@@ -206,6 +206,7 @@ def test_the_second_of_two_processes_begins_when_the_first_has_locked_the_snapsh
     """The same stage may be at work in another process."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
     monkeypatch.setattr(context, "is_worker", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(context, "is_main_rank", lambda: False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))

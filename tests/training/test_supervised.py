@@ -22,7 +22,7 @@ from rlhf_tasks.training.checkpoint import Snapshots
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw, learning_rate
 from rlhf_tasks.training.supervised import TrainState, evaluate, train
-from rlhf_tasks.training.tasks import LanguageModeling, Sums, Task
+from rlhf_tasks.training.tasks import LanguageModeling, Sums, Task, plain_text
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
 
@@ -326,3 +326,8 @@ def test_the_weights_of_the_lowest_loss_are_kept_and_patience_counts_evaluations
     assert len(told.found) == num_steps
     assert torch.equal(weights(layer), told.found[best - 1])
     assert not torch.equal(told.found[best - 1], told.found[best])
+
+
+def test_a_text_of_one_token_has_nothing_to_predict() -> None:
+    task = plain_text([[3], [3, 4, 5], [4]], PAD, ["a", "b", "c"])
+    assert (task.sizes, task.sets) == ([3], ["b"])

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LlmJudge
 from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.judging.judges.comparisons import (
     LETTERS,
     Question,
@@ -52,11 +52,12 @@ class LlmComparer:
     def __call__(
         self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
     ) -> list[Reply]:
-        def stop(failures: Sequence[Failure]) -> UserError | None:
+        def stop(failures: Sequence[Failure]) -> UserError | OutsideFault | None:
             if len(failures) <= max_failures:
                 return None
             reasons, what = [one.reason for one in failures], f"{len(failures)} of the replies so far"
-            return too_many_failures(self._name, reasons, what, self._max_failure_share)
+            error = too_many_failures(self._name, reasons, what, self._max_failure_share)
+            return OutsideFault(str(error)) if all(one.is_temporary for one in failures) else error
 
         client, before = self._client, self._client.requests
         texts = [fill_prompt(self._prompt, question) for question in questions]
