@@ -42,7 +42,7 @@ LINES: Mapping[str, int] = {
     "models": 2479,  # the output layer by TF32 on a GPU, frozen layers in 16 bits
     "scoring": 1358,  # the client of language models, which was in judging, and the scorer that uses it
     "training": 3404,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
-    "ppo": 3530,  # groups without variance, truncated responses, what stage dpo measures too
+    "ppo": 3531,  # groups without variance, truncated responses, what stage dpo measures too
     "stages": 2350,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
     "judging": 2733,  # best-of-n: its responses, its KL and its cost; means over seeds
     "promotion": 1382,

@@ -172,7 +172,8 @@ def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mappi
         fault = error
     if dist.max(int(fault is not None)):
         own = None if fault is None else (str(fault), isinstance(fault, NonFiniteError))
-        message, is_nan = own or next(filter(None, dist.all_gather_object(own)))
+        found = [one for one in dist.all_gather_object(own) if one is not None]
+        message, is_nan = own or found[0]
         if not is_nan:
             raise UserError(message) from fault
         raise NonFiniteError("NaN on another rank" if own is None else message, dict(batch)) from fault
