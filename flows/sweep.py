@@ -33,7 +33,6 @@ from flows.pipeline import pipeline, run_here
 from flows.slots import Slots, find_limit
 from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.config.stages import PRECISION
-from rlhf_tasks.config.types import AUTO
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import BETWEEN, Request, read
 from rlhf_tasks.project import git, hashing
@@ -283,7 +282,7 @@ def cells(
         read = f"{values.data.source} {values.data.path} {values.data.hub} {values.data.mix}"
         data[read] = data.get(read) or watch.fingerprint(root, values)
         params = values.model_dump(mode="json", exclude=comparison.HOW_NOT_WHAT)
-        if values.launch.precision != AUTO:
+        if values.launch.precision != "auto":
             params[PRECISION] = values.launch.precision
         tree = {"commit": commit, "data": data[read], "params": params}
         experiment = f"{name}-{hashing.json_sha256(tree)[:12]}"
