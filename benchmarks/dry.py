@@ -80,8 +80,13 @@ def measure(model: str | None, memory: float, rows: int | None) -> dict[str, Any
     plan = memory_plan.Run.of_params(settings, memory_plan.sizes_of_config(known), 1, memory * memory_plan.GB)
     batch = rows or settings.ppo.rollout_batch_size
     scorers = (RewardModelScorer(kind="reward_model", weight=1.0),) if settings.reward.train else ()
-    changes: dict[str, Any] = {"rollout_batch_size": batch, "total_episodes": batch, "num_ppo_epochs": 1, "ptx": None}
-    changes |= {"micro_batch_tokens": plan.micro_batch_tokens, "guards": None, "scorers": scorers}
+    changes: dict[str, Any] = {"rollout_batch_size": batch, "total_episodes": batch, "num_ppo_epochs": 1}
+    changes |= {
+        "ptx": None,
+        "micro_batch_tokens": plan.micro_batch_tokens,
+        "guards": None,
+        "scorers": scorers,
+    }
     ppo = settings.ppo.model_copy(update=changes)
     queries = shapes.random_rows(batch, plan.longest, plan.longest, known.get_text_config().vocab_size)
     gpu = Gpu(numbers=False)
