@@ -6,7 +6,8 @@ TORCH ?=
 PORT ?= 5000
 DOCS_PORT ?= 0
 
-SHELL := /bin/bash # else the make of macOS looks for programs in its own PATH, not in the one exported below
+# With the default shell the make of macOS looks for programs in its own PATH, not in the one exported below.
+SHELL := /bin/bash
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
