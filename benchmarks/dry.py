@@ -1,7 +1,7 @@
 """PPO of params.yaml on a GPU that is not here: `python -m benchmarks.dry --model my/model --gpu H100`.
 
 One update of the policy of params.yaml, or of `--model`, runs on a pretended GPU (`tests/gpu/pretend.py`)
-whose floats have no numbers: no memory is needed, and a billion parameters take seconds. It tells the most
+whose floats have no numbers: hardly any memory is needed, but minutes for a real model. It tells the most
 memory held in each phase beside what `rlhf plan` calculates, the work of the matmuls by type of number, and
 the tokens a second beyond which one GPU cannot come. All prompts are as long as the longest, all reward
 models as large as the policy, and no response ends early. One epoch is run, and all are counted. It needs a
@@ -17,7 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
@@ -90,7 +89,7 @@ def measure(model: str | None, memory: float, rows: int | None) -> dict[str, Any
     ppo = settings.ppo.model_copy(update=changes)
     queries = shapes.random_rows(batch, plan.longest, plan.longest, known.get_text_config().vocab_size)
     gpu = Gpu(numbers=False)
-    with gpu.present(), toy.phases(gpu), mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
+    with gpu.present(), toy.phases(gpu):
         dist = small.distributed("bf16" if is_bf16 else "fp32")
         work = workloads.of_models(dist, ppo, made(), queries)
         heldout = made().reward
