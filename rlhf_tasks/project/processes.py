@@ -138,7 +138,7 @@ class Daemon:
             first = [process for process in alive if process.pid == record["pid"]] or alive
             send(first, signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds
-            while self.processes() and time.monotonic() < deadline:
+            while _living(alive.__contains__) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
             end(TOKEN, record["token"], signal.SIGTERM, grace_seconds)
             with suppress(ChildProcessError):  # if this very process started it, it would stay as a zombie
@@ -203,11 +203,11 @@ def _living(is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]
 
 
 def end(variable: str, value: str, number: signal.Signals, grace_seconds: float) -> None:
-    """Send a signal to all of them, and kill those that outlive the grace."""
+    """Kill what outlives a signal and the grace. A dying process has ports longer than an environment."""
     for sign, seconds in ((number, grace_seconds), (signal.SIGKILL, KILL_SECONDS)):
-        send(find(variable, value), sign)
+        send(found := find(variable, value), sign)
         deadline = time.monotonic() + seconds
-        while find(variable, value) and time.monotonic() < deadline:
+        while (_living(found.__contains__) or find(variable, value)) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
 

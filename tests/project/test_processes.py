@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -50,6 +51,19 @@ def test_a_daemon_ends_with_what_it_started_in_other_sessions(daemon: Daemon) ->
     assert not daemon.is_running()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     assert not daemon.stop(0.5), "nothing is left to end"
+
+
+def test_a_process_that_dies_is_waited_for_although_its_environment_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dies_late = "trap 'sleep 0.3; exit' TERM; echo ready; while true; do sleep 0.01; done"
+    with subprocess.Popen(["bash", "-c", dies_late], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        known = [[psutil.Process(child.pid)]]
+        monkeypatch.setattr(processes, "find", lambda *_: known.pop() if known else [])
+        processes.end("ANY", "one", signal.SIGTERM, 20.0)
+        assert child.poll() is not None
 
 
 def test_a_stale_record_stops_no_other_process(daemon: Daemon) -> None:
