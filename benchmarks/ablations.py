@@ -2,12 +2,14 @@
 
     parts        docs/results/ablations.md: one setting changed, half the episodes, and the validation posts,
                  since test posts are for verdicts and not for choices; guards only warn
+    critic       docs/results/ablations.md: with and without stage value, all episodes, validation posts
     estimators   docs/results/estimators.md: GAE, RLOO and GRPO by their presets, and the test posts
 
 For every seed, a run of `benchmarks.seeds` provides data, SFT and reward models; it is made where there is
-none. Only PPO runs again, once per variant, and the gold judge compares its policy with the references. An
-interrupted command can be repeated: it skips what has a result.json. Prints a line per variant; a cell is the
-mean over the seeds and the range. With `--jobs 1` the seconds of the variants can be compared.
+none. Only PPO runs again, once per variant, after stage value where its critic is of it. The gold judge
+compares its policy with the references. An interrupted command can be repeated: it skips what has a
+result.json. Prints a line per variant; a cell is the mean over the seeds and the range. With `--jobs 1` the
+seconds of the variants can be compared.
 """
 
 from __future__ import annotations
@@ -67,6 +69,12 @@ PARTS: Mapping[str, Sequence[str]] = {
     "entropy_coef: 0.01": ["ppo.entropy_coef=0.01"],
     "ptx, coef 0.1": ["ppo.ptx={coef: 0.1, text: null}"],
 }
+STAGE_VALUE = "ppo.advantages.critic.init=value"
+CRITIC: Mapping[str, Sequence[str]] = {
+    "default: critic from the reward model": [],
+    "critic of stage value": [STAGE_VALUE],
+    "critic of stage value, its own λ 1": [STAGE_VALUE, "ppo.advantages.lam_value=1.0"],
+}
 ESTIMATORS: Mapping[str, Sequence[str]] = {"gae": [], "rloo": ["rloo"], "group": ["grpo"]}
 """The preset of each estimator."""
 CELLS = {
@@ -94,11 +102,18 @@ def run_variant(folder: Path, changes: Sequence[str], finished: Path, split: str
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
         with (folder / "log").open("w", encoding="utf-8") as log:
             start = time.monotonic()
-            subprocess.run(["rlhf", "ppo"], cwd=folder, env=environment, stdout=log, stderr=log, check=True)
+            stages = ["value", "ppo"] if STAGE_VALUE in changes else ["ppo"]
+            if "value" in stages:
+                (folder / "models/value").unlink()  # the finished run's, which trained none
+            for stage in stages:
+                words = ["rlhf", stage]
+                subprocess.run(words, cwd=folder, env=environment, stdout=log, stderr=log, check=True)
             seconds = str(time.monotonic() - start)
             again = [sys.executable, "-m", "benchmarks.ablations", "--judge", split, seconds]
             subprocess.run(again, cwd=folder, env=environment, stdout=log, stderr=log, check=True)
-        shutil.rmtree(folder / "models" / "policy")
+        for made in ("policy", "value"):
+            if not (folder / "models" / made).is_symlink():
+                shutil.rmtree(folder / "models" / made)
     numbers: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
     return numbers
 
@@ -164,15 +179,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=("parts", "estimators"))
+    parser.add_argument("table", choices=("parts", "critic", "estimators"))
     parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--jobs", type=int, default=2, help="run so many at a time, on one thread each")
     args = parser.parse_args()
     variants, split, common = PARTS, "validation", ["ppo.total_episodes=4096", "ppo.guards.action=warn"]
-    if args.table == "estimators":
+    if args.table == "critic":
+        variants, common = CRITIC, ["ppo.guards.action=warn"]
+    elif args.table == "estimators":
         variants, split, common = ESTIMATORS, "test", []
     common.append("ppo.num_sample_generations=0")
-    finished = {seed: run_seed(seed, Path(".rlhf/seeds"), "value") for seed in args.seeds}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        folders = pool.map(lambda seed: run_seed(seed, Path(".rlhf/seeds"), "value"), args.seeds)
+        finished = dict(zip(args.seeds, folders, strict=True))
     print("| variant | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|", sep="\n")
     with ThreadPoolExecutor(args.jobs) as pool:
         waiting = {}
