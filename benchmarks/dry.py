@@ -36,6 +36,7 @@ def main() -> int:
     try:
         if options.library:  # torch looks for CUDA when it is loaded, so that this comes first
             ctypes.CDLL(options.library, mode=ctypes.RTLD_GLOBAL)
+            check_gpu(options.gpu)
             show(measure(options.model, options.memory, options.rows), options.gpu, options.memory)
             return 0
         with tempfile.TemporaryDirectory() as folder:
@@ -49,6 +50,13 @@ def main() -> int:
     except UserError as error:
         print(f"benchmarks.dry: {error}", file=sys.stderr)
         return 2
+
+
+def check_gpu(gpu: str) -> None:
+    from rlhf_tasks.training.throughput import PEAKS
+
+    if gpu not in PEAKS:
+        raise UserError(f"--gpu {gpu} is none of {', '.join(PEAKS)}")
 
 
 def measure(model: str | None, memory: float, rows: int | None) -> dict[str, Any]:
@@ -114,8 +122,6 @@ def show(found: dict[str, Any], gpu: str, memory: float) -> None:
     from rlhf_tasks.training.throughput import PEAKS
     from tests.gpu.dry import RATES
 
-    if gpu not in PEAKS:
-        raise UserError(f"--gpu {gpu} is none of {', '.join(PEAKS)}")
     scale = PEAKS[gpu] / PEAKS["H100"]
     rows, seconds = [], 0.0
     for phase, kind, flop in found["flop"]:

@@ -21,11 +21,9 @@ from benchmarks import cells
 from rlhf_tasks import config, presets
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.splits import pairs_of
-from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.judging.head_to_head import compare_models
-from rlhf_tasks.models.load import load_causal
-from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.promotion.measurement import measure_kl
 
 PRESETS = {"PPO": "ppo", "RLOO": "rloo", "DPO": "dpo"}
 LIKE_TRL = {  # whose PPO clips no gradient, and takes the penalty of an unfinished response off its score
@@ -63,33 +61,14 @@ def measure(folder: Path, peer: Path) -> cells.Cell:
         words = [str(peer.absolute()), "-m", "benchmarks.trl_trainers", str(request)]
         subprocess.run(words, env=os.environ | THREAD, stdout=log, stderr=log, check=True)
     view = config.JudgeView.of(settings)
+    prompts = read_table(paths, "prompts", "validation").texts("prompt")[:NUM_KL_PROMPTS]
     cell: cells.Cell = {}
     for side, model in (("ours", paths.policy), ("TRL's", theirs)):
         [found] = compare_models(view, str(model), str(paths.sft), paths=paths, names=["gold"]).comparisons
         rate = found.win_rate
-        cell[side] = [rate.value, rate.low, rate.high, kl(model, paths, settings.ppo)]
+        kl = measure_kl(settings, paths, model, prompts, torch.device("cpu"))
+        cell[side] = [rate.value, rate.low, rate.high, kl.mean]
     return cell
-
-
-@torch.no_grad()
-def kl(model: Path, paths: Paths, settings: config.Ppo) -> float:
-    """Σ_t log π − log π_SFT, a mean over responses of `model` to validation prompts."""
-    tokenizer, models = load_tokenizer(paths.sft), [load_causal(one).eval() for one in (model, paths.sft)]
-    prompts = read_table(paths, "prompts", "validation").texts("prompt")[:NUM_KL_PROMPTS]
-    responses = sample_responses(
-        models[0],
-        tokenizer,
-        prompts,
-        max_new_tokens=settings.response_length,
-        temperature=settings.temperature,
-        seed=1,
-    )
-    total = 0.0
-    for query, response in zip(encode(tokenizer, prompts), responses, strict=True):
-        tokens = torch.tensor([[*query, *response]])
-        own, of_sft = (one(tokens).logits[0, len(query) - 1 : -1].log_softmax(-1) for one in models)
-        total += float((own - of_sft).gather(1, tokens[0, len(query) :, None]).sum())
-    return total / len(prompts)
 
 
 def table(found: Sequence[cells.Cell]) -> str:

@@ -98,8 +98,7 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     del frozen
 
     # 2. The training. An evaluation samples responses, which decide what weights are kept.
-    prober = _Prober(dist, config, paths, tokenizer, policy, reference)
-    prober.has_loss = bool(tasks["validation"].sizes)
+    prober = _Prober(dist, config, paths, tokenizer, policy, reference, bool(tasks["validation"].sizes))
     with checkpoint.open_snapshots(dist, paths, config, "dpo") as snapshots:
         state = train(
             dist,
@@ -226,11 +225,12 @@ class _Prober:
         tokenizer: PreTrainedTokenizerBase,
         policy: PreTrainedModel,
         reference: Reference,
+        has_loss: bool,
     ) -> None:
         self._dist, self._config, self._tokenizer = dist, config, tokenizer
         self._policy, self._reference = policy, reference
         self._budget = TokenBudget(config.dpo.micro_batch_tokens)
-        self.has_loss = True
+        self.has_loss = has_loss
         """Whether an evaluation has a validation loss, which decides where no held-out score does."""
         self.known = dict[int, Probe]()
         """By the step at which they were made."""
