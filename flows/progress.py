@@ -25,7 +25,7 @@ class Progress:
         """The present stage, and how much of it is done."""
         self._stages = [stage for stage in stages if stage != dvc_files.INPUTS]
         seconds = durations.read(home)
-        self._is_known = all(seconds.get(stage) for stage in self._stages)
+        self._is_known = all(stage in seconds for stage in self._stages)
         self._weights = {stage: seconds[stage] if self._is_known else 1.0 for stage in self._stages}
         self._weights[dvc_files.INPUTS] = 0.0
 
@@ -33,7 +33,7 @@ class Progress:
         """Log the percentage that is done, which is returned, and what the present stage does now."""
         present = 0.0 if self.stage in self.ends else self.share * self._weights[self.stage]
         done = sum(self._weights[stage] for stage in self.ends) + present
-        percent = round(100 * done / sum(self._weights.values()))
+        percent = round(100 * done / (sum(self._weights.values()) or 1.0))
         self._logger.info("%s", f"{percent}%, {self.stage}: {', '.join(doing)}")
         self._said_at = time.monotonic()
         return percent

@@ -141,11 +141,13 @@ def generate(
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt is empty; give --prompt TEXT, or text on stdin")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a local folder loads at once
-    from rlhf_tasks.models.sampling import sample_texts
+    from rlhf_tasks.models.sampling import load_for_texts, sample_texts
+
+    loaded = load_for_texts(model)
 
     def answer(text: str) -> None:
         (responses,) = sample_texts(
-            model,
+            *loaded,
             [text],
             temperature=temperature,
             max_new_tokens=max_new_tokens,

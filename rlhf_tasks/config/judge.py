@@ -200,7 +200,7 @@ class Retention(Section):
     """General text for perplexity: `english` (a dozen shipped paragraphs), or a text file with one text per
     paragraph; null: only completions of demonstrations."""
     questions: str | None = None
-    """Multiple-choice questions: `english` (thirty shipped ones, chance is 25%), or a file with one question
+    """Multiple-choice questions: `english` (120 shipped ones, chance is 25%), or a file with one question
     per paragraph (beginning, right ending, wrong endings, one per line); null: which of four completions
     belongs to a prompt."""
     tasks: Tasks | None = None

@@ -738,11 +738,10 @@ class Config(Section):
                 f"{how} needs at least two machines and two processes on each, and launch.num_machines is "
                 f"{launch.num_machines}, launch.num_processes {processes}; set it to fsdp2, or raise them"
             )
-        sizes = {f"{name}.batch_size": getattr(self, name).batch_size for name in ("base", "sft", "reward")}
-        if self.dpo.train:
-            sizes["dpo.batch_size"] = self.dpo.batch_size
-        if self.ppo.train and self.ppo.critic_init == "value":
-            sizes["value.batch_size"] = self.value.batch_size
+        trains = {"base": self.model.scratch is not None, "sft": self.sft.source is None}
+        trains |= {"reward": self.reward.train, "dpo": self.dpo.train}
+        trains["value"] = self.ppo.train and self.ppo.critic_init == "value"
+        sizes = {f"{name}.batch_size": getattr(self, name).batch_size for name in trains if trains[name]}
         if self.ppo.train:
             rollout = self.ppo.rollout_batch_size
             sizes["ppo.rollout_batch_size / num_mini_batches"] = rollout // self.ppo.num_mini_batches

@@ -134,9 +134,26 @@ def template(tokenizer: PreTrainedTokenizerBase) -> Chat:
     return lambda messages, answer_follows, /, tools=None: render(messages, answer_follows, tools)[0]
 
 
+def template_source(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of the chat template; of several, which some models have, that named `default`.
+
+    Raises:
+        UserError: if none of several is named so.
+    """
+    templates: Any = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        return str(templates)
+    if "default" not in templates:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} has several chat templates ({', '.join(templates)}), "
+            "and none is named default; keep the one that prompts are to have"
+        )
+    return str(templates["default"])
+
+
 def generated_spans(tokenizer: PreTrainedTokenizerBase) -> Spans | None:
     """Where its chat template marks what is to be trained on; None for a template without such marks."""
-    if not GENERATION.search(str(tokenizer.chat_template)):
+    if not GENERATION.search(template_source(tokenizer)):
         return None
     render = _renderer(tokenizer, return_assistant_tokens_mask=True)
     return lambda messages, tools: render(messages, False, tools)[1]
@@ -146,7 +163,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, **how: bool) -> Callable[..., 
     """Renders messages: the text, and the spans that the template marks, if they are asked for."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    source = str(tokenizer.chat_template)
+    source = template_source(tokenizer)
     names: dict[str, Any] = dict(tokenizer.special_tokens_map)
     if (frozen := tokenizer.init_kwargs.get(DATE)) is not None and "strftime_now" in source:
         # transformers passes no functions to a template, which so gets its own
@@ -234,9 +251,9 @@ def end_with_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     turn, own = end_of_turn(tokenizer), tokenizer.eos_token
     if turn is None or turn == tokenizer.eos_token_id:
         return
-    if "eos_token" in str(tokenizer.chat_template):
+    if "eos_token" in (source := template_source(tokenizer)):
         set_own = f"{{% set eos_token = {json.dumps(own, ensure_ascii=False)} %}}\n"
-        tokenizer.chat_template = set_own + str(tokenizer.chat_template)
+        tokenizer.chat_template = set_own + source
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(turn)
 
 

@@ -47,8 +47,10 @@ def read_config(model: Model, longest_prompt: int) -> PretrainedConfig | None:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
+    """The most tokens of a row that a model declares; None if it declares none (XLNet says -1)."""
     text = config.get_text_config(decoder=True)
-    return getattr(text, "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings", None)
+    most = getattr(text, "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings", None)
+    return most if most is not None and most > 0 else None
 
 
 def check(config: PretrainedConfig, rollout: int, subject: str, data: int = 0) -> str | None:
@@ -68,7 +70,7 @@ def check(config: PretrainedConfig, rollout: int, subject: str, data: int = 0) -
                 f"data.max_prompt_tokens or ppo.response_length so that they stay within {bound}"
             )
     most, longest = max_positions(config), max(rollout, data)
-    if most is None or most < 1 or longest <= most:  # XLNet declares -1
+    if most is None or longest <= most:
         return None
     family = config.get_text_config(decoder=True).model_type
     rows = (

@@ -380,8 +380,9 @@ def check_duplicates(corpus: Corpus, problems: Problems) -> None:
                     key = digest(*((text or "").strip() for text in texts))
                     place = first.setdefault(key, batch.first + i)
                     if place != batch.first + i:
-                        earlier = rows.take(np.array([place - 1]))
-                        where = next(earlier.batches())._replace(first=place).where(0)
+                        numbers = rows.numbers[place - 1 : place]
+                        table = rows.table.slice(int(numbers[0]), 1)
+                        where = RowBatch(batch.role, batch.split, place, numbers, table).where(0)
                         problems.add_row(batch, i, "duplicate", f"the same row as {where}")
 
 
@@ -446,8 +447,9 @@ def measure(
     lengths: dict[Role, Lengths] = {}
     for batch in batches(corpus):
         names, size = TEXTS[batch.role], corpus[batch.role][batch.split].table.num_rows
-        none = Lengths(np.full((size, len(names)), -1, np.int32), np.zeros(size, bool))
-        tokens, merged = lengths.setdefault(batch.role, none)
+        if batch.role not in lengths:
+            lengths[batch.role] = Lengths(np.full((size, len(names)), -1, np.int32), np.zeros(size, bool))
+        tokens, merged = lengths[batch.role]
         prompts = batch.column("prompt")
         answers = [text for name in names[1:] for text in batch.column(name)]
         counts = count(prompts * (len(names) - 1), [text or "" for text in answers])

@@ -192,6 +192,20 @@ def _lowest(ranks: Ranks, count: int) -> npt.NDArray[np.int64]:
     return np.sort(np.argsort(ranks, kind="stable")[:count])
 
 
+def shuffle_heldout(corpus: Corpus, seed: int) -> Corpus:
+    """The held-out rows by their ranks, so that the first are a sample of all files and sets.
+
+    Those of a prompt or conversation stay together, in their order.
+    """
+    shuffled = {role: dict(tables) for role, tables in corpus.items()}
+    for role, tables in corpus.items():
+        for split in HELD_OUT:
+            rows = tables[split]
+            table = rows.table.take(rows.numbers[np.argsort(ranks_of(rows, seed), kind="stable")])
+            shuffled[role][split] = Rows(role, split, table, np.arange(len(rows)))
+    return shuffled
+
+
 # -------------------------------------------------------------------------------------- mixtures
 
 

@@ -8,6 +8,7 @@ whose weights are not safetensors are not kept.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -246,11 +247,19 @@ def sample_alike(
     return sampled
 
 
+class Words:
+    """The words of any language for ROUGE, whose own tokenizer reads Latin letters without accents alone."""
+
+    def tokenize(self, text: str) -> list[str]:
+        """Words in small letters; of Chinese, Japanese and Thai, which write none apart, the characters."""
+        return re.findall(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]|[^\W_]+", text.lower())
+
+
 def response_statistics(
     responses: SampledResponses, references: Sequence[str] | None, sft_perplexity: float
 ) -> ResponseStatistics:
     """ROUGE-L against the references (Lin 2004, F measure), lengths in tokens, and repetition."""
-    scorer, rouge_l = RougeScorer(["rougeL"]), None
+    scorer, rouge_l = RougeScorer(["rougeL"], tokenizer=Words()), None
     grams = Counter(pair for ids in responses.ids for pair in pairwise([START, *ids]))
     if references is not None:
         pairs = zip(references, responses.texts, strict=True)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.config.judge import ENGLISH
+from rlhf_tasks.data import positions
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
@@ -179,7 +180,7 @@ def _encode_texts(
     Raises:
         UserError: if no text has two tokens.
     """
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = positions.max_positions(model.config)
     ids = [row[:longest] for row in tokenizer(list(texts))["input_ids"]]
     if not (ids := [row for row in ids if len(row) > 1]):
         raise UserError("judge.retention.general: no paragraph has two tokens; give longer ones, or null")

@@ -292,7 +292,8 @@ def sample_responses(
 
 
 def sample_texts(
-    model_path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     *,
     temperature: float,
@@ -300,10 +301,7 @@ def sample_texts(
     num_samples: int,
     seed: int,
 ) -> list[list[str]]:
-    """Sample `num_samples` texts from a checkpoint for each prompt; a plain one is a turn, as in its data."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = place(load_causal(model_path), device), load_tokenizer(model_path)
-    contracts.check_fits(model, tokenizer, str(model_path))
+    """Sample `num_samples` texts of a model for each prompt; a plain one is a turn, as in its data."""
     repeated = [p for p in read_plain(tokenizer, prompts) for _ in range(num_samples)]
     responses = sample_responses(
         model, tokenizer, repeated, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
@@ -311,3 +309,11 @@ def sample_texts(
     responses = close_responses(tokenizer, responses, ends_of(model, tokenizer))
     texts = response_texts(tokenizer, encode(tokenizer, repeated), responses)
     return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]
+
+
+def load_for_texts(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A checkpoint's model, on the GPU if there is one, and its tokenizer, which must fit it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = place(load_causal(folder), device), load_tokenizer(folder)
+    contracts.check_fits(model, tokenizer, str(folder))
+    return model, tokenizer

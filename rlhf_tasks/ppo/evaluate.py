@@ -249,15 +249,15 @@ class Evaluator:
         else:
             local_parts = raise_on_all_ranks(dist, lambda: self._scorers.parts(local), batch)
             parts = interleave(dist.all_gather_object(local_parts))
-        scores, is_raw = self._scorers.total(parts), self._config.score_scaling is not None
-        return score_ends(scores, responses, self._ends, self._config.truncation, is_raw=is_raw), parts
+        return self.under_eos_rule(self._scorers.total(parts), responses), parts
 
     def _close(self, responses: Sequence[Ids]) -> list[Ids]:
         return close_responses(self._tokenizer, responses, self._ends)
 
     def under_eos_rule(self, scores: Tensor, responses: Sequence[Ids]) -> Tensor:
-        """(B,) the scores under the rule for responses that did not end."""
-        return score_ends(scores, responses, self._ends, self._config.truncation)
+        """(B,) the scores under the rule for responses that did not end, if they are not scaled."""
+        is_raw = self._config.score_scaling is not None
+        return score_ends(scores, responses, self._ends, self._config.truncation, is_raw=is_raw)
 
     def _kl(self, reference: Reference, responses: Sequence[Ids], budget: TokenBudget) -> Tensor:
         """(B,) of responses to the selection prompts, as `measure_kl`."""

@@ -71,7 +71,9 @@ def file_hash(path: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(p for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file()):
         digest.update(file.relative_to(path).as_posix().encode())
-        digest.update(file.read_bytes())
+        with file.open("rb") as stream:
+            while part := stream.read(1 << 20):
+                digest.update(part)
     return digest.hexdigest()[:16]
 
 

@@ -29,7 +29,7 @@ from rlhf_tasks.tracking.context import run_name
 from rlhf_tasks.tracking.sync import sync
 
 POLICY = "models/policy"
-REWARD_KINDS = ("reward", "reward_heldout")
+SCORING_KINDS = ("reward", "value")
 DONE, REFUSED, DEFERRED, UNDECIDED = 0, 3, 4, 5
 """Exit status: promoted, or champion already; refused by the gate; MLflow does not answer; not judged yet."""
 NOT_COMPARED = "no champion (`rlhf promote` compares it with one)"
@@ -179,14 +179,14 @@ def check(folder: Path, name: str) -> None:
     """Refuse a folder that is not a policy.
 
     Raises:
-        UserError: if it is not a checkpoint, or is a reward model.
+        UserError: if it is not a checkpoint, or is a reward model or a critic.
     """
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{name} is not a checkpoint's folder (it has no config.json); give one such as {POLICY}"
         )
-    if contracts.read_identity(folder).get("kind") in REWARD_KINDS:
-        raise UserError(f"{name} is a reward model; give a policy such as {POLICY}")
+    if contracts.read_identity(folder).get("kind") in SCORING_KINDS:
+        raise UserError(f"{name} is a reward model or a critic; give a policy such as {POLICY}")
 
 
 def verdict_file(home: Path, md5: str) -> Path:

@@ -87,9 +87,14 @@ class ChatClient:
         requests = [{**self._options, "messages": [{"role": "user", "content": text}]} for text in texts]
         endpoint = self._settings.base_url
         keys = [hashing.json_sha256({"endpoint": endpoint, "request": one}) for one in requests]
-        todo = {key: r for key, r in zip(keys, requests, strict=True) if key not in self._cache}
+        todo = {key: r for key, r in zip(keys, requests, strict=True) if not self._is_kept(key)}
         failed = asyncio.run(self._fetch(todo, stop)) if todo else {}
-        return [self._cache[key] if key in self._cache else failed[key] for key in keys]
+        return [self._cache[key] if self._is_kept(key) else failed[key] for key in keys]
+
+    def _is_kept(self, key: str) -> bool:
+        """Whether there is a reply that can be used as things are now: a scale may have changed."""
+        record = self._cache.get(key)
+        return record is not None and (self._keeps_unusable or not self._find_problem(record))
 
     async def _fetch(
         self, todo: Mapping[str, Request], stop: Callable[[Sequence[Failure]], Exception | None]

@@ -18,7 +18,7 @@ from rlhf_tasks.config import PpoView
 from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.config.ppo import Advantages, Ptx, SeparateCritic
 from rlhf_tasks.config.scorers import OPTIMIZED, RewardModelScorer, chat_models, reward_folders, scorer_names
-from rlhf_tasks.data import columns
+from rlhf_tasks.data import columns, positions
 from rlhf_tasks.data.batches import read_table, token_ids
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.tokenizer import encode, load_tokenizer
@@ -309,7 +309,7 @@ def ptx_text(
         text = (paths.root / settings.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"ppo.ptx.text: {settings.text!r} cannot be read ({error})") from None
-    most = min(PTX_TOKENS, getattr(policy.config, "max_position_embeddings", PTX_TOKENS))
+    most = min(PTX_TOKENS, positions.max_positions(policy.config) or PTX_TOKENS)
     documents = encode(tokenizer, [part.strip() for part in re.split(r"\n\s*\n", text)])
     pieces = [ids[start : start + most] for ids in documents for start in range(0, len(ids), most)]
     pieces = [piece for piece in pieces if len(piece) > 1]

@@ -98,7 +98,9 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     held_out: Corpus = {"sft": {split: kept["sft"][split] for split in HELD_OUT}}
     metrics["tokens/unknown"] = tokenizer.unknown_share(words, _texts(held_out))
     _check_positions(config, kept, lengths)
-    _write(paths, kept, words, problems)
+    # Who judges or selects by some of the held-out rows takes the first. Synthetic ones are in no order.
+    written = kept if data.source == "synthetic" else splits.shuffle_heldout(kept, config.seed)
+    _write(paths, written, words, problems)
     _say(paths, data.source, kept, metrics, problems)
     if weights:
         _say_mixture(full, kept, weights)
@@ -218,7 +220,8 @@ def _check_positions(config: PrepareView, corpus: Corpus, lengths: Mapping[Role,
     if model is not None:
         name = "model.scratch" if config.model.scratch is not None else f"model.base={config.model.base}"
         rollout = longest("prompts")[0] + config.response_length
-        judged = longest("prompts")[0] + config.data.max_completion_tokens  # as preferences and judge sample
+        # As preferences and judge sample, and as reward models read it: with EOS, where it was cut off.
+        judged = longest("prompts")[0] + config.data.max_completion_tokens + 1
         warning = positions.check(model, rollout, name, max(judged, *(longest(role)[1] for role in roles)))
         if warning and config.model.scratch is None:  # a new model learns all the positions of its data
             console.say(warning)

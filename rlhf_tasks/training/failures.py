@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from rlhf_tasks.errors import LESS_MEMORY, UserError
@@ -74,9 +73,14 @@ def write(failure: Mapping[str, str], *, replace: bool = False) -> None:
     if replace or "stage" in read(where):
         whole.replace(where)
         return
-    with suppress(FileExistsError):
-        where.hardlink_to(whole)
-    whole.unlink()
+    try:
+        where.hardlink_to(whole)  # which no other process replaces
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        if not where.exists():
+            whole.replace(where)
+    whole.unlink(missing_ok=True)
 
 
 def read(where: Path) -> dict[str, str]:

@@ -127,6 +127,7 @@ class Run:
     parallelism: Parallelism = "ddp"
     is_bf16: bool = True
     has_reward_model: bool = True  # models/reward and models/reward_heldout are loaded
+    starts_from_dpo: bool = False  # models/sft is loaded too, for the KL
     offload: bool = False
     auto_tokens_of: float | None = None  # GPU's bytes by which `micro_batch_tokens: auto` is chosen
     chunk: int = GPU_LOGITS  # logits that the training passes make at a time
@@ -142,6 +143,7 @@ class Run:
             is_bf16=config.launch.precision != "fp32",
             auto_tokens_of=gpu if config.ppo.micro_batch_tokens == AUTO else None,
             has_reward_model=config.reward.train,
+            starts_from_dpo=config.dpo.train,
             offload=config.launch.offload,
         )
 
@@ -187,7 +189,8 @@ def memory(run: Run) -> dict[str, float]:
     policy, ppo, n, width = run.policy, run.ppo, run.num_gpus, run.width
     is_sharded, is_deepspeed = run.parallelism in SHARDING, run.parallelism.startswith("zero")
     adapters = ppo.lora.r * policy.activations if ppo.lora else 0
-    reference = 0 if ppo.lora else policy.parameters
+    num_references = (ppo.lora is None) + run.starts_from_dpo
+    reference = num_references * policy.parameters
     folders = reward_folders(ppo.scorers)
     num_rewards = sum(folder != OPTIMIZED for folder in folders) + 2 * run.has_reward_model
     rewards = FP32 * num_rewards * (policy.trunk + policy.hidden)
@@ -195,7 +198,7 @@ def memory(run: Run) -> dict[str, float]:
     weights = stored * (policy.parameters + adapters + run.critic + reference) + rewards
     if run.parallelism == "ddp" and run.is_bf16:  # autocast's copies of policy and critic
         weights += BF16 * (policy.parameters + run.critic)
-        num_frozen = num_rewards + (ppo.lora is None)  # whose layers are in 16 bits
+        num_frozen = num_rewards + num_references  # whose layers are in 16 bits
         weights -= (FP32 - BF16) * num_frozen * policy.layers * policy.layer
     share = 1 if run.parallelism == "ddp" else n
     buckets = 2 * width * min(BUCKET, run.trained) if is_deepspeed else 0

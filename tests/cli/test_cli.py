@@ -260,13 +260,16 @@ Calls = list[tuple[str, dict[str, object]]]
 def answers(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """The calls of the model; each response is the prompt in capitals."""
     calls: Calls = []
+    loaded: list[Path] = []
     module = types.ModuleType("rlhf_tasks.models.sampling")
 
-    def sample_texts(model: Path, prompts: list[str], **settings: object) -> list[list[str]]:
+    def sample_texts(model: Path, tokenizer: None, prompts: list[str], **settings: object) -> list[list[str]]:
         calls.append((prompts[0], settings))
         return [[prompt.upper()] * int(str(settings["num_samples"])) for prompt in prompts]
 
     module.sample_texts = sample_texts  # type: ignore[attr-defined]
+    module.loaded = loaded  # type: ignore[attr-defined]
+    module.load_for_texts = lambda folder: loaded.append(folder) or (folder, None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlhf_tasks.models.sampling", module)
     return calls
 
@@ -295,6 +298,7 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     lines = rlhf("generate .").out.splitlines()
     assert lines[2:] == ["  'POST: my boat is here\\nTL;DR:'", "HELLO", "A", "B"]
+    assert sys.modules["rlhf_tasks.models.sampling"].loaded == [Path()], "once for all prompts"
 
 
 @pytest.mark.parametrize(

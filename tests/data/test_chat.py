@@ -68,6 +68,23 @@ def rendering(chat_model: Path) -> Any:
     return of
 
 
+def test_of_several_templates_the_default_one_renders(chat_model: Path, tmp_path: Path) -> None:
+    words = AutoTokenizer.from_pretrained(chat_model)
+    words.chat_template = PLAIN
+    alone = tokenizer.ready_rendering(words, "m")
+    words.chat_template = {"default": PLAIN, "tool_use": TOOLS}
+    words.save_pretrained(tmp_path)
+    several = load_tokenizer(tmp_path)
+    assert isinstance(several.chat_template, dict)
+    found = tokenizer.ready_rendering(several, "m")
+    assert found.marks == alone.marks
+    assert found.chat is not None
+    assert found.chat([user("hi")], True) == TURN
+    several.chat_template = {"tool_use": TOOLS}
+    with pytest.raises(UserError, match=r"several chat templates \(tool_use\), and none is named default"):
+        tokenizer.ready_rendering(several, "m")
+
+
 def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 

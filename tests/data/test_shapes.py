@@ -500,6 +500,20 @@ def test_a_function_of_ones_own_returns_a_row_several_or_none() -> None:
     assert "own:rows returns None" in dict(converted(by_function(lambda r: None, {"q": 1})).left_out).values()
 
 
+def test_a_function_of_ones_own_is_called_once_for_a_record() -> None:
+    """One that removes duplicates, or that pays for each call."""
+    seen = list[int]()
+
+    def own(record: Record) -> Any:
+        is_new = record["q"] not in seen
+        seen.append(record["q"])
+        return {"prompt": f"p{record['q']}", "completion": "c"} if is_new else None
+
+    found = rows(by_function(own, {"q": 1}, {"q": 2}, {"q": 1}))
+    assert [row["prompt"] for row in found] == ["p1", "p2"]
+    assert seen == [1, 2, 1]
+
+
 def test_what_a_function_of_ones_own_does_wrong_is_named() -> None:
     def leaves(record: Record) -> Any:
         sys.exit(3)

@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_tasks.config import Split
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Role, Row, check_leaks
-from rlhf_tasks.data.splits import cap_train, complete, fill_splits
+from rlhf_tasks.data.splits import cap_train, complete, fill_splits, shuffle_heldout
 from rlhf_tasks.errors import UserError
 from tests.data.conftest import store
 
@@ -115,6 +115,19 @@ def test_bad_responses_make_no_demonstration_and_are_counted(capsys: pytest.Capt
 def test_a_split_without_rows_is_an_error_that_names_it() -> None:
     with pytest.raises(UserError, match="sft/validation, sft/test, prompts/validation, prompts/test"):
         complete(fill({"sft": {"train": demos(range(3))}}))
+
+
+def test_the_first_held_out_rows_are_a_sample_of_all_files() -> None:
+    corpus = complete(fill({"sft": {"train": demos(range(100)), "test": demos(range(100, 300))}}))
+    shuffled = shuffle_heldout(corpus, seed=1)
+    for role in ("sft", "prompts"):
+        before, after = ([row["prompt"] for row in found[role]["test"]] for found in (corpus, shuffled))
+        assert sorted(after) == sorted(before)
+        assert 30 < len({*after[:100]} & {*before[:100]}) < 70
+    assert [*shuffled["sft"]["train"]] == [*corpus["sft"]["train"]]
+    assert [row["prompt"] for row in shuffled["sft"]["test"]] == [
+        row["prompt"] for row in shuffled["prompts"]["test"]
+    ]
 
 
 def test_max_rows_caps_train_rows_only_and_keeps_their_order() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rouge_score.tokenize import tokenize
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config.judge import Retention
@@ -14,7 +15,7 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.tokenizer import encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import retention
-from rlhf_tasks.judging.responses import SampledResponses, response_statistics
+from rlhf_tasks.judging.responses import SampledResponses, Words, response_statistics
 from rlhf_tasks.judging.results import RetentionResult
 from rlhf_tasks.judging.retention import Choice, Probes
 from rlhf_tasks.models.load import load_causal
@@ -89,6 +90,16 @@ def test_different_two_grams_are_counted_over_all_responses() -> None:
     assert response_statistics(responses, None, 1.0).corpus_distinct_2 == 4 / 9
     short = SampledResponses(sampled=[[7]] * 5, ids=[[7]] * 5, texts=[""] * 5, ended=[True] * 5)
     assert response_statistics(short, None, 1.0).corpus_distinct_2 == 1 / 5
+
+
+def test_rouge_reads_words_of_any_language() -> None:
+    texts = ["Он жил у моря", "l'été à Rome", "海は青い", "Two_words in 1 line."]
+    same = SampledResponses(sampled=[[7]] * 4, ids=[[7]] * 4, texts=texts, ended=[True] * 4)
+    assert response_statistics(same, texts, 1.0).rouge_l == 1
+    half = SampledResponses(sampled=[[7]], ids=[[7]], texts=["Он жил"], ended=[True])
+    assert response_statistics(half, texts[:1], 1.0).rouge_l == pytest.approx(2 / 3)
+    english = "it's a can't-miss U.S. movie_1, 10/10"
+    assert Words().tokenize(english) == tokenize(english, None)
 
 
 def test_the_model_chooses_the_ending_that_is_likeliest_per_character(models_here: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
-from rlhf_tasks.models.sampling import sample_texts
+from rlhf_tasks.models.sampling import load_for_texts
 from tests import small
 from tests.models.test_load import save
 
@@ -145,7 +145,7 @@ def test_a_token_id_beyond_the_embedding_is_an_error_though_the_counts_agree(tmp
     words["model"]["vocab"] = {w: 40 if i == last else i for w, i in words["model"]["vocab"].items()}
     file.write_text(json.dumps(words), encoding="utf-8")
     with pytest.raises(ContractError, match=r"23 tokens, but the model has 23 embeddings.* id 40 \('w\d+'\)"):
-        sample_texts(folder, ["w1"], temperature=1.0, max_new_tokens=1, num_samples=1, seed=1)
+        load_for_texts(folder)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_an_error(tmp_path: Path) -> None:

@@ -76,6 +76,20 @@ def test_saving_keeps_the_list(tmp_path: Path) -> None:
     assert found["eos_token_id"] == [EOS, 7, 9]
 
 
+def test_a_published_temperature_without_sampling_hinders_no_save(tmp_path: Path) -> None:
+    model, words = small.causal(), small.tokenizer()
+    assert model.generation_config is not None
+    model.save_pretrained(tmp_path / "published")
+    words.save_pretrained(tmp_path / "published")
+    file = tmp_path / "published/generation_config.json"
+    published = json.loads(file.read_text(encoding="utf-8")) | {"temperature": 0.9, "top_p": 0.6}
+    file.write_text(json.dumps(published), encoding="utf-8")
+    again = load_causal(tmp_path / "published")
+    save_checkpoint(again, words, tmp_path / "ours", identity={}, card="", others=[5])
+    found = json.loads((tmp_path / "ours/generation_config.json").read_text(encoding="utf-8"))
+    assert (found["eos_token_id"], found["temperature"], found["top_p"]) == ([EOS, 5], 0.9, 0.6)
+
+
 @pytest.mark.parametrize("ends", [(EOS, [EOS, 7]), ([EOS, 5, 6], EOS), (7, [EOS, 9])])
 def test_the_same_weights_give_the_same_responses_whatever_ends_them(
     ends: tuple[Any, Any], tmp_path: Path

@@ -284,6 +284,17 @@ def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: l
     )
 
 
+def test_scaled_scores_and_held_out_ones_are_raw_alike() -> None:
+    """The rule's score is then in standard deviations, and would be no score of either model."""
+    scorers = Recorder()
+    rule: dict[str, Any] = {"truncation": {"kind": "eos_trick_replace", "missing_eos_score": -1.5}}
+    one = Evaluations(scorer=scorers, heldout=lambda rows: length(*rows.given), score_scaling={}, **rule)
+    metrics, (responses,) = one.evaluate(16), scorers.calls
+    assert any(response[-1] != small.EOS for response in responses)
+    mean = pytest.approx(statistics.fmean(map(len, responses)))
+    assert (metrics["eval/scores"], metrics["eval/heldout_scores"]) == (mean, mean)
+
+
 # ------------------------------------------------------------------------------------------- two ranks
 
 

@@ -430,8 +430,10 @@ def test_a_reward_model_is_refused_before_anything_is_registered(project: Path, 
     message = rlhf("promote models/reward", status=2).err
     assert "models/reward is not a checkpoint's folder (it has no config.json)" in message
     (reward / "config.json").write_text("{}", encoding="utf-8")
-    (reward / "rlhf.json").write_text('{"kind": "reward"}', encoding="utf-8")
-    assert "models/reward is a reward model" in rlhf("promote models/reward", status=2).err
+    for kind in ("reward", "value"):
+        (reward / "rlhf.json").write_text(json.dumps({"kind": kind}), encoding="utf-8")
+        message = rlhf("promote models/reward", status=2).err
+        assert "models/reward is a reward model or a critic; give a policy" in message
     assert client().search_registered_models() == []
 
 

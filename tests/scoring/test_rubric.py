@@ -115,6 +115,17 @@ def test_the_score_is_the_number_on_the_last_line(
     assert scorer(server, tmp_path)(ROWS).tolist() == [score] * 4
 
 
+def test_a_kept_reply_outside_a_new_scale_is_asked_again(server: Server, tmp_path: Path) -> None:
+    own = "{prompt}|{response}"  # names no scale, so that the request stays the same
+    server.reply = lambda body: completion("7")
+    assert scorer(server, tmp_path, own)(ROWS).tolist() == [7.0] * 4
+    with pytest.raises(UnusableScores, match=r"a number from 0 to 5: '7'"):
+        scorer(server, tmp_path, own, highest=5.0)(ROWS)
+    server.reply = lambda body: completion("4")
+    assert scorer(server, tmp_path, own, highest=5.0)(ROWS).tolist() == [4.0] * 4
+    assert scorer(server, tmp_path, own)(ROWS).tolist() == [4.0] * 4
+
+
 def test_a_scale_may_have_numbers_below_0(server: Server, tmp_path: Path) -> None:
     server.reply = lambda body: completion("-1")
     assert scorer(server, tmp_path, lowest=-1.0, highest=1.0)(ROWS).tolist() == [-1] * 4

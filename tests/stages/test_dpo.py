@@ -377,6 +377,15 @@ def test_nothing_is_asked_of_a_ppo_that_does_not_train(changes: dict[str, Any]) 
         config.validate(small.params({"dpo.train": True, **changes}), "test")
 
 
+def test_the_batches_of_stages_that_train_nothing_may_have_any_size() -> None:
+    """`sft.from` makes base and SFT models ready ones."""
+    ready = {"model.base": "ready", "model.scratch": None, "sft.from": "ready", **small.WITHOUT_REWARD}
+    sizes = {"base.batch_size": 7, "sft.batch_size": 7, "reward.batch_size": 7, "launch.num_processes": 2}
+    config.validate(small.params({"dpo.train": True, "ppo.train": False, **ready, **sizes}), "test")
+    with pytest.raises(UserError, match=r"sft\.batch_size=7 is not divisible"):
+        config.validate(small.params({**ready, "sft.from": None, **sizes}), "test")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -50,7 +50,9 @@ def base(family: str, **changes: Any) -> dict[str, Any]:
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-HAS_24 = "model.base=ready ({}) has 24 positions, and the longest prompt and ppo.response_length together"
+HAS_24 = (
+    "model.base=ready ({}) has 24 positions, and the longest row, or prompt with data.max_completion_tokens,"
+)
 DEPENDS = "exceeds 24 tokens, and prompt plus response reach 25"
 
 
@@ -61,7 +63,7 @@ DEPENDS = "exceeds 24 tokens, and prompt plus response reach 25"
             (
                 family,
                 {name: 24},
-                [HAS_24.format(family), "reach 25 tokens: it has no row for a later position"],
+                [HAS_24.format(family), "reach 26 tokens: it has no row for a later position"],
             )
             for family, name in [
                 ("gpt2", "n_positions"),
@@ -84,7 +86,7 @@ def test_rows_that_a_model_cannot_read_are_refused(
     family: str, changes: dict[str, Any], texts: list[str], rlhf: Command
 ) -> None:
     model = base(family, **changes)
-    set_params(model, response_length=13)
+    set_params(model, response_length=12)
     rlhf("prepare")
     set_params(model, response_length=14)
     said = rlhf("prepare", status=2).err
@@ -94,20 +96,24 @@ def test_rows_that_a_model_cannot_read_are_refused(
 def test_rows_of_the_data_are_checked_too_and_nothing_is_written(rlhf: Command) -> None:
     set_params(base("gpt2", n_positions=20), response_length=4)
     said = rlhf("prepare", status=2).err
-    text = "the longest row, or prompt with data.max_completion_tokens, reach 21 tokens"
+    text = "the longest row, or prompt with data.max_completion_tokens, reach 22 tokens"
     assert f"has 20 positions, and {text}" in said
     assert "lower data.max_prompt_tokens, data.max_completion_tokens or ppo.response_length" in said
     assert not Path("data/prompts").exists()
 
 
 def test_what_preferences_and_judge_sample_is_checked_too(rlhf: Command) -> None:
-    set_params(base("gpt2", n_positions=24), response_length=13, completion_tokens=14)
-    assert "has 24 positions, and the longest row, or prompt with" in rlhf("prepare", status=2).err
+    """With EOS, which an unfinished sample gets before a reward model reads it: 11 + 13 + 1."""
+    set_params(base("gpt2", n_positions=24), response_length=12, completion_tokens=13)
+    said = rlhf("prepare", status=2).err
+    assert (
+        "has 24 positions, and the longest row, or prompt with data.max_completion_tokens, reach 25" in said
+    )
 
 
 def test_where_a_model_computes_its_positions_there_is_a_warning(rlhf: Command) -> None:
     model = base("llama", max_position_embeddings=24)
-    set_params(model, response_length=13)
+    set_params(model, response_length=12)
     assert "positions" not in "".join(rlhf("prepare"))
     set_params(model, response_length=14)
     assert "".join(rlhf("prepare")).count(f"Warning: {HAS_24.format('llama')}") == 1
@@ -115,7 +121,7 @@ def test_where_a_model_computes_its_positions_there_is_a_warning(rlhf: Command) 
 
 def test_a_model_from_scratch_is_checked_by_the_positions_that_it_will_have(rlhf: Command) -> None:
     scratch = {"model.base": "scratch", "model.scratch.family": "gpt2"}
-    set_params(scratch, response_length=53)  # 4 times 11, rounded up to 64
+    set_params(scratch, response_length=52)  # 4 times 11, rounded up to 64, and EOS
     rlhf("prepare")
     set_params(scratch, response_length=54)
     assert "model.scratch (gpt2) has 64 positions" in rlhf("prepare", status=2).err

@@ -123,6 +123,12 @@ def test_lora_trains_adapters_and_keeps_no_reference() -> None:
     assert run(lora=adapters, advantages__critic__lora=adapters).trained == 2 * 40_000 + 100
 
 
+def test_ppo_from_a_dpo_policy_holds_the_sft_model_too() -> None:
+    plain = run(is_bf16=False)
+    from_dpo = replace(plain, starts_from_dpo=True)
+    assert memory(from_dpo)["weights"] - memory(plain)["weights"] == 4 * plain.policy.parameters
+
+
 # ------------------------------------------------------------------------------------------- memory
 
 

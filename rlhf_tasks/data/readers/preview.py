@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, Split, is_hub_id
 from rlhf_tasks.data import rows
 from rlhf_tasks.data.chat import Rendering
+from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.readers import files, hub, tables
-from rlhf_tasks.data.rows import SPLITS, TEXTS, Corpus, Problems, Role, Row, Rows
+from rlhf_tasks.data.rows import CONVERSATION, SPLITS, TEXTS, Corpus, Problems, Role, Row, Rows
 from rlhf_tasks.errors import UserError
 
 SHOWN = 3  # rows
@@ -123,16 +127,27 @@ def words(prompt: str, response: str) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def write(corpus: Corpus, out: Path) -> None:
-    """Write the rows as Parquet, OUT/ROLE/SPLIT.parquet, which `data.path: OUT` reads again.
+    """Write the rows into OUT/ROLE/SPLIT.parquet, or .jsonl with the kept columns; `data.path: OUT` reads it.
+
+    Earlier turns of conversations are left out: as rows of their own they would become prompts of PPO.
 
     Raises:
         UserError: if OUT holds something.
     """
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--write {out}: the folder is not empty; name a new one")
+    num_earlier = 0
     for role, parts in corpus.items():
         for name, some in parts.items():
-            if len(some):
-                (out / role).mkdir(parents=True, exist_ok=True)
-                rows.write(some, out / role / f"{name}.parquet")
-    console.say(f"wrote {out}")
+            last = some.take(np.array([talk is None for talk in some.texts(CONVERSATION)], bool))
+            num_earlier += len(some) - len(last)
+            if not len(last):
+                continue
+            (out / role).mkdir(parents=True, exist_ok=True)
+            if KEY not in last[0]:
+                rows.write(last, out / role / f"{name}.parquet")
+                continue
+            with (out / role / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+                for row in last:
+                    file.write(json.dumps({**row, **row.pop(KEY)}, ensure_ascii=False) + "\n")
+    console.say(f"wrote {out}" + (f" without {num_earlier:,} earlier turns" if num_earlier else ""))

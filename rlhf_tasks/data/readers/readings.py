@@ -436,10 +436,21 @@ def by_function(table: Table, data: Data, function: Callable[[Row], Any]) -> Rea
                         f"them, or None, but gave {row!r:.80}"
                     ) from None
 
-    some = (row for _, row in made() if isinstance(row, dict))
-    names = {name for row in itertools.islice(some, SAMPLE) for name in row}
-    role: Role = "preferences" if "chosen" in names else "sft" if names - {"prompt"} else "prompts"
-    return Reading(role, f"by {path}", table, table.columns, lambda: with_kept(made(), data))
+    names, rows = peek(made())  # a function that counts or pays is called once for a record
+    role: Role = "preferences" if "chosen" in names else "sft" if {*names} - {"prompt"} else "prompts"
+    return Reading(role, f"by {path}", table, table.columns, lambda: with_kept(rows, data))
+
+
+def peek(pairs: Iterable[tuple[Line, Any]]) -> tuple[tuple[str, ...], Iterator[tuple[Line, Any]]]:
+    """The columns of the first rows, and all that is made."""
+    rest, head, rows = iter(pairs), list[tuple[Line, Any]](), list[Row]()
+    for line, row in rest:
+        head.append((line, row))
+        if isinstance(row, dict):
+            rows.append(row)
+        if len(rows) == SAMPLE:
+            break
+    return tuple(dict.fromkeys(name for row in rows for name in row)), itertools.chain(head, rest)
 
 
 def converted(maker: Callable[[Match, Values], Any], match: Match, line: Line) -> Any:

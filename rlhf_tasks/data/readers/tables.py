@@ -8,9 +8,8 @@ chat template.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from rlhf_tasks.data.chat import (
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.columns import fault as value_fault
 from rlhf_tasks.data.readers import shapes
-from rlhf_tasks.data.readers.readings import SAMPLE, Line, Reading, RoleTable, split_of
+from rlhf_tasks.data.readers.readings import Reading, RoleTable, peek, split_of
 from rlhf_tasks.data.rows import (
     BATCH,
     CONVERSATION,
@@ -76,7 +75,7 @@ def assemble(
         UserError: naming every table whose shape is not known, or that lacks a column.
     """
     known = [
-        (part, split, reading, *_peek(reading))
+        (part, split, reading, *peek(reading.made()))
         for part in parts
         for split, reading in part.readings
         or shapes.read(part.tables, part.data, chat=rendering.renders_plain, own=part.own)
@@ -165,18 +164,6 @@ def say_plain(plain: Mapping[str, int], rendering: Rendering) -> None:
     }
     for kind, count in plain.items() if rendering.chat is not None else ():
         console.say(f"  {count:,} plain prompt(s) {said[kind]}")
-
-
-def _peek(reading: Reading) -> tuple[tuple[str, ...], Iterator[tuple[Line, Any]]]:
-    """The columns of the first rows, and all that the reading makes."""
-    pairs, head, rows = iter(reading.made()), list[tuple[Line, Any]](), list[Row]()
-    for line, row in pairs:
-        head.append((line, row))
-        if isinstance(row, dict):
-            rows.append(row)
-        if len(rows) == SAMPLE:
-            break
-    return tuple(dict.fromkeys(name for row in rows for name in row)), itertools.chain(head, pairs)
 
 
 def _say_use(readings: Sequence[Reading]) -> None:

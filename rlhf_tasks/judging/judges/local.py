@@ -15,6 +15,7 @@ from rlhf_tasks.config.judge import LISTED, LocalJudge
 from rlhf_tasks.data.batches import collate, micro_batches
 from rlhf_tasks.data.chat import template
 from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.positions import max_positions
 from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import LETTERS, Question, Reply, fill_prompt, load_prompt
@@ -62,7 +63,7 @@ class LocalComparer:
             if is_chat:
                 text = template(self._tokenizer)([{"role": "user", "content": text}], True)
             ids.append(self._tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
-        declared = getattr(self._model.config, "max_position_embeddings", None) or math.inf
+        declared = max_positions(self._model.config) or math.inf
         longest = min(declared, self._tokenizer.model_max_length)  # without a limit it is a huge number
         fits = [i for i, row in enumerate(ids) if len(row) <= longest]
         replies = [Reply.failed(f"longer than the judge's {longest} tokens") for _ in ids]
