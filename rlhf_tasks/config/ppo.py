@@ -323,19 +323,10 @@ class Ptx(Section):
     """File of pretraining text with an empty line between documents; null: the demonstrations."""
 
 
-def _no_roll_back(value: Any) -> Any:
-    if value == "roll_back":
-        raise ValueError(
-            "no guard goes back to an earlier state any more; use raise_kl, which raises kl_coef and "
-            "continues, or stop, and train again with a higher kl_coef"
-        )
-    return value
-
-
 class Guards(Section):
     """Checks of the metrics after each update."""
 
-    action: Annotated[Literal["warn", "stop", "raise_kl"], BeforeValidator(_no_roll_back)] = "stop"
+    action: Literal["warn", "stop", "raise_kl"] = "stop"
     """What a trip does: print a warning, stop the stage, or multiply kl_coef and continue (`raise_kl`). NaN
     and infinity stop the stage whatever it is."""
     kl_min: t.FiniteFloat = 0.0
