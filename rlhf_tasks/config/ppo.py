@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -181,6 +181,7 @@ class EosTrickSubtract(Section):
 class NoEosTrick(Section):
     """A response without the stop token has no fixed score."""
 
+    missing_eos_score: ClassVar[float] = 0.0  # which only the two EOS tricks use
     kind: Literal["none", "bootstrap", "bootstrap_add"]
     """`none`: it keeps its score; `bootstrap`: γ·V of the last state replaces the score; `bootstrap_add`: γ·V
     is added to it."""
@@ -507,11 +508,6 @@ class Ppo(Section):
     def whiten_rewards(self) -> bool:
         """Whether token rewards are scaled to variance 1."""
         return not isinstance(self.advantages, Group) and self.advantages.whiten_rewards
-
-    @property
-    def missing_eos_score(self) -> float:
-        """Score for a missing stop token; only the two EOS tricks read it."""
-        return 0.0 if isinstance(self.truncation, NoEosTrick) else self.truncation.missing_eos_score
 
     @model_validator(mode="before")
     @classmethod
