@@ -71,9 +71,8 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
             continue
         is_pairwise, is_called = bool(flat.get(key.removesuffix("function") + "pairwise")), False
         if settings.launch.try_functions and not key.startswith(NOT_CALLED):
-            module, _, function = name.partition(":")
             try:
-                code, _ = inputs.code_of(paths.root, module, function, ())
+                code, _ = inputs.code_of(paths.root, name.partition(":")[0], ())
             except UserError as error:
                 raise UserError(f"{key}: {error}") from None
             digest = hashing.json_sha256([key, name, settings.data.columns.keep, is_pairwise, code])
