@@ -24,15 +24,13 @@ from rlhf_tasks.judging import harness
 from rlhf_tasks.project import atomic, hashing, inputs, processes
 from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training import launch
+from rlhf_tasks.training import auto, launch
 
 BEFORE: Mapping[Stage, tuple[str, ...]] = {
     "prepare": ("data.",),
     "preferences": (),
     "judge": (),
-    **dict.fromkeys(
-        ("base", "sft", "reward", "dpo", "value", "ppo"), ("preferences.", "dpo.", "ppo.", "judge.")
-    ),
+    **dict.fromkeys(auto.TRAINED, ("preferences.", "dpo.", "ppo.", "judge.")),
 }
 """What is tried before which stages: functions before those that train long before a later one calls them."""
 NOT_CALLED = ("data.", "dpo.loss", "ppo.loss", "ppo.advantages.")
