@@ -59,7 +59,7 @@ STYLE: Any = {
 }
 
 
-def axis(stage: Stage | None) -> str:
+def axis(stage: Stage) -> str:
     """What the x axis counts."""
     return "episode" if stage in ("ppo", "judge") else "step"
 
