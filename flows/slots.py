@@ -31,7 +31,7 @@ from flows import devices, settings
 from flows.subprocesses import OutOfTime
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.training import launch as launching
+from rlhf_tasks.training import auto
 
 POLL_SECONDS = 1.0
 # Prefect renews a lease after three quarters of it, and then tries again after 2, 4, 8 … seconds: the slot of
@@ -72,7 +72,7 @@ class Slots:
     def num_slots(self, stage: str, values: Config) -> int:
         """The number of slots that a stage holds: `gpu_slots`, or one for each process that uses a GPU."""
         number, launch = values.service.policy(stage).gpu_slots, values.launch
-        if number and stage in launching.TRAINING and self.gpus:
+        if number and stage in auto.TRAINED and self.gpus:
             return max(number, launch.num_processes // launch.num_machines)
         return number
 

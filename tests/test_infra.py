@@ -19,7 +19,7 @@ from prefect.server.schemas.actions import WorkPoolCreate
 from prefect.utilities.templating import apply_values
 from ruamel.yaml import YAML
 
-from rlhf_tasks.training import launch
+from rlhf_tasks.training import auto
 from tests.flows import toy
 
 INFRA = Path(__file__).parents[1] / "infra"
@@ -307,7 +307,7 @@ def test_the_slurm_file_is_valid_and_needs_no_gpu_unless_an_option_requests_one(
     file = INFRA / "slurm/pipeline.sbatch"
     assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
     text = file.read_text(encoding="utf-8")
-    assert tuple(re.findall(r'"run ([a-z]+)"', text)) == launch.TRAINING, "stages that have workers"
+    assert tuple(re.findall(r'"run ([a-z]+)"', text)) == auto.TRAINED, "stages that have workers"
     options = re.findall(r"^#SBATCH (--[a-z-]+)=?(.*)$", text, re.MULTILINE)
     assert "--gpus-per-node" not in dict(options)
     assert dict(options)["--nodes"] == "1", "launch.num_machines of the shipped params.yaml"

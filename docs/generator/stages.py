@@ -66,7 +66,7 @@ def dvc_yaml() -> str:
     before, heading, _ = text.partition("\nplots:")
     assert heading, "dvc.yaml has no section `plots:`"
     return f"{before}{heading} # by `python -m docs.generator`, from rlhf_tasks/tracking/metrics/*.toml\n" + (
-        "\n".join(line for stage in curves.CURVES for line in _plots(stage)) + "\n"
+        "\n".join(line for stage in STAGES if stage in curves.CURVES for line in _plots(stage)) + "\n"
     )
 
 

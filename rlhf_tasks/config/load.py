@@ -25,30 +25,6 @@ from rlhf_tasks.errors import ConfigError
 PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # texts without quotes in YAML
 
 MAX_SHOWN_VALUE = 200  # characters of a wrong value in a message
-CRITIC = "ppo.advantages.critic"
-RENAMED: Mapping[str, str] = {
-    "reward.centring_coef": "reward.centering_coef",
-    "launch.layout": "launch.parallelism",
-    "ppo.kl_in": "ppo.kl.kind",
-    "ppo.kl_estimator": "ppo.kl.estimator",
-    "ppo.truncation": "ppo.truncation.kind",
-    "ppo.missing_eos_score": "ppo.truncation.missing_eos_score",
-    "ppo.engine": "ppo.sampler",
-    "ppo.sampling_batch_size": "ppo.sampler.batch_size",
-    "ppo.advantages": "ppo.advantages.kind",
-    "ppo.samples_per_prompt": "ppo.advantages.samples_per_prompt",
-    "ppo.gamma": "ppo.advantages.gamma",
-    "ppo.lam": "ppo.advantages.lam",
-    "ppo.whiten_rewards": "ppo.advantages.whiten_rewards",
-    "ppo.value_model": f"{CRITIC}.kind",
-    "ppo.critic_init": f"{CRITIC}.init",
-    "ppo.value_learning_rate": f"{CRITIC}.learning_rate",
-    "ppo.critic_warmup": f"{CRITIC}.warmup",
-    "ppo.vf_coef": f"{CRITIC}.vf_coef",
-    "ppo.cliprange_value": f"{CRITIC}.cliprange_value",
-    "ppo.lora.value": f"{CRITIC}.lora",
-}
-"""The present key of what had another one in 0.1; `ppo.advantages` and `ppo.truncation` held a text."""
 
 
 def load(path: Path = Path("params.yaml")) -> Config:
@@ -103,9 +79,7 @@ def validate(tree: Mapping[str, Any], origin: str) -> Config:
         for problem in error.errors():
             key = ".".join(_place(problem["loc"])[0])
             message = problem["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
-            if key in RENAMED and problem["type"] in ("extra_forbidden", "model_attributes_type"):
-                message = f"has moved to {RENAMED[key]}"
-            elif problem["type"] == "extra_forbidden":
+            if problem["type"] == "extra_forbidden":
                 message = _did_you_mean(problem["loc"])
             elif problem["type"] == "missing":
                 message = "is missing"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -181,6 +181,7 @@ class EosTrickSubtract(Section):
 class NoEosTrick(Section):
     """A response without the stop token has no fixed score."""
 
+    missing_eos_score: ClassVar[float] = 0.0  # which only the two EOS tricks use
     kind: Literal["none", "bootstrap", "bootstrap_add"]
     """`none`: it keeps its score; `bootstrap`: γ·V of the last state replaces the score; `bootstrap_add`: γ·V
     is added to it."""
@@ -323,19 +324,10 @@ class Ptx(Section):
     """File of pretraining text with an empty line between documents; null: the demonstrations."""
 
 
-def _no_roll_back(value: Any) -> Any:
-    if value == "roll_back":
-        raise ValueError(
-            "no guard goes back to an earlier state any more; use raise_kl, which raises kl_coef and "
-            "continues, or stop, and train again with a higher kl_coef"
-        )
-    return value
-
-
 class Guards(Section):
     """Checks of the metrics after each update."""
 
-    action: Annotated[Literal["warn", "stop", "raise_kl"], BeforeValidator(_no_roll_back)] = "stop"
+    action: Literal["warn", "stop", "raise_kl"] = "stop"
     """What a trip does: print a warning, stop the stage, or multiply kl_coef and continue (`raise_kl`). NaN
     and infinity stop the stage whatever it is."""
     kl_min: t.FiniteFloat = 0.0
@@ -516,11 +508,6 @@ class Ppo(Section):
     def whiten_rewards(self) -> bool:
         """Whether token rewards are scaled to variance 1."""
         return not isinstance(self.advantages, Group) and self.advantages.whiten_rewards
-
-    @property
-    def missing_eos_score(self) -> float:
-        """Score for a missing stop token; only the two EOS tricks read it."""
-        return 0.0 if isinstance(self.truncation, NoEosTrick) else self.truncation.missing_eos_score
 
     @model_validator(mode="before")
     @classmethod

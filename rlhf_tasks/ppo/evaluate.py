@@ -30,9 +30,10 @@ from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, has_ended
 from rlhf_tasks.ppo.measure import measure_kl, score_ends, score_heldout, shard_responses
 from rlhf_tasks.ppo.metrics import Metrics, moments, standard_error, standardized_gaps
-from rlhf_tasks.ppo.rollout import Prompts, Reference, Scorers, interleave, raise_on_all_ranks
+from rlhf_tasks.ppo.rollout import Prompts, Reference, interleave, raise_on_all_ranks
 from rlhf_tasks.ppo.sampler import Sampler
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import WeightedSum
 from rlhf_tasks.scoring.protocol import Scorer
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed
@@ -113,7 +114,7 @@ class Evaluator:
         prompts: Prompts,
         references: Sequence[str],
         *,
-        scorers: Scorers,
+        scorers: WeightedSum,
         heldout: Scorer | None,
         win_rate: WinRate | None,
         seed: int,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.config.ppo import NoEosTrick, Truncation
+from rlhf_tasks.config.ppo import Truncation
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.models.logprobs import response_logprobs
@@ -36,8 +36,7 @@ def score_ends(
     ended = torch.tensor([has_ended(response, ends) for response in responses])
     # there is no critic here to value an unfinished response
     kind = "none" if is_raw or rule.kind.startswith("bootstrap") else rule.kind
-    score = 0.0 if isinstance(rule, NoEosTrick) else rule.missing_eos_score
-    return truncated_scores(scores, ended, kind, missing_eos_score=score)
+    return truncated_scores(scores, ended, kind, missing_eos_score=rule.missing_eos_score)
 
 
 def measure_kl(

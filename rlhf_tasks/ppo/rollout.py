@@ -148,16 +148,6 @@ class AdapterOff:
             return response_logprobs(self._policy, batch, temperature)
 
 
-class Scorers(Protocol):
-    """What gives responses their scores; `scoring.build.WeightedSum` outside of tests."""
-
-    def parts(self, rows: Responses) -> dict[str, Tensor]:
-        """(B,) by scorer, unweighted, on the CPU."""
-
-    def total(self, parts: dict[str, Tensor]) -> Tensor:
-        """(B,): the weighted sum."""
-
-
 def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:
     """The result of `compute`; if it fails so on one rank, it fails on all of them.
 

@@ -35,9 +35,10 @@ from rlhf_tasks.ppo.guards import (
 from rlhf_tasks.ppo.losses import PolicyLoss
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rewards import ScoreScaler
-from rlhf_tasks.ppo.rollout import Prompts, Reference, ReferenceCopy, Scorers
+from rlhf_tasks.ppo.rollout import Prompts, Reference, ReferenceCopy
 from rlhf_tasks.ppo.sampler import LocalSampler, Sampler, ServedSampler
 from rlhf_tasks.ppo.vllm import VllmServer
+from rlhf_tasks.scoring.build import WeightedSum
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Snapshots
@@ -68,7 +69,7 @@ class Setup:
     dist: Distributed
     config: Ppo
     prompts: Prompts
-    scorers: Scorers
+    scorers: WeightedSum
     loss: PolicyLoss
     estimator: Estimator
     evaluator: Evaluator

@@ -36,13 +36,14 @@ from rlhf_tasks.models.heads import TokenScores, ValueHead
 from rlhf_tasks.models.load import num_bytes
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.models.sampling import Samples
-from rlhf_tasks.models.stop_tokens import close_responses, has_ended
+from rlhf_tasks.models.stop_tokens import has_ended
 from rlhf_tasks.models.tensors import NonFiniteError, masked_moments, whiten
 from rlhf_tasks.ppo.advantages import equal_groups, group_deviations, monte_carlo_returns, response_returns
 from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
 from rlhf_tasks.ppo.losses import MicroBatch, merge_metrics, token_weights, value_loss
+from rlhf_tasks.ppo.measure import shard_responses
 from rlhf_tasks.ppo.metrics import (
     Metrics,
     TokenSums,
@@ -133,7 +134,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 state.score_scaler(rollout.scores),
                 rollout.ended,
                 config.truncation.kind,
-                missing_eos_score=config.missing_eos_score,
+                missing_eos_score=config.truncation.missing_eos_score,
             )  # (B,)
             kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
             reward_kl_coef = state.kl_coef if config.kl.kind == "in_reward" else 0.0
@@ -281,7 +282,8 @@ def score_rollout(
     `minibatches`: in bf16 the rows of a pass decide how it rounds.
 
     Raises:
-        NonFiniteError: on all ranks, if any number is NaN or infinite; the rollout is its `batch`.
+        NonFiniteError: on all ranks, if any number is NaN or infinite; the rollout is its `batch`, or what a
+            scorer was given.
     """
     dist, config, model, tokenizer = setup.dist, setup.config, state.actor_critic, setup.tokenizer
     responses, lengths = samples.responses, torch.tensor([len(r) for r in samples.responses])
@@ -326,14 +328,8 @@ def score_rollout(
     ref_logprobs, values, *own_logprobs = (dist.sum(x.to(dist.device)).cpu() for x in computed)
     last_values = values.gather(1, lengths[:, None]).squeeze(1)
 
-    local = dist.shard_rows(range(len(prompts)))
-    local_prompts, local_responses = prompts.take(local), [responses[i] for i in local]
-    to_score = local_prompts.responses(close_responses(tokenizer, local_responses, setup.ends), tokenizer)
-    local_parts = raise_on_all_ranks(
-        dist,
-        lambda: setup.scorers.parts(to_score),
-        {"queries": local_prompts.queries, "responses": local_responses},
-    )
+    local, batch = shard_responses(dist, prompts, responses, tokenizer, setup.ends)
+    local_parts = raise_on_all_ranks(dist, lambda: setup.scorers.parts(local), batch)
     parts: dict[str, Tensor] = interleave(dist.all_gather_object(local_parts))
     rollout = replace(
         rollout,

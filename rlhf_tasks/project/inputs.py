@@ -231,7 +231,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
             problems.append(f"{key}: write {module.removesuffix('.py')}:{name}, without .py")
             continue
         try:
-            code, foreign = code_of(paths.root, module, name, (*deps, *NO_RESULT))
+            code, foreign = code_of(paths.root, module, (*deps, *NO_RESULT))
             packages |= _read_by(paths.root, module) if key == "data.source" else {}
         except UserError as error:
             problems.append(f"{key}: {str(error).removeprefix(f'{key}: ')}")
@@ -290,14 +290,14 @@ def _version(package: str) -> str:
 # ----------------------------------------------------------------------------------------- functions
 
 
-def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-    """md5 of a function's file and of the project files that it imports, directly or not; no `known` ones.
+def code_of(root: Path, module: str, known: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """md5 of a module's file and of the project files that it imports, directly or not; no `known` ones.
 
-    And the top-level modules outside of the project that these files, or a known one of the function, import;
-    that of the function itself if it has no file.
+    And the top-level modules outside of the project that these files, or the module's known one, import; that
+    of the module itself if it has no file.
 
     Raises:
-        UserError: if a file is not Python, or that of the function does not define it.
+        UserError: if a file is not Python.
     """
     hashes, foreign = dict[str, str](), set[str]()
     todo, seen = [module], set[Path]()
@@ -321,8 +321,6 @@ def code_of(root: Path, module: str, function: str, known: Sequence[str]) -> tup
             except (SyntaxError, ValueError) as error:
                 raise UserError(f"{path} is not readable as Python: {error}; correct it") from None
             todo += _imports(tree, file.relative_to(root).parent.parts)
-            if name == module and file.with_suffix("") == places[-1] and not _defines(tree, function):
-                raise UserError(f"{path} has no {function}; define it there, or correct the name")
     return hashes, foreign
 
 
@@ -337,26 +335,6 @@ def _read_by(root: Path, module: str) -> dict[str, str]:
     reads = imports.load_function(f"{module}:reads", "data.source", root)
     versions = imports.call(f"data.source: {module}:reads", lambda: dict(reads()))
     return {str(name): str(version) for name, version in versions.items()}
-
-
-def _defines(tree: ast.Module, name: str) -> bool:
-    """Whether a module binds a name somewhere, or has code by which it could while it runs."""
-    dynamic = {"globals", "locals", "vars", "setattr", "exec", "eval"}
-    for node in ast.walk(tree):
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                binds = node.name in (name, "__getattr__")
-            case ast.Name():
-                binds = node.id in dynamic or (node.id == name and isinstance(node.ctx, ast.Store))
-            case ast.Attribute():
-                binds = node.attr in ("modules", "__dict__")
-            case ast.alias():
-                binds = (node.asname or node.name.split(".")[0]) in (name, "*")
-            case _:
-                binds = False
-        if binds:
-            return True
-    return False
 
 
 def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
@@ -393,10 +371,9 @@ def function_files(root: Path, values: Mapping[str, Any]) -> set[str]:
     """The files below `root` of the functions that the parameters name, and those that these import."""
     files = set[str]()
     for _, function in functions_named(values):
-        module, _, name = function.partition(":")
         files.add(module_path(function))
         with suppress(UserError):  # which the stages report
-            files |= code_of(root, module, name, ("rlhf_tasks",))[0].keys()
+            files |= code_of(root, function.partition(":")[0], ("rlhf_tasks",))[0].keys()
     return files
 
 

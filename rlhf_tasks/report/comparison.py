@@ -27,7 +27,7 @@ from rlhf_tasks.project import atomic, git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import document, run_facts
 from rlhf_tasks.tracking import catalogue
-from rlhf_tasks.tracking.curves import Curve, Figure, Points, read_csv
+from rlhf_tasks.tracking.curves import CURVES, Curve, Figure, Points, read_csv
 
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result but by PRECISION
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict, but no weight and no win rate
@@ -64,7 +64,7 @@ def find(paths: Paths, name: str) -> Result:
     from rlhf_tasks.tracking import context, runs
 
     # MLflow finds curves by the ends of their names: of a family what follows its last placeholder.
-    drawn = (m for stage in document.CURVES for panel in catalogue.panels(stage) for m in panel.metrics)
+    drawn = (m for stage in CURVES for panel in catalogue.panels(stage) for m in panel.metrics)
     ends = dict.fromkeys(
         m.name.rpartition(m.placeholders[-1])[2] if m.placeholders else m.name for m in drawn
     )
@@ -241,7 +241,7 @@ def context(results: Sequence[Result], committed: str = "{}") -> dict[str, Any]:
 
 def _figures(groups: Mapping[str, Sequence[Result]], words: Mapping[str, str]) -> Iterator[Figure]:
     """A figure per curve, with a line and a band per setting, which has the same color in all figures."""
-    for stage in document.CURVES:
+    for stage in CURVES:
         rows = (row for own in groups.values() for one in own for row in one.curves.get(stage, ()))
         known = dict.fromkeys(name for row in rows for name in row)
         for panel in catalogue.panels(stage):

@@ -24,8 +24,6 @@ from rlhf_tasks.tracking import catalogue, curves
 from rlhf_tasks.tracking.curves import Figure
 
 FOLDER = Path(__file__).parent
-CURVES: tuple[Stage, ...] = ("ppo", "judge", "value", "dpo", "reward", "sft", "base")
-"""The stages with curves, in the order in which a reader needs them."""
 NUM_FIRST = 3  # figures of a policy's training that a page shows unfolded, such as KL, reward, clip fraction
 MODELS = {"base": "Base model", "sft": "SFT model", "policy": "Policy", "best_of_n": "Best of n"}
 MODELS |= {"reference": "References"}

@@ -17,7 +17,7 @@ from rlhf_tasks.report import document, run_facts
 from rlhf_tasks.report.document import number
 from rlhf_tasks.report.files import Files, Rows
 from rlhf_tasks.tracking import catalogue
-from rlhf_tasks.tracking.curves import Curve, Figure, Points, figures
+from rlhf_tasks.tracking.curves import CURVES, Curve, Figure, Points, figures
 
 RESPONDERS = ("reference", "sft", "policy")  # the origins of judged responses, in the order of the columns
 NUM_SAMPLES = 5  # won most, and lost most
@@ -40,7 +40,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     results = EvaluationResults.read(paths.evaluation_results)
     judged, judge = results.metrics(), results.first_judge
     metrics: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.metrics(s)))}
-    curves: dict[Stage, Points] = {s: files.points(paths.curves(s)) for s in document.CURVES}
+    curves: dict[Stage, Points] = {s: files.points(paths.curves(s)) for s in CURVES}
     lineage: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.lineage(s)))}
     if view.data.source != "files":  # then data.path is a dep that no stage reads
         for tree in lineage.values():

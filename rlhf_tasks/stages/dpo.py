@@ -48,7 +48,6 @@ from rlhf_tasks.training.dpo import (
     pair_loss_of,
     read_logprobs,
     responses_to_others,
-    sum_logprobs,
 )
 from rlhf_tasks.training.supervised import evaluate, save, train
 from rlhf_tasks.training.tasks import Task
@@ -196,8 +195,8 @@ def _read_pairs(
         asked = Ragged(queries[i] for i in chain(local, local))
         both = Ragged(responses[i] for responses in (chosen, rejected) for i in local)
         pairs = [[i, len(local) + i] for i in range(len(local))]
-        budget, read = TokenBudget(settings.micro_batch_tokens), sum_logprobs(reference)
-        found = read_logprobs(dist, read, asked, both, pad, budget, pairs if shares else None)
+        budget = TokenBudget(settings.micro_batch_tokens)
+        found = read_logprobs(dist, reference, asked, both, pad, budget, pairs if shares else None)
     known: Tensor = interleave(dist.all_gather_object(found.view(2, -1).T))  # (N, 2)
     if loss is None:
         sets = sets_of(good, bad)

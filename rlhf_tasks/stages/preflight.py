@@ -24,15 +24,13 @@ from rlhf_tasks.judging import harness
 from rlhf_tasks.project import atomic, hashing, inputs, processes
 from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training import launch
+from rlhf_tasks.training import auto, launch
 
 BEFORE: Mapping[Stage, tuple[str, ...]] = {
     "prepare": ("data.",),
     "preferences": (),
     "judge": (),
-    **dict.fromkeys(
-        ("base", "sft", "reward", "dpo", "value", "ppo"), ("preferences.", "dpo.", "ppo.", "judge.")
-    ),
+    **dict.fromkeys(auto.TRAINED, ("preferences.", "dpo.", "ppo.", "judge.")),
 }
 """What is tried before which stages: functions before those that train long before a later one calls them."""
 NOT_CALLED = ("data.", "dpo.loss", "ppo.loss", "ppo.advantages.")
@@ -71,9 +69,8 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
             continue
         is_pairwise, is_called = bool(flat.get(key.removesuffix("function") + "pairwise")), False
         if settings.launch.try_functions and not key.startswith(NOT_CALLED):
-            module, _, function = name.partition(":")
             try:
-                code, _ = inputs.code_of(paths.root, module, function, ())
+                code, _ = inputs.code_of(paths.root, name.partition(":")[0], ())
             except UserError as error:
                 raise UserError(f"{key}: {error}") from None
             digest = hashing.json_sha256([key, name, settings.data.columns.keep, is_pairwise, code])

@@ -142,7 +142,9 @@ def _parts(paths: Paths, config: PrepareView, problems: Problems) -> list[Part]:
         return [Part(tables, data, function(data.format, "data.format"))]
     if data.source == "hub":
         assert data.hub is not None  # by a rule of config
-        return [Part(hub.tables_of(data.hub), data, function(data.format, "data.format"))]
+        sets = [(role, data.hub.by_role[role]) for role in ROLES if role in data.hub.by_role]
+        tables = [(role, *found) for role, one in sets for found in hub.tables_of_set(one, role)]
+        return [Part(tables, data, function(data.format, "data.format"))]
     parts = []
     for one in data.mix or ():
         own = data.model_copy(update={"format": one.format or data.format})

@@ -27,10 +27,10 @@ from rlhf_tasks.models.load import load_causal, load_reward, recompute_activatio
 from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import BATCH_SIZE
-from rlhf_tasks.models.stop_tokens import close_responses, ends_of
+from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.critic import new_critic
-from rlhf_tasks.ppo.measure import score_ends
+from rlhf_tasks.ppo.measure import score_ends, shard_responses
 from rlhf_tasks.ppo.metrics import prompt_share
 from rlhf_tasks.ppo.rewards import ScoreScaler
 from rlhf_tasks.ppo.rollout import Prompts, interleave, raise_on_all_ranks
@@ -174,10 +174,8 @@ def _collect_targets(
         with console.part(f"responses to {split} prompts"):
             responses = sampler.sample(one_each.queries, 0).responses
         rows = one_each.repeat(settings.samples_per_prompt)
-        local = dist.shard_rows(range(len(rows)))
-        closed = close_responses(tokenizer, [responses[i] for i in local], ends)
-        to_score = rows.take(local).responses(closed, tokenizer)
-        parts = raise_on_all_ranks(dist, partial(scorers.parts, to_score), {"rows": local})
+        local, batch = shard_responses(dist, rows, responses, tokenizer, ends)
+        parts = raise_on_all_ranks(dist, partial(scorers.parts, local), batch)
         scores: Tensor = scorers.total(interleave(dist.all_gather_object(parts)))
         outcomes = score_ends(scaler(scores), responses, ends, config.truncation)
         if bool(outcomes.min() == outcomes.max()):

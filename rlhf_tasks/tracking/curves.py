@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Points = Sequence[Mapping[str, float]]  # rows of a plots/STAGE.csv: the x axis first, "step" or "episode"
 
-CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "dpo", "value", "ppo", "judge")
-"""The stages with a plots/STAGE.csv."""
+CURVES: tuple[Stage, ...] = ("ppo", "judge", "value", "dpo", "reward", "sft", "base")
+"""The stages with a plots/STAGE.csv, in the order in which a reader needs them."""
 PPO_HEADLINES = (
     "objective/kl",
     *(metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve),
@@ -59,7 +59,7 @@ STYLE: Any = {
 }
 
 
-def axis(stage: Stage | None) -> str:
+def axis(stage: Stage) -> str:
     """What the x axis counts."""
     return "episode" if stage in ("ppo", "judge") else "step"
 

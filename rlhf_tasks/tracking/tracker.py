@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.config import STAGES, Stage, StageView
-from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, pipeline
 from rlhf_tasks.tracking.record import NullRecord, Record, as_text
@@ -33,7 +32,7 @@ from rlhf_tasks.tracking.sync import deliver_run
 class Tracker:
     """What a stage logs: the curves and tables so far, and the record that MLflow gets."""
 
-    def __init__(self, stage: Stage | None, record: Record) -> None:
+    def __init__(self, stage: Stage, record: Record) -> None:
         self._stage, self._record, self._axis = stage, record, curves.axis(stage)
         self._rows: dict[int, dict[str, float]] = {}
         self._tables: dict[str, list[dict[str, Any]]] = {}
@@ -82,8 +81,7 @@ class Tracker:
             if latest.get(name) != value
         }
         self._record.append("metrics", step=0, values=point)
-        if self._stage is not None:
-            self._record.append("results", values=curves.results(self._stage, values))
+        self._record.append("results", values=curves.results(self._stage, values))
 
     def history(self) -> list[dict[str, float]]:
         """The curves so far: a dict per step, with the x axis (`step` or `episode`) first."""
@@ -104,20 +102,20 @@ class Tracker:
 class NullTracker(Tracker):
     """For all ranks but the first, and for `tracking.enabled: false`: it keeps the curves."""
 
-    def __init__(self, stage: Stage | None = None) -> None:
+    def __init__(self, stage: Stage) -> None:
         super().__init__(stage, NullRecord(Path(), ""))
 
 
 @contextmanager
-def open_run(paths: Paths, stage: Stage, view: StageView, *, key: str | None = None) -> Iterator[Tracker]:
+def open_run(paths: Paths, stage: Stage, view: StageView, *, key: str) -> Iterator[Tracker]:
     """A stage's run: FINISHED when the block ends, FAILED with the reason on an error, KILLED on Ctrl-C.
 
-    `key` names the run (tag `rlhf.run`), by default a new one; an existing run of that key is continued.
+    `key` names the run (tag `rlhf.run`); an existing run of that key is continued.
     """
     if not view.tracking.enabled or not context.is_main_rank():
         yield NullTracker(stage)
         return
-    record = Record(paths.home, key or lineage.new_key(stage))
+    record = Record(paths.home, key)
     header = context.header(paths, stage, view, record.key)
     with deliver_run(record, header) as sender:
         tracker = Tracker(stage, record)

@@ -23,8 +23,8 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, inputs, packaged
 from rlhf_tasks.project.paths import Paths
 
-TRAINED = ("base", "sft", "reward", "dpo", "value", "ppo")
-"""Sections with `micro_batch_tokens`, which may be `auto`."""
+TRAINED: tuple[Stage, ...] = ("base", "sft", "reward", "dpo", "value", "ppo")
+"""The stages that train, which may have several processes: the `micro_batch_tokens` of each may be `auto`."""
 KEYS = (PRECISION, *(f"{section}.micro_batch_tokens" for section in TRAINED))
 AMPERE = 8  # the first compute capability whose matrix units compute in bfloat16
 CPUINFO, AMX = Path("/proc/cpuinfo"), "amx_bf16"  # the flag of a CPU that has such units

@@ -43,7 +43,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import auto, launch, signals
+from rlhf_tasks.training import auto, signals
 
 if TYPE_CHECKING:
     from rlhf_tasks.training.distributed import Distributed
@@ -73,7 +73,7 @@ def state_folder(paths: Paths, stage: str, identity: Mapping[str, Any]) -> Path:
 
 def point(paths: Paths, stage: str) -> str | None:
     """Where a run of the stage resumes, such as `rollout 12`, by its newest snapshot; None without one."""
-    if stage not in launch.TRAINING or not any(states(paths).glob(f"{stage}/*/*/step-*")):
+    if stage not in auto.TRAINED or not any(states(paths).glob(f"{stage}/*/*/step-*")):
         return None
     view = VIEWS[stage]
     settings = auto.resolve_for(paths, view.stage, config.load(paths.params), check=False)
@@ -134,7 +134,7 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
 
     Only the first rank of a training stage locks them.
     """
-    stage, holds = view.stage, main and view.stage in launch.TRAINING
+    stage, holds = view.stage, main and view.stage in auto.TRAINED
     identity = lineage.fingerprint(paths, stage, view.declared).flat() if holds else {}
     folder = state_folder(paths, stage, identity) if identity else None
     if main:

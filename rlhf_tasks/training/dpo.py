@@ -38,14 +38,6 @@ from rlhf_tasks.project.imports import call, load_function
 from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.tasks import Sums, Task, pair_sizes
 
-LogProbs = Callable[[Batch], Tensor]
-"""(b,): Σ over the tokens of each response of a batch of their log-probs."""
-
-
-def sum_logprobs(model: nn.Module) -> LogProbs:
-    """The log-probs of whole responses by a causal LM."""
-    return lambda batch: response_logprobs(model, batch).sum(1)
-
 
 @dataclass(frozen=True)
 class PairLogProbs:
@@ -127,9 +119,6 @@ class PolicyPairs(Task):
     def __post_init__(self) -> None:
         self.sizes = pair_sizes(self.queries, self.chosen, self.rejected, shares_prefix=self.shares_prefix)
 
-    def num_targets(self, rows: Sequence[int]) -> float:
-        return len(rows)
-
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         queries, chosen, rejected = (
             [texts[i] for i in rows] for texts in (self.queries, self.chosen, self.rejected)
@@ -138,7 +127,7 @@ class PolicyPairs(Task):
         pairs = [[i, count + i] for i in range(count)]
         groups = pairs if self.shares_prefix else [[row] for pair in pairs for row in pair]
         batch = collate_groups(queries * 2, chosen + rejected, groups, self.pad, device)
-        logprobs = sum_logprobs(model)(batch)  # (2b,), the two of a pair one after the other
+        logprobs = response_logprobs(model, batch).sum(1)  # (2b,), the two of a pair one after the other
         lengths = batch.response_mask.sum(1)
         reference = self.reference[list(rows)].to(device)
         ref_chosen, ref_rejected = reference.float().unbind(1)
@@ -173,15 +162,12 @@ class LabeledResponses(Task):
         self._other_sizes = sizes(self.queries, self.others)
         self._kl = 0.0
 
-    def num_targets(self, rows: Sequence[int]) -> float:
-        return len(rows)
-
     def prepare(self, dist: Distributed, model: nn.Module, rows: Sequence[int], budget: TokenBudget) -> None:
         """z of all these rows, so that no cut into micro-batches changes it."""
         local = dist.shard_rows(rows)
         known = read_logprobs(
             dist,
-            sum_logprobs(model),
+            model,
             [self.queries[i] for i in local],
             [self.others[i] for i in local],
             self.pad,
@@ -196,7 +182,8 @@ class LabeledResponses(Task):
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         groups = [[i] for i in range(len(rows))]
         queries, responses = [self.queries[i] for i in rows], [self.responses[i] for i in rows]
-        logprobs = sum_logprobs(model)(collate_groups(queries, responses, groups, self.pad, device))
+        batch = collate_groups(queries, responses, groups, self.pad, device)
+        logprobs = response_logprobs(model, batch).sum(1)  # (b,)
         ratio = logprobs - self.reference[list(rows), 0].float().to(device)  # (b,)
         is_good, settings = self.is_good[list(rows)].to(device), self.settings
         away = settings.beta * torch.where(is_good, ratio - self._kl, self._kl - ratio)
@@ -222,18 +209,21 @@ def responses_to_others(queries: Sequence[Ids], responses: Sequence[Ids]) -> Rag
 
 def read_logprobs(
     dist: Distributed,
-    logprobs: LogProbs,
+    model: nn.Module,
     queries: Sequence[Ids],
     responses: Sequence[Ids],
     pad: int,
     budget: TokenBudget,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """(N,) float64 on the CPU, of this rank's rows; rows of a group share a row of a batch. Collective."""
+    """(N,) float64 on the CPU: Σ over the tokens of a response of their log-probs, of this rank's rows.
+
+    Rows of a group share a row of a batch. Collective.
+    """
 
     def compute(batch: Batch) -> Tensor:
         with dist.autocast():
-            return logprobs(batch)
+            return response_logprobs(model, batch).sum(1)
 
     return read_rows(
         compute,

@@ -29,14 +29,6 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import auto, failures, signals
 
-TRAINING: tuple[Stage, ...] = (
-    "base",
-    "sft",
-    "reward",
-    "dpo",
-    "value",
-    "ppo",
-)  # other stages run in one process
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
 MACHINES = "RLHF_MACHINES"  # the number of machines that a cluster's job has
 RANKS = re.compile(
@@ -53,7 +45,7 @@ service or a cluster that stopped them kills them after its own time."""
 def is_needed(stage: Stage, launch: Launch) -> bool:
     """True if this process must start workers instead of running the stage itself."""
     several = launch.num_processes > 1 or launch.num_machines > 1 or launch.parallelism != "ddp"
-    return stage in TRAINING and several and not context.is_worker()
+    return stage in auto.TRAINED and several and not context.is_worker()
 
 
 def trains_side_by_side(stage: Stage, settings: Config) -> bool:
@@ -88,7 +80,7 @@ def check_machines(stage: Stage, launch: Launch) -> None:
     Raises:
         UserError: if their number differs, this machine's number is not below it, or it has too few GPUs.
     """
-    if stage not in TRAINING:
+    if stage not in auto.TRAINED:
         return
     started, rank = os.environ.get(MACHINES), os.environ.get("MACHINE_RANK", "0")
     if started is not None and started != str(launch.num_machines):

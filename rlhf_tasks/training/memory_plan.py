@@ -13,23 +13,20 @@ reward models as large as the policy.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_tasks.config import Config, Lora, Ppo, is_hub_id
+from rlhf_tasks.config import Config, Lora, Ppo
 from rlhf_tasks.config.scorers import OPTIMIZED, reward_folders
 from rlhf_tasks.config.types import AUTO
-from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.load import scratch_config
+from rlhf_tasks.models.load import load_config, scratch_config
 from rlhf_tasks.models.logprobs import GPU_LOGITS
-from rlhf_tasks.project import packaged
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training.auto import MANY_SHARDS, checkpointed_bytes, fit_tokens
 
@@ -105,15 +102,7 @@ def config_of_params(config: Config, root: Path, model: str | None = None) -> Pr
         source, revision = config.model.base, config.model.revision
     elif source == config.sft.source:
         revision = config.sft.revision
-    folder, file = packaged.gguf(source)
-    try:
-        with packaged.reading(source) if file else nullcontext():
-            of_model: PretrainedConfig = AutoConfig.from_pretrained(folder, revision=revision, **file)
-    except (OSError, ValueError) as error:
-        hint = "a hub id needs network access or a filled cache" if is_hub_id(source) else "is it a folder?"
-        why = str(error).splitlines()[0]
-        raise UserError(f"cannot read the config of {source}: {why} ({hint})") from error
-    return of_model
+    return load_config(source, revision)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,7 @@ class Task(Protocol):
 
     def num_targets(self, rows: Sequence[int]) -> float:
         """The number of tokens or pairs that the loss of these rows is averaged over."""
+        return len(rows)
 
     def prepare(self, dist: Distributed, model: nn.Module, rows: Sequence[int], budget: TokenBudget) -> None:
         """Compute what the loss needs of all these rows together, before their passes. Collective."""
@@ -180,21 +181,15 @@ class PreferencePairs(Task):
     def __post_init__(self) -> None:
         self.sizes = pair_sizes(self.queries, self.chosen, self.rejected, shares_prefix=self.shares_prefix)
 
-    def num_targets(self, rows: Sequence[int]) -> float:
-        return len(rows)
-
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         queries, chosen, rejected = (
             [texts[i] for i in rows] for texts in (self.queries, self.chosen, self.rejected)
         )
-        if self.shares_prefix:
-            pairs = [[i, i + len(rows)] for i in range(len(rows))]
-            batch = collate_groups(queries * 2, chosen + rejected, pairs, self.pad, device)
-            scores, _ = model(batch)
-            return pair_sums(scores[::2], scores[1::2], self.margin, self.centering_coef)
-        batch = collate(queries * 2, chosen + rejected, self.pad)
-        scores, of_lm = model(batch.to(device), len(rows) if self.lm_coef else 0)
-        of_chosen, of_rejected = scores.chunk(2)
+        count, shares = len(rows), self.shares_prefix
+        groups = [[i, count + i] for i in range(count)] if shares else [[i] for i in range(2 * count)]
+        batch = collate_groups(queries * 2, chosen + rejected, groups, self.pad, device)
+        scores, of_lm = model(batch, count if self.lm_coef else 0)
+        of_chosen, of_rejected = (scores[::2], scores[1::2]) if shares else scores.chunk(2)
         sums = pair_sums(of_chosen, of_rejected, self.margin, self.centering_coef)
         if of_lm is not None:
             sums["loss"] = sums["loss"] + self.lm_coef * of_lm

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks.config import Data, HubSet, HubSources, Split
+from rlhf_tasks.config import Data, HubSet, Split
 from rlhf_tasks.data.readers import hub
 from rlhf_tasks.data.readers.tables import Part, assemble
-from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, check_leaks
+from rlhf_tasks.data.rows import ROLES, SPLITS, Corpus, Problems, check_leaks
 from rlhf_tasks.data.splits import fill_splits
 from rlhf_tasks.data.tokenizer import scratch_rendering
 from rlhf_tasks.errors import UserError
@@ -53,7 +53,9 @@ def hub_set(folder: Path, row: Callable[[int], dict[str, Any]], **splits: range)
 
 def load(data: Data | None = None, **sets: HubSet) -> Corpus:
     problems = Problems()
-    parts = [Part(hub.tables_of(HubSources(**sets)), data or Data(columns=NAMED))]
+    given = [(role, sets[role]) for role in ROLES if role in sets]
+    tables = [(role, *found) for role, one in given for found in hub.tables_of_set(one, role)]
+    parts = [Part(tables, data or Data(columns=NAMED))]
     corpus = fill_splits(assemble(parts, scratch_rendering(), problems), seed=1, sizes=SIZES)
     check_leaks(corpus, problems)
     assert not problems, problems.report()

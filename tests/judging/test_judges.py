@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from rlhf_tasks.judging.judges.comparisons import (
 )
 from rlhf_tasks.judging.results import ComparisonResult
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.scoring.templates import list_templates
+from rlhf_tasks.scoring.templates import fill_template, list_templates, load_template
 from tests import small
 
 CPU = torch.device("cpu")
@@ -246,18 +247,19 @@ def test_invalid_judges_are_refused_with_the_reason(judges: list[Any], reason: s
 
 @pytest.mark.parametrize("name", list_templates(comparisons.PROMPTS))
 def test_a_shipped_prompt_shows_all_fields_and_keeps_braces_of_responses(name: str) -> None:
-    template = comparisons.load_prompt(name, "judge.judges", Path())
-    text = comparisons.fill_prompt(template, Question("a {first} {prompt}", "one {second}", "22"))
+    template = load_template(name, "judge.judges", Path(), comparisons.PROMPTS, Question._fields)
+    text = fill_template(template, Question("a {first} {prompt}", "one {second}", "22")._asdict())
     assert "a {first} {prompt}" in text
     assert text.index("one {second}") < text.index("22")
 
 
 def test_a_prompt_of_the_user_must_contain_all_fields(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
+    read = partial(load_template, "mine.txt", "judge.judges", tmp_path, comparisons.PROMPTS, Question._fields)
     with pytest.raises(UserError, match=r"cannot be read.*give hhh, tldr, or a file"):
-        comparisons.load_prompt("mine.txt", "judge.judges", tmp_path)
+        read()
     file.write_text("{prompt} {first}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"lacks \{second\}"):
-        comparisons.load_prompt("mine.txt", "judge.judges", tmp_path)
+        read()
     file.write_text("{prompt} {first} {second}\n\n", encoding="utf-8")
-    assert comparisons.load_prompt("mine.txt", "judge.judges", tmp_path) == "{prompt} {first} {second}"
+    assert read() == "{prompt} {first} {second}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from rlhf_tasks.ppo.rollout import (
 from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
 from rlhf_tasks.ppo.train import score_rollout
 from rlhf_tasks.ppo.vllm import VllmServer
+from rlhf_tasks.scoring.build import WeightedSum
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Snapshots, State
@@ -58,7 +59,7 @@ def share_of_token_5(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor
 
 
 @dataclass
-class Planted:
+class Planted(WeightedSum):
     """A single scorer, which is a function of token ids."""
 
     score: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5
@@ -66,7 +67,7 @@ class Planted:
     def parts(self, rows: Responses) -> dict[str, Tensor]:
         return {"planted": self.score(*rows.given)}
 
-    def total(self, parts: dict[str, Tensor]) -> Tensor:
+    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts["planted"]
 
 

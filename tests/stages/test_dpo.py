@@ -273,9 +273,9 @@ def test_the_pairs_stay_in_mapped_files(models_here: Path, monkeypatch: Any) -> 
     """As lists of numbers they would take ten times the memory."""
     seen = list[Any]()
 
-    def watch(dist: Any, logprobs: Any, queries: Any, responses: Any, *others: Any) -> Tensor:
+    def watch(dist: Any, model: Any, queries: Any, responses: Any, *others: Any) -> Tensor:
         seen.extend([queries, responses])
-        return read_logprobs(dist, logprobs, queries, responses, *others)
+        return read_logprobs(dist, model, queries, responses, *others)
 
     monkeypatch.setattr(dpo, "read_logprobs", watch)
     for loss in ("sigmoid", "kto"):

@@ -197,6 +197,7 @@ IN_A_CALL = "import os\ndef score(p, r):\n    {}"
 @pytest.mark.parametrize(
     ("when", "code", "why"),
     [
+        ("{}", "scores = print", r"stranger\.py has no such function"),
         (AT_IMPORT, "os._exit(0)", r"importing stranger:score ended its process \(status 0\)"),
         (AT_IMPORT, "sys.exit(3)", "stranger:score cannot be imported: SystemExit: 3"),
         (AT_IMPORT, "raise KeyboardInterrupt", "importing stranger:score ended its process"),

@@ -217,7 +217,7 @@ def test_the_second_of_two_processes_begins_when_the_first_has_locked_the_snapsh
         return {}
 
     monkeypatch.setattr(reward, "_make_reward_model", make)
-    arguments = small.view("reward", SMALL), Paths(), NullTracker()
+    arguments = small.view("reward", SMALL), Paths(), NullTracker("reward")
     second = threading.Thread(target=reward.run, args=arguments, daemon=True)
     second.start()
     assert not begun.wait(0.5)

@@ -39,7 +39,7 @@ def last_error(home: Path, key: str) -> str | None:
 
 
 def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
-    with tracking.open_run(Paths(), "sft", view()):
+    with tracking.open_run(Paths(), "sft", view(), key="k"):
         assert sync(home) == (0, {})
     assert runs(home) == {}
 

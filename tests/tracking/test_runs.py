@@ -38,7 +38,7 @@ from tests.tracking.toy import (
 
 
 def test_more_metrics_than_one_request_may_hold_all_arrive(home: Path) -> None:
-    with tracking.open_run(Paths(), "sft", view()) as tracker:
+    with tracking.open_run(Paths(), "sft", view(), key="sft-k") as tracker:
         for step in range(300):
             tracker.metrics({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}, step=step)
     assert sync(home) == (1, {})
@@ -71,7 +71,7 @@ def test_a_stage_run_names_its_parameters_inputs_commit_and_pipeline(home: Path,
     ],
 )
 def test_a_stage_that_does_not_finish_shows_why(home: Path, error: BaseException, end: str, why: str) -> None:
-    with pytest.raises(type(error)), tracking.open_run(Paths(), "sft", view()):
+    with pytest.raises(type(error)), tracking.open_run(Paths(), "sft", view(), key="sft-k"):
         raise error
     sync(home)
     assert status(home, "sft", "pipeline") == [end, end]
@@ -84,7 +84,7 @@ def test_stages_of_one_pipeline_share_a_parent_that_ends_with_the_last(
     under_dvc(monkeypatch)
     parents = []
     for stage in ("sft", "ppo", "report"):
-        with tracking.open_run(Paths(), stage, view(stage)):
+        with tracking.open_run(Paths(), stage, view(stage), key=f"{stage}-k"):
             step(home)
             assert status(home, "pipeline") == ["RUNNING"]
         sync(home)
@@ -141,7 +141,7 @@ def test_a_failed_dvc_exp_run_names_no_experiment(
     home: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     under_dvc(monkeypatch, **{"dvc.exp": "mine"})
-    with suppress(RuntimeError), tracking.open_run(Paths(), "report", view("report")):
+    with suppress(RuntimeError), tracking.open_run(Paths(), "report", view("report"), key="report-k"):
         if fails:
             raise RuntimeError("boom")
     sync(home)
@@ -152,9 +152,9 @@ def test_a_repeated_stage_sets_a_failed_pipeline_to_running(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
-    with pytest.raises(RuntimeError), tracking.open_run(Paths(), "sft", view()):
+    with pytest.raises(RuntimeError), tracking.open_run(Paths(), "sft", view(), key="sft-1"):
         raise RuntimeError("boom")
-    with tracking.open_run(Paths(), "sft", view()):
+    with tracking.open_run(Paths(), "sft", view(), key="sft-2"):
         step(home)
         assert status(home, "pipeline") == ["RUNNING"]
         assert reason(home, "pipeline") is None
@@ -290,7 +290,7 @@ def test_a_repros_run_has_the_results_of_restored_stages_too(
 
 
 def test_an_event_is_a_tag_and_a_row(home: Path) -> None:
-    with tracking.open_run(Paths(), "ppo", view("ppo")) as tracker:
+    with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-k") as tracker:
         tracker.event("guard.kl", "12 is above 10", step=512)
     sync(home)
     assert runs(home)["ppo"].data.tags["guard.kl"] == "at 512: 12 is above 10"
@@ -298,7 +298,7 @@ def test_an_event_is_a_tag_and_a_row(home: Path) -> None:
 
 
 def test_final_metrics_do_not_double_a_curve(home: Path) -> None:
-    with tracking.open_run(Paths(), "ppo", view("ppo")) as tracker:
+    with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-k") as tracker:
         tracker.metrics({"objective/kl": 3.0, "lr": 0.1}, step=256)
         tracker.final({"objective/kl": 3.0, "lr": 0.2, "selected_episode": 128.0})
     sync(home)
@@ -330,7 +330,7 @@ def test_tables_grow_and_artifacts_are_copies(home: Path, project: Path) -> None
 
 
 def test_curves_are_delivered_as_csv_and_as_the_figure_that_they_give(home: Path, project: Path) -> None:
-    with tracking.open_run(Paths(), "ppo", view("ppo")) as tracker:
+    with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-k") as tracker:
         for episode, kl in enumerate([2.0, 1 / 3, 1e-12], start=1):
             tracker.metrics({"objective/kl": kl, "episode": float(episode)}, step=64 * episode)
         tracker.metrics({"lr": 0.5}, step=128)
@@ -358,7 +358,7 @@ def test_other_ranks_and_disabled_tracking_keep_curves_and_write_no_record(
 ) -> None:
     for name in context.GROUP:
         monkeypatch.setenv(name, rank)
-    with tracking.open_run(Paths(), "sft", view(enabled=enabled)) as tracker:
+    with tracking.open_run(Paths(), "sft", view(enabled=enabled), key="sft-k") as tracker:
         tracker.metrics({"train/loss": 1.0}, step=1)
         tracker.metrics({"eval/loss": 2.0}, step=1)
     assert tracker.history() == [{"step": 1, "train/loss": 1.0, "eval/loss": 2.0}]

@@ -293,4 +293,4 @@ def test_the_config_of_models_sft_or_of_a_given_model_is_read(models_here: Path,
         found = json.loads(rlhf(f"plan --gpus 1 --json {option}").out)
         assert found["parameters"] == sum(p.numel() for p in load_causal(Path(model)).parameters())
     message = rlhf("plan --model nowhere/at/all", status=2).err
-    assert "cannot read the config of nowhere/at/all" in message
+    assert "cannot load a model from nowhere/at/all" in message

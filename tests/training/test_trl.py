@@ -20,7 +20,6 @@ from rlhf_tasks.training.dpo import (
     LabeledResponses,
     PolicyPairs,
     read_logprobs,
-    sum_logprobs,
 )
 from tests import small, toy
 
@@ -54,8 +53,8 @@ def settings_of(tmp_path: Path) -> dict[str, Any]:
 
 def reference_of(model: Any, queries: list[Ids], *responses: list[Ids]) -> torch.Tensor:
     """(N, k): the log-probs of k responses to each query."""
-    dist, read, budget = small.distributed(), sum_logprobs(model), TokenBudget(4096)
-    return torch.stack([read_logprobs(dist, read, queries, part, 0, budget) for part in responses], 1)
+    dist, budget = small.distributed(), TokenBudget(4096)
+    return torch.stack([read_logprobs(dist, model, queries, part, 0, budget) for part in responses], 1)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])

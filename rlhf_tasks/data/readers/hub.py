@@ -7,29 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_tasks import console
-from rlhf_tasks.config import HubSet, HubSources, Split
+from rlhf_tasks.config import HubSet, Split
 from rlhf_tasks.data.readers.files import plain_value
 from rlhf_tasks.data.readers.readings import Line, Lines, RoleTable, Table
-from rlhf_tasks.data.rows import ROLES, Role
+from rlhf_tasks.data.rows import Role
 from rlhf_tasks.data.splits import SPLIT_NAMES
 from rlhf_tasks.errors import UserError
 
 if TYPE_CHECKING:
     import datasets
-
-
-def tables_of(sources: HubSources) -> list[RoleTable]:
-    """The tables of the sets, in their own splits.
-
-    Raises:
-        UserError: if a set cannot be loaded, or has no known split.
-    """
-    return [
-        (role, split, table)
-        for role in ROLES
-        if (source := sources.by_role.get(role)) is not None
-        for split, table in tables_of_set(source, role)
-    ]
 
 
 def sample(name: str, most: int) -> list[RoleTable]:
@@ -62,7 +48,11 @@ WORDS: Mapping[Role, set[str]] = {"sft": {"sft"}, "preferences": {"prefs", "pref
 
 
 def tables_of_set(source: HubSet, role: Role | None) -> list[tuple[Split, Table]]:
-    """The tables of one set; for a role, those of the splits that are named for it."""
+    """The tables of one set in its own splits; for a role, those of the splits that are named for it.
+
+    Raises:
+        UserError: if the set cannot be loaded, or has no known split.
+    """
     import datasets
     from datasets.exceptions import DatasetsError
 

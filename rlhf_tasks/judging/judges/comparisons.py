@@ -24,7 +24,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.statistics import Floats
 from rlhf_tasks.models import contracts
-from rlhf_tasks.scoring.templates import fill_template, load_template
 
 
 @dataclass(frozen=True)
@@ -196,16 +195,6 @@ class JudgePanel:
 
 PROMPTS = Path(__file__).parent / "prompts"
 LETTERS = ("A", "B")
-
-
-def load_prompt(name: str, key: str, root: Path) -> str:
-    """The text of a shipped prompt, or of a file below `root`, as `load_template`."""
-    return load_template(name, key, root, PROMPTS, Question._fields)
-
-
-def fill_prompt(text: str, question: Question) -> str:
-    """The text with a question in its fields."""
-    return fill_template(text, question._asdict())
 
 
 def list_required_judges(settings: Judging, names: Sequence[str]) -> set[str]:

@@ -14,14 +14,14 @@ from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.judging.judges.comparisons import (
     LETTERS,
+    PROMPTS,
     Question,
     Reply,
-    fill_prompt,
-    load_prompt,
     too_many_failures,
 )
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.chat import ChatClient, Failure, Record, describe_reply, last_line, read_completion
+from rlhf_tasks.scoring.templates import fill_template, load_template
 
 FILE = "judgements.jsonl"
 NUM_ALTERNATIVES = 5  # log-probs per token: as many as every server gives
@@ -38,7 +38,7 @@ class LlmComparer:
         self, settings: LlmJudge, max_failure_share: float, paths: Paths, *, key: str = LISTED
     ) -> None:
         self._name, self._max_failure_share = settings.name, max_failure_share
-        self._prompt = load_prompt(settings.prompt, key, paths.root)
+        self._prompt = load_template(settings.prompt, key, paths.root, PROMPTS, Question._fields)
         self._client = ChatClient(
             settings,
             f"judge {settings.name}",
@@ -60,7 +60,7 @@ class LlmComparer:
             return OutsideFault(str(error)) if all(one.is_temporary for one in failures) else error
 
         client, before = self._client, self._client.requests
-        texts = [fill_prompt(self._prompt, question) for question in questions]
+        texts = [fill_template(self._prompt, question._asdict()) for question in questions]
         replies = client.ask(texts, stop)
         console.say(
             f"judge {self._name}: {client.requests - before} of {len(set(texts))} replies were requested, "

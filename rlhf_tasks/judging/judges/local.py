@@ -18,10 +18,11 @@ from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.positions import max_positions
 from rlhf_tasks.data.tokenizer import Ids, load_tokenizer
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.judging.judges.comparisons import LETTERS, Question, Reply, fill_prompt, load_prompt
+from rlhf_tasks.judging.judges.comparisons import LETTERS, PROMPTS, Question, Reply
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, place
 from rlhf_tasks.scoring.retokenize import remove_names
+from rlhf_tasks.scoring.templates import fill_template, load_template
 
 
 class LocalComparer:
@@ -37,7 +38,8 @@ class LocalComparer:
     """
 
     def __init__(self, settings: LocalJudge, device: torch.device, root: Path, key: str = LISTED) -> None:
-        self._settings, self._prompt = settings, load_prompt(settings.prompt, key, root)
+        self._settings = settings
+        self._prompt = load_template(settings.prompt, key, root, PROMPTS, Question._fields)
         # Only a hub id has a revision.
         source = settings.path if settings.revision is not None else str(root / settings.path)
         self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
@@ -59,7 +61,7 @@ class LocalComparer:
         is_chat, ids = self._tokenizer.chat_template is not None, list[Ids]()
         for question in questions:
             # a special token of the policy's template, or of a response, would end the judge's turn
-            text = remove_names(fill_prompt(self._prompt, question), self._special)
+            text = remove_names(fill_template(self._prompt, question._asdict()), self._special)
             if is_chat:
                 text = template(self._tokenizer)([{"role": "user", "content": text}], True)
             ids.append(self._tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
