@@ -35,20 +35,20 @@ FLOORS: Mapping[str, int] = {
 }
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
-    "cli": 864,  # that stage dpo is not planned, which signal a run got, the command `methods`
-    "config": 2763,  # stage dpo, its labels, a language model as reward, best-of-n, HSDP
-    "data": 2567,  # which pairs train which model; unpaired labels
-    "data/readers": 2463,  # unpaired labels
-    "models": 2479,  # the output layer by TF32 on a GPU, frozen layers in 16 bits
-    "scoring": 1358,  # the client of language models, which was in judging, and the scorer that uses it
-    "training": 3370,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
+    "cli": 866,  # that stage dpo is not planned, which signal a run got, the command `methods`
+    "config": 2762,  # stage dpo, its labels, a language model as reward, best-of-n, HSDP
+    "data": 2602,  # unpaired labels, held-out rows in random order, several chat templates
+    "data/readers": 2476,  # unpaired labels
+    "models": 2489,  # the output layer by TF32 on a GPU, frozen layers in 16 bits
+    "scoring": 1363,  # the client of language models, which was in judging, and the scorer that uses it
+    "training": 3377,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
     "ppo": 3518,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2346,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
-    "judging": 2724,  # best-of-n: its responses, its KL and its cost; means over seeds
+    "stages": 2349,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
+    "judging": 2735,  # best-of-n: its responses, its KL and its cost; means over seeds
     "promotion": 1382,
     "tracking": 1877,  # judges by the model that they read; DPO's curves; pages of methods
     "report": 1123,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
-    "project": 2672,  # what a stage reads anew, which flows say too; lost results; peak memory
+    "project": 2674,  # what a stage reads anew, which flows say too; lost results; peak memory
     "presets": 196,
     "../flows": 2763,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods
 }
