@@ -26,6 +26,8 @@ from rlhf_tasks.errors import UserError
 FETCH = "pip download --no-deps --no-binary vaderSentiment --dest ~/.cache/rlhf vaderSentiment==3.3.2"
 ARCHIVE = Path("~/.cache/rlhf/vaderSentiment-3.3.2.tar.gz").expanduser()
 RATED = ("additional_resources/hutto_ICWSM_2014.tar.gz", "movieReviewSnippets_GroundTruth.txt")
+HEADING = "Film review: "
+"""Begins every prompt, so that the model tells reviews from other text, of which it then forgets less."""
 PROMPT_WORDS = 4
 DEMONSTRATED = 0.5  # of the train sentences; the others give the prompts of pairs, critic and PPO
 
@@ -40,7 +42,8 @@ def reviews(seed: int, num_validation: int, num_test: int) -> dict[str, list[dic
     for text, _ in rated_sentences():
         words = text.split()
         if len(words) >= 2 * PROMPT_WORDS:
-            sentences.setdefault(" ".join(words[:PROMPT_WORDS]), " " + " ".join(words[PROMPT_WORDS:]))
+            beginning = HEADING + " ".join(words[:PROMPT_WORDS])
+            sentences.setdefault(beginning, " " + " ".join(words[PROMPT_WORDS:]))
     order = sorted(sentences, key=lambda prompt: hash_rank(seed, prompt))
     heldout = num_validation + num_test
     shown = heldout + int(DEMONSTRATED * (len(order) - heldout))
@@ -59,7 +62,8 @@ def people(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
 
     It knows the ratings of all sentences, those of the test prompts too: a label, and no judge of its own.
     """
-    ratings = regression().predict([a + b for a, b in zip(prompts, responses, strict=True)])
+    sentences = [a.removeprefix(HEADING) + b for a, b in zip(prompts, responses, strict=True)]
+    ratings = regression().predict(sentences)
     return [float(rating) for rating in ratings]
 
 

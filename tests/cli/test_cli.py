@@ -263,13 +263,17 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Calls:
     loaded: list[Path] = []
     module = types.ModuleType("rlhf_tasks.models.sampling")
 
+    def load_for_texts(folder: Path) -> tuple[Path, None]:
+        loaded.append(folder)
+        return folder, None
+
     def sample_texts(model: Path, tokenizer: None, prompts: list[str], **settings: object) -> list[list[str]]:
         calls.append((prompts[0], settings))
         return [[prompt.upper()] * int(str(settings["num_samples"])) for prompt in prompts]
 
     module.sample_texts = sample_texts  # type: ignore[attr-defined]
     module.loaded = loaded  # type: ignore[attr-defined]
-    module.load_for_texts = lambda folder: loaded.append(folder) or (folder, None)  # type: ignore[attr-defined]
+    module.load_for_texts = load_for_texts  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlhf_tasks.models.sampling", module)
     return calls
 

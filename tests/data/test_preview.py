@@ -176,12 +176,12 @@ def test_written_rows_have_their_kept_columns(rlhf: Command) -> None:
     """What is written is read again with the same settings."""
     toy.foreign("foreign/base", "gpt2")
     toy.write_params(data={"columns": {"keep": ["answer"]}})
-    rows = [{"prompt": "a", "completion": "b", "answer": {"n": 1}}]
-    rows += [{"prompt": "c", "completion": "d", "answer": 5}]
+    answers = [{"n": 1}, 5]
+    rows = [{"prompt": f"q{i}", "completion": "a", "answer": answer} for i, answer in enumerate(answers)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     said = rlhf("data rows.jsonl --write out").err
     written = [json.loads(line) for line in Path("out/sft/train.jsonl").read_text().splitlines()]
-    assert [row["answer"] for row in written] == [{"n": 1}, 5], said
+    assert [row["answer"] for row in written] == answers, said
     assert rlhf("data out --write again").out
     again = [json.loads(line) for line in Path("again/sft/train.jsonl").read_text().splitlines()]
     assert [(row["prompt"], row["completion"], row["answer"]) for row in again] == [

@@ -59,7 +59,8 @@ def test_no_beginning_is_in_two_splits_and_no_train_sentence_in_two_roles() -> N
         assert are_disjoint(splits.values())
     assert beginnings["sft"]["train"].isdisjoint(beginnings["prompts"]["train"])
     assert beginnings["sft"]["test"] == beginnings["prompts"]["test"]
-    whole = {row["prompt"] + row["completion"] for row in rows["sft"]}
+    assert {row["prompt"].startswith(reviews.HEADING) for row in rows["sft"] + rows["prompts"]} == {True}
+    whole = {row["prompt"].removeprefix(reviews.HEADING) + row["completion"] for row in rows["sft"]}
     assert whole <= {text for text, _ in reviews.rated_sentences()}
     assert reviews.reviews(1, 4, 6) == rows != reviews.reviews(2, 4, 6)
 
@@ -67,6 +68,7 @@ def test_no_beginning_is_in_two_splits_and_no_train_sentence_in_two_roles() -> N
 def test_what_people_liked_has_the_higher_score() -> None:
     good, bad = reviews.people(["This is"] * 2, [" a wonderful film", " a tedious film"])
     assert -4 < bad < 0 < good < 4
+    assert reviews.people([f"{reviews.HEADING}This is"], [" a wonderful film"]) == [good]
 
 
 def test_a_missing_archive_is_named_with_the_command_that_fetches_it(archive: Path) -> None:
