@@ -15,7 +15,7 @@ from rlhf_tasks.errors import UserError
 def data(
     path: str = Argument(..., metavar="PATH", help="a file or folder of data, or a set of the hub"),
     all_rows: bool = Option(False, "--all", help="read all rows, and not a sample: exact counts"),
-    out: Path | None = Option(None, "--write", metavar="OUT", help="write the rows as Parquet into OUT"),
+    out: Path | None = Option(None, "--write", metavar="OUT", help="write the rows into OUT"),
 ) -> int:
     """Show how a file, folder or hub set is read, from a sample: roles, columns, tokens and lengths.
 

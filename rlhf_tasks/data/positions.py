@@ -74,7 +74,7 @@ def check(config: PretrainedConfig, rollout: int, subject: str, data: int = 0) -
         return None
     family = config.get_text_config(decoder=True).model_type
     rows = (
-        "the longest row, or prompt with data.max_completion_tokens,"
+        "the longest row, or prompt with data.max_completion_tokens and EOS,"
         if data > rollout
         else "the longest prompt and ppo.response_length together"
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Split
@@ -201,7 +202,9 @@ def shuffle_heldout(corpus: Corpus, seed: int) -> Corpus:
     for role, tables in corpus.items():
         for split in HELD_OUT:
             rows = tables[split]
-            table = rows.table.take(rows.numbers[np.argsort(ranks_of(rows, seed), kind="stable")])
+            parts = [batch.table for batch in rows.batches()]  # `take` alone would copy the train rows too
+            table = pa.concat_tables(parts or [rows.table.slice(0, 0)])
+            table = table.take(np.argsort(ranks_of(rows, seed), kind="stable"))
             shuffled[role][split] = Rows(role, split, table, np.arange(len(rows)))
     return shuffled
 

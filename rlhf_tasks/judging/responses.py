@@ -248,11 +248,15 @@ def sample_alike(
 
 
 class Words:
-    """The words of any language for ROUGE, whose own tokenizer reads Latin letters without accents alone."""
+    """Words for ROUGE, whose own tokenizer reads Latin letters without accents alone."""
 
     def tokenize(self, text: str) -> list[str]:
-        """Words in small letters; of Chinese, Japanese and Thai, which write none apart, the characters."""
-        return re.findall(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]|[^\W_]+", text.lower())
+        """Words in small letters; of Chinese, Japanese and Thai, which write none apart, the characters.
+
+        Vowel signs, as Hindi has them, divide a word.
+        """
+        characters = r"\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff"
+        return re.findall(rf"[{characters}]|[^\W_{characters}]+", text.lower())
 
 
 def response_statistics(

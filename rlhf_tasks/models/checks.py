@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_tasks import console
+from rlhf_tasks.data import positions
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
@@ -248,9 +249,8 @@ def add_responses(queries: Sequence[Ids], num_new: int = NUM_NEW) -> CheckRows:
 
 def _lengths(config: PretrainedConfig) -> tuple[int, int]:
     """The longest query and the number of new tokens, so that both together fit a model of few positions."""
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     most = LONGEST + NUM_NEW
-    total = min(most, positions or most)
+    total = min(most, positions.max_positions(config) or most)
     longest = max(1, total * LONGEST // most)
     return longest, max(1, total - longest)
 

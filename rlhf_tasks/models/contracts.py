@@ -187,6 +187,7 @@ def check_same_tokenizer(first: Path, second: Path) -> None:
 
 def _compare_tokenizers(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
     """How two tokenizers differ, in words; None where they do not."""
+    from rlhf_tasks.data.chat import template_source
     from rlhf_tasks.data.tokenizer import encode
 
     special = {t for x in (a, b) for t in (x.eos_token, x.bos_token, x.unk_token) if t is not None}
@@ -200,7 +201,8 @@ def _compare_tokenizers(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) 
     probe = "Ab, 3 x\n\n(é)"
     if encode(a, [probe]) != encode(b, [probe]):
         return f"with the same vocabulary, {probe!r} is split differently"
-    return None if a.chat_template == b.chat_template else "their chat templates differ"
+    one, other = (template_source(x) if x.chat_template else None for x in (a, b))
+    return None if one == other else "their chat templates differ"
 
 
 def check_same_shape(model: PreTrainedModel, name: str, parent: Path) -> None:

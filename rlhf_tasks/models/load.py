@@ -385,7 +385,7 @@ def save_checkpoint(
         model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
         try:
             model.generation_config.validate(strict=True)
-        except ValueError:  # published with a temperature and without this; what has changed must be valid
+        except ValueError:  # many have a temperature and not this; what was changed is saved if it is valid
             model.generation_config.do_sample = True
     size = num_bytes(model)
     what = f"writing {size / 1e6:,.0f} MB of weights" if source is None else f"hashing {source.name}"

@@ -239,7 +239,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _score(self, prompts: Prompts, responses: Sequence[Ids]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(B,) the sum under the EOS rule, and (B,) by scorer."""
+        """(B,) the sum, `under_eos_rule`, and (B,) by scorer."""
         dist, rows = self._dist, prompts.responses(self._close(responses), self._tokenizer)
         local, batch = shard_responses(dist, prompts, responses, self._tokenizer, self._ends)
         if any(scorer.kind in ("http", "llm") for scorer in self._config.scorers) and not dist.shards:
@@ -274,7 +274,7 @@ class Evaluator:
         )
 
     def heldout_scores(self, prompts: Prompts, responses: Sequence[Ids]) -> Tensor | None:
-        """`score_heldout` under the EOS rule, (B,); None without a held-out model."""
+        """`score_heldout`, `under_eos_rule`, (B,); None without a held-out model."""
         if self._heldout is None:
             return None
         scores = score_heldout(self._dist, self._heldout, prompts, responses, self._tokenizer, self._ends)

@@ -143,7 +143,7 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """Rows of rollouts.parquet: all responses to the first prompts, at most NUM_ROLLOUTS, by prompt.
 
-    Scores are under the EOS rule, before scaling; those of each scorer are as it gave them.
+    Scores are under the EOS rule, or neither under it nor scaled; those of each scorer are as it gave them.
 
     Raises:
         NonFiniteError: on all ranks, if a held-out score is NaN or infinite.
@@ -174,7 +174,8 @@ def rollout_rows(
         notes, length = list[str](), len(ids[at])
         if not rollout.ended[i]:
             unread = "; no loss reads it" if config.skip_truncated else ""
-            notes.append(f"no end within {length} tokens: {UNFINISHED[config.truncation.kind]}{unread}")
+            rule = ("in training " if config.score_scaling else "") + UNFINISHED[config.truncation.kind]
+            notes.append(f"no end within {length} tokens: {rule}{unread}")
         if cap is not None and (capped := int((rollout.importance[i] >= cap).sum())):
             notes.append(f"{capped} of {length} tokens have the largest importance weight, {cap:g}")
         if equal[i]:

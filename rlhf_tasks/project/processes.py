@@ -138,7 +138,7 @@ class Daemon:
             first = [process for process in alive if process.pid == record["pid"]] or alive
             send(first, signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds
-            while _living(alive.__contains__) and time.monotonic() < deadline:
+            while (_living(alive.__contains__) or self.processes()) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
             end(TOKEN, record["token"], signal.SIGTERM, grace_seconds)
             with suppress(ChildProcessError):  # if this very process started it, it would stay as a zombie

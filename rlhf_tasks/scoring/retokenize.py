@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import sizes
-from rlhf_tasks.data.chat import DATE, Chat, Message, end_of_turn
+from rlhf_tasks.data.chat import DATE, Chat, Message, end_of_turn, template_source
 from rlhf_tasks.data.tokenizer import Ids, continue_prompts, encode, ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.protocol import Responses
@@ -47,7 +47,8 @@ class Retokenizer:
         self._reads, self._given = ready_rendering(own, str(folder)), ready_rendering(policy, "the policy")
         turn = end_of_turn(own)
         self._end = int(own.eos_token_id) if turn is None else turn
-        self._has_own_template = own.chat_template not in (None, policy.chat_template)
+        theirs, ours = (template_source(one) if one.chat_template else None for one in (policy, own))
+        self._has_own_template = ours not in (None, theirs)
         added = (str(token) for token in own.added_tokens_decoder.values() if token.special)
         self._special = {name for name in (*own.all_special_tokens, *added) if name}
 

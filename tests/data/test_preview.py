@@ -182,6 +182,7 @@ def test_written_rows_have_their_kept_columns(rlhf: Command) -> None:
     said = rlhf("data rows.jsonl --write out").err
     written = [json.loads(line) for line in Path("out/sft/train.jsonl").read_text().splitlines()]
     assert [row["answer"] for row in written] == answers, said
+    assert [set(row) for row in written] == [{"prompt", "completion", "source", "answer"}] * 2
     assert rlhf("data out --write again").out
     again = [json.loads(line) for line in Path("again/sft/train.jsonl").read_text().splitlines()]
     assert [(row["prompt"], row["completion"], row["answer"]) for row in again] == [

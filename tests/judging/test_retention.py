@@ -100,6 +100,7 @@ def test_rouge_reads_words_of_any_language() -> None:
     assert response_statistics(half, texts[:1], 1.0).rouge_l == pytest.approx(2 / 3)
     english = "it's a can't-miss U.S. movie_1, 10/10"
     assert Words().tokenize(english) == tokenize(english, None)
+    assert Words().tokenize("AIは青い") == ["ai", "は", "青", "い"]
 
 
 def test_the_model_chooses_the_ending_that_is_likeliest_per_character(models_here: Path) -> None:

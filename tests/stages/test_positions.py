@@ -50,9 +50,8 @@ def base(family: str, **changes: Any) -> dict[str, Any]:
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-HAS_24 = (
-    "model.base=ready ({}) has 24 positions, and the longest row, or prompt with data.max_completion_tokens,"
-)
+LONGEST = "the longest row, or prompt with data.max_completion_tokens and EOS,"
+HAS_24 = f"model.base=ready ({{}}) has 24 positions, and {LONGEST}"
 DEPENDS = "exceeds 24 tokens, and prompt plus response reach 25"
 
 
@@ -96,8 +95,7 @@ def test_rows_that_a_model_cannot_read_are_refused(
 def test_rows_of_the_data_are_checked_too_and_nothing_is_written(rlhf: Command) -> None:
     set_params(base("gpt2", n_positions=20), response_length=4)
     said = rlhf("prepare", status=2).err
-    text = "the longest row, or prompt with data.max_completion_tokens, reach 22 tokens"
-    assert f"has 20 positions, and {text}" in said
+    assert f"has 20 positions, and {LONGEST} reach 22 tokens" in said
     assert "lower data.max_prompt_tokens, data.max_completion_tokens or ppo.response_length" in said
     assert not Path("data/prompts").exists()
 
@@ -107,7 +105,8 @@ def test_what_preferences_and_judge_sample_is_checked_too(rlhf: Command) -> None
     set_params(base("gpt2", n_positions=24), response_length=12, completion_tokens=13)
     said = rlhf("prepare", status=2).err
     assert (
-        "has 24 positions, and the longest row, or prompt with data.max_completion_tokens, reach 25" in said
+        "has 24 positions, and the longest row, or prompt with data.max_completion_tokens and EOS, reach 25"
+        in said
     )
 
 

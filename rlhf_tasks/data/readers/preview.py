@@ -149,5 +149,6 @@ def write(corpus: Corpus, out: Path) -> None:
                 continue
             with (out / role / f"{name}.jsonl").open("w", encoding="utf-8") as file:
                 for row in last:
-                    file.write(json.dumps({**row, **row.pop(KEY)}, ensure_ascii=False) + "\n")
+                    kept = row.pop(KEY)
+                    file.write(json.dumps({**row, **kept}, ensure_ascii=False) + "\n")
     console.say(f"wrote {out}" + (f" without {num_earlier:,} earlier turns" if num_earlier else ""))
