@@ -2,7 +2,7 @@
 
     parts        docs/results/ablations.md: one setting changed, half the episodes, and the validation posts,
                  since test posts are for verdicts and not for choices; guards only warn
-    critic       docs/results/ablations.md: with and without stage value, all episodes, validation posts
+    critic       with and without stage value, all episodes, and the validation posts
     estimators   docs/results/estimators.md: GAE, RLOO and GRPO by their presets, and the test posts
 
 For every seed, a run of `benchmarks.seeds` provides data, SFT and reward models; it is made where there is
