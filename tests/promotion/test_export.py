@@ -121,7 +121,7 @@ def test_an_experiment_is_exported_without_touching_the_working_tree(ready: Path
     [
         ("nothing", "'nothing' is neither `champion`, nor a checkpoint's folder, nor an experiment"),
         ("champion", "rlhf-policy has no champion; `rlhf promote` makes one"),
-        ("reward", "reward is a reward model; give a policy"),
+        ("reward", "reward is a reward model or a critic; give a policy"),
         ("broken", "lacks weights"),
     ],
 )
