@@ -169,7 +169,7 @@ class LengthPenalty(Weighted):
     kind: Literal["length_penalty"]
     weight: t.PositiveFloat = 1.0
     max_tokens: t.PositiveInt
-    """Length from which the penalty is −1, in tokens, stop token included."""
+    """Length from which the penalty is −1, in tokens: with the stop token, and EOS after one that is text."""
     buffer: t.PositiveInt
     """Number of tokens below max_tokens over which the penalty grows linearly from 0."""
 
