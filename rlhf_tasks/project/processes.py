@@ -203,7 +203,8 @@ def _living(is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]
 
 
 def end(variable: str, value: str, number: signal.Signals, grace_seconds: float) -> None:
-    """Kill what outlives a signal and the grace. A dying process has ports longer than an environment."""
+    """Send a signal to all of them, and kill those that outlive the grace."""
+    # One that is ending is found no more, for its environment goes first; but its ports are still in use.
     for sign, seconds in ((number, grace_seconds), (signal.SIGKILL, KILL_SECONDS)):
         send(found := find(variable, value), sign)
         deadline = time.monotonic() + seconds
