@@ -43,11 +43,11 @@ LINES: Mapping[str, int] = {
     "scoring": 1364,  # the client of language models, which was in judging, and the scorer that uses it
     "training": 3377,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
     "ppo": 3519,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2349,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
-    "judging": 2739,  # best-of-n: its responses, its KL and its cost; means over seeds
+    "stages": 2317,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
+    "judging": 2668,  # best-of-n: its responses, its KL and its cost; means over seeds
     "promotion": 1382,
     "tracking": 1877,  # judges by the model that they read; DPO's curves; pages of methods
-    "report": 1123,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
+    "report": 1109,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
     "project": 2675,  # what a stage reads anew, which flows say too; lost results; peak memory
     "presets": 196,
     "../flows": 2763,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods

@@ -23,7 +23,7 @@ from rlhf_tasks.project import atomic
 
 Metrics = dict[str, float]
 COMPARISON_METRICS = (
-    *("decisive", "length_controlled", "matched_length_gain", "p_value", "ties", "examples", "failures"),
+    *("decisive", "length_controlled", "p_value", "ties", "examples", "failures"),
     *("position_bias", "first_share"),
 )
 """Fields of `ComparisonResult` that are metrics of their own name."""
@@ -65,8 +65,6 @@ class ComparisonResult(_Part):
     first_share: float | None = None
     """Share of replies that prefer the response shown first; 0.5 without bias."""
     cost: Cost | None = None
-    matched_length_gain: Interval | None = None
-    """How much higher A scores than B at equal length; only for a judge that scores."""
 
     @property
     def stem(self) -> str:

@@ -26,17 +26,11 @@ from rlhf_tasks.scoring.protocol import Responses, Scorer
 
 NUM_BINS = 10
 MIN_IN_BIN = 20  # pairs, where there are enough for several bins
-NUM_LENGTHS = 8  # bins of responses by length
 
 CALIBRATION = pa.schema(
     dict.fromkeys(("model", "origin"), pa.string())
     | dict.fromkeys(("confidence", "right", "low", "high"), pa.float64())
     | {"pairs": pa.int64()}
-)
-LENGTHS = pa.schema(
-    dict.fromkeys(("judge", "who"), pa.string())
-    | dict.fromkeys(("length", "score", "low", "high"), pa.float64())
-    | {"answers": pa.int64()}
 )
 
 
@@ -119,30 +113,3 @@ def diagnose(
             diagnostics.append(one)
             rows += [{"model": name, "origin": origin, **part} for part in bins]
     return tuple(diagnostics), rows
-
-
-def bin_by_length(
-    scores: Mapping[tuple[str, str], Sequence[float]], texts: Mapping[str, Sequence[str]]
-) -> Bins:
-    """Mean score of responses of similar length, in characters, with its 95% interval (normal).
-
-    `scores` are by judge and model, NaN for a failure. Bins hold equal counts of responses.
-    """
-    rows = []
-    for (judge, who), column in scores.items():
-        values, lengths = np.asarray(column, dtype=np.float64), np.array([len(text) for text in texts[who]])
-        whole = ~np.isnan(values)
-        values, lengths = values[whole], lengths[whole]
-        order = np.argsort(lengths, kind="stable")
-        count = max(1, min(NUM_LENGTHS, values.size // MIN_IN_BIN))
-        for part in np.array_split(order, count) if values.size else ():
-            mean = float(values[part].mean())
-            reach = 1.96 * float(values[part].std(ddof=1)) / part.size**0.5 if part.size > 1 else 0.0
-            ends = {
-                "length": float(lengths[part].mean()),
-                "score": mean,
-                "low": mean - reach,
-                "high": mean + reach,
-            }
-            rows.append({"judge": judge, "who": who, **ends, "answers": part.size})
-    return rows

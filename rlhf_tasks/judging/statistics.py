@@ -278,32 +278,6 @@ def pair(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
     return a, b
 
 
-def matched_length_gain(
-    score_a: ArrayLike, score_b: ArrayLike, length_a: ArrayLike, length_b: ArrayLike
-) -> Interval:
-    """How much higher A scores than B at equal length: the part that a change of length does not explain.
-
-    With d = score_a − score_b and x = length_a − length_b, both (N,), ordinary least squares of
-    d = α + β·x + e; the gain is α, the difference expected at x = 0. Its interval α ± 1.96 √Var is meant for
-    N of some dozens and more. Where all x are equal there is no slope: α is the plain mean of d, matched only
-    if that x is 0. Rows with a NaN are left out.
-
-    Raises:
-        ValueError: if fewer than 3 whole rows remain, or the shapes differ.
-    """
-    a, b = pair(score_a, score_b)
-    d, x = pair(a - b, np.subtract(*pair(length_a, length_b)))
-    whole = ~(np.isnan(d) | np.isnan(x))
-    d, x = d[whole], x[whole]
-    if d.size < 3:
-        raise ValueError(f"a gain at matched length needs 3 judged prompts or more, not {d.size}")
-    rows = _with_ones(x)
-    bread: Floats = np.asarray(np.linalg.inv(rows.T @ rows), dtype=np.float64)
-    weights = bread @ (rows.T @ d)
-    gain, reach = float(weights[0]), _robust_reach(rows, d - rows @ weights, bread)
-    return Interval(gain, gain - reach, gain + reach)
-
-
 def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayLike) -> Interval:
     """Win rate that A would have if its responses were as long as B's.
 
@@ -334,7 +308,8 @@ def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayL
     if y.min() == y.max() != 0.5:
         return wilson(int(y.sum()), y.size)
     spread = d.std()
-    rows = _with_ones(np.tanh(d / spread) if spread > 0 else d)
+    x = np.tanh(d / spread) if spread > 0 else d
+    rows = np.stack([np.ones_like(x), x], axis=1)[:, : 1 + (np.ptp(x) > 0)]  # equal d: no slope
     ridge = np.diag([0.0, 1.0])[: rows.shape[1], : rows.shape[1]]
 
     def gradient(w: Floats) -> Floats:
@@ -346,19 +321,8 @@ def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayL
 
     theta = root(gradient, np.zeros(rows.shape[1]), jac=hessian, tol=1e-14).x  # of a convex loss
     bread: Floats = np.asarray(np.linalg.inv(hessian(theta)), dtype=np.float64)
-    reach = _robust_reach(rows, y - expit(rows @ theta), bread)
+    scores = rows * (y - expit(rows @ theta))[:, None]
+    variance = y.size / max(1, y.size - theta.size) * (bread @ (scores.T @ scores) @ bread)[0, 0]
+    reach = Z * math.sqrt(variance)
     value, low, high = (float(expit(theta[0] + shift)) for shift in (0.0, -reach, reach))
     return Interval(value, low, high)
-
-
-def _with_ones(x: Floats) -> Floats:
-    """(N, 2) rows (1, x); (N, 1) where all x are equal, so that there is no slope."""
-    return np.stack([np.ones_like(x), x], axis=1)[:, : 1 + (np.ptp(x) > 0)]
-
-
-def _robust_reach(rows: Floats, residuals: Floats, bread: Floats) -> float:
-    """1.96 standard errors of the first coefficient, HC1; `bread` is the inverse curvature of the loss."""
-    count, num_coefficients = rows.shape
-    scores = rows * residuals[:, None]
-    variance = count / max(1, count - num_coefficients) * (bread @ (scores.T @ scores) @ bread)[0, 0]
-    return Z * math.sqrt(variance)

@@ -9,7 +9,6 @@ from typing import Any
 
 from rlhf_tasks import console
 from rlhf_tasks.config import STAGES, ReportView, Stage, flatten
-from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -22,11 +21,6 @@ from rlhf_tasks.tracking.curves import CURVES, Curve, Figure, Points, figures
 RESPONDERS = ("reference", "sft", "policy")  # the origins of judged responses, in the order of the columns
 NUM_SAMPLES = 5  # won most, and lost most
 NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
-DIAGNOSTICS = {
-    "calibration.parquet": ("model", "origin", "confidence", "right"),
-    "lengths.parquet": ("judge", "who", "length", "score"),
-}
-"""A figure per value of the first column and a line per value of the second; the others are x and y."""
 JUDGE_FACTS = ("kappa/", "human/", "position_bias", "first_share", "cost/replies", "cost/tokens")
 
 
@@ -48,7 +42,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     makers = {out: stage for stage, node in graph.items() for out in node.outs}
     guards = files.json(ppo_folder / "guards.json")
-    words = catalogue.words_of(view.judge.judges) | {OPTIMIZED: "the reward that PPO optimized"}
+    words = catalogue.words_of(view.judge.judges)
     words |= {} if view.ppo.train else {"reward": "models/reward"}  # which nothing optimizes
     parts = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
     seconds = sum(row.get(part, 0.0) for row in curves["ppo"] for part in parts)
@@ -87,11 +81,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "measured": _tabulate_measures(judged, words),
         "trust": _tabulate_trust(metrics.get("reward", {}), judged),
         "audit": files.json(audit) if (audit := ppo_folder / "audit.json").exists() else {},
-        "reward_figures": [
-            figure
-            for name, columns in DIAGNOSTICS.items()
-            for figure in _diagnostics(files.rows(judge_folder / name), columns, words)
-        ],
+        "reward_figures": list(_calibration(files.rows(judge_folder / "calibration.parquet"), words)),
         "training_samples": [
             row for at in some for row in [r for r in sampled if r["episode"] == at][:NUM_TRAINING_SAMPLES]
         ],
@@ -170,20 +160,16 @@ def _tabulate_measures(judged: Mapping[str, float], names: Mapping[str, str]) ->
     return dict(sorted(table.items()))
 
 
-def _diagnostics(
-    rows: Rows, columns: tuple[str, str, str, str], words: Mapping[str, str]
-) -> Iterator[Figure]:
-    by, line, x, y = columns
-    for one in dict.fromkeys(row[by] for row in rows):
+def _calibration(rows: Rows, words: Mapping[str, str]) -> Iterator[Figure]:
+    """A figure per reward model, with a line per origin of pairs."""
+    for model in dict.fromkeys(row["model"] for row in rows):
         curves = []
-        names = dict.fromkeys(row[line] for row in rows if row[by] == one)
-        for name in sorted(names, key=lambda name: -(RESPONDERS.index(name) if name in RESPONDERS else 0)):
-            own = [row for row in rows if (row[by], row[line]) == (one, name)]
-            points = ([row[key] for row in own] for key in (x, y, "low", "high"))
-            curves.append(Curve(catalogue.placeholder_in_words(name), *points))
-        title = "Calibration" if y == "right" else "Score by length"
-        scorer = catalogue.placeholder_in_words(one, words)
-        yield Figure(f"{title}: {scorer}", "", x, curves, guide="y = x" if y == "right" else None)
+        for origin in dict.fromkeys(row["origin"] for row in rows if row["model"] == model):
+            own = [row for row in rows if (row["model"], row["origin"]) == (model, origin)]
+            points = ([row[key] for row in own] for key in ("confidence", "right", "low", "high"))
+            curves.append(Curve(catalogue.placeholder_in_words(origin), *points))
+        title = f"Calibration: {catalogue.placeholder_in_words(model, words)}"
+        yield Figure(title, "", "confidence", curves, guide="y = x")
 
 
 def _links(tree: Mapping[str, Any], makers: Mapping[str, str]) -> list[tuple[str, str, str | None]]:

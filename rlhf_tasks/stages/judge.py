@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.config.judge import SELECTOR
-from rlhf_tasks.config.scorers import OPTIMIZED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
@@ -41,11 +39,9 @@ from rlhf_tasks.judging.responses import (
 )
 from rlhf_tasks.judging.retention import Probes, measure_responses
 from rlhf_tasks.judging.rows import Label, measure_agreement, read_labels
-from rlhf_tasks.judging.statistics import matched_length_gain
 from rlhf_tasks.models import contracts
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.distributed import Distributed
 
@@ -53,7 +49,6 @@ PAIRS = (
     *(("sft", "reference"), ("policy", "reference"), ("policy", "sft"), ("policy", BASE)),
     *((BEST_OF_N, "reference"), (BEST_OF_N, "sft"), ("policy", BEST_OF_N)),
 )
-MIN_PROMPTS_FOR_GAIN = 3
 SHOWN_PROMPTS = 20  # whose responses MLflow shows
 
 
@@ -116,7 +111,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     judged = _judge(config, judges, sampled)
     summary.log_curve(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
     people = _compare_with_people(labels, judges, rows)
-    # 4. The reward models, on pairs and by the length of responses.
+    # 4. The reward models, on pairs.
     rewards = reward_diagnostics.load_rewards(paths, dist.device)
     pairs: dict[str, reward_diagnostics.OrderedPairs] = {}
     if rewards and config.data_source == "synthetic":
@@ -129,20 +124,9 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             pairs[f"{who}_samples"] = reward_diagnostics.order_by(gold_scores, sampled.prompts, *both)
     given = reward_diagnostics.read_pairs(paths) if rewards else {}
     diagnosed, bins = reward_diagnostics.diagnose(rewards, given, pairs)
-    scores = dict(judged.scores)
-    of_policy = contracts.optimized_rewards(paths.policy)
-    if "reward" in rewards and contracts.fingerprint(paths.reward) in of_policy:
-        for who, texts in sampled.texts.items():
-            with console.part(f"the reward that PPO optimized, of {who}"):
-                values = rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
-            scores[OPTIMIZED, who] = values
-    lengths = reward_diagnostics.bin_by_length(scores, sampled.texts)
     # 5. The results document and the tables.
     results = typed.EvaluationResults(
-        comparisons=tuple(
-            _with_length_gain(one, judged, sampled)
-            for one in summary.summarize(judged.comparisons, sampled.texts, sampled.sets)
-        ),
+        comparisons=tuple(summary.summarize(judged.comparisons, sampled.texts, sampled.sets)),
         **training,
         has_demonstrations=probes is None or probes.has_demonstrations,
         responses=response_statistics,
@@ -164,8 +148,6 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             pq.write_table(compared.select(summary.COMPARISONS.names), folder / "comparisons.parquet")
             calibration = pa.Table.from_pylist(bins, reward_diagnostics.CALIBRATION)
             pq.write_table(calibration, folder / "calibration.parquet")
-            by_length = pa.Table.from_pylist(lengths, reward_diagnostics.LENGTHS)
-            pq.write_table(by_length, folder / "lengths.parquet")
             responses = _response_table(sampled, judged)
             pq.write_table(responses, folder / paths.judged_responses.name)
         rates = summary.show_win_rates(results.comparisons, len(sampled.prompts))
@@ -190,20 +172,6 @@ def _judge(config: JudgeView, judges: Sequence[Judge], sampled: ModelResponses) 
         if isinstance(judge, ScoringJudge):
             judged.facets[judge.name] = {who: judge.facets(prompts, own, kept) for who, own in texts.items()}
     return judged
-
-
-def _with_length_gain(
-    result: typed.ComparisonResult, judged: Judged, sampled: ModelResponses
-) -> typed.ComparisonResult:
-    """Policy against SFT, with how much higher it scores at equal length; others, or too few, unchanged."""
-    policy, sft = (judged.scores.get((result.judge, who)) for who in ("policy", "sft"))
-    if (result.a, result.b) != ("policy", "sft") or policy is None or sft is None:
-        return result
-    if np.isfinite(np.subtract(policy, sft)).sum() < MIN_PROMPTS_FOR_GAIN:
-        return result
-    lengths = [[len(ids) for ids in sampled.sampled[who].ids] for who in ("policy", "sft")]
-    gain = matched_length_gain(policy, sft, *lengths)
-    return result.model_copy(update={"matched_length_gain": gain})
 
 
 def _compare_with_people(

@@ -1,4 +1,4 @@
-"""Reward diagnostics by hand: agreement, bins of calibration, and scores by length."""
+"""Reward diagnostics by hand: agreement and bins of calibration."""
 
 from __future__ import annotations
 
@@ -65,16 +65,3 @@ def test_two_samples_are_ordered_by_score_and_equal_ones_are_left_out() -> None:
 
     pairs = reward_diagnostics.order_by(number, ["a", "b", "c"], ["1", "2", "3"], ["2", "2", "1"])
     assert pairs == [("a", "2", "1"), ("c", "3", "1")]
-
-
-def test_scores_are_averaged_over_responses_of_similar_length() -> None:
-    texts = {"sft": ["x" * n for n in range(40, 0, -1)]}
-    scores = {("gold", "sft"): [float(n) for n in range(40, 0, -1)]}
-    short, long = reward_diagnostics.bin_by_length(scores, texts)
-    assert (short["length"], short["score"], short["answers"]) == (10.5, 10.5, 20)
-    assert (long["length"], long["score"]) == (30.5, 30.5)
-    deviation = math.sqrt(sum((n - 10.5) ** 2 for n in range(1, 21)) / 19)
-    assert short["high"] - short["score"] == pytest.approx(1.96 * deviation / math.sqrt(20))
-    failed = reward_diagnostics.bin_by_length({("gold", "sft"): [math.nan] * 39 + [1.0]}, texts)
-    assert [(row["length"], row["low"], row["answers"]) for row in failed] == [(1.0, 1.0, 1)]
-    assert reward_diagnostics.bin_by_length({("gold", "sft"): [math.nan] * 40}, texts) == []

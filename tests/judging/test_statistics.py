@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from sklearn.metrics import cohen_kappa_score
 
 from rlhf_tasks.judging import statistics
-from rlhf_tasks.judging.statistics import Floats, length_controlled, matched_length_gain, rate
+from rlhf_tasks.judging.statistics import Floats, length_controlled, rate
 
 WIN, TIE, LOSS, FAILED = 1.0, 0.5, 0.0, math.nan
 OUTCOMES = (WIN, TIE, LOSS)
@@ -118,16 +118,6 @@ def test_the_kl_of_best_of_n_is_at_most_its_bound(n: int) -> None:
         assert statistics.best_of_n_kl([rng.permutation(n)]) == pytest.approx(bound - 0.0407, abs=1e-3)
 
 
-def test_a_gain_besides_length_has_the_robust_interval() -> None:
-    # d = 1 + 2x + e with x = 0, 1, 2, 3 and e = ±.1 such that Σe = Σxe = 0: α = 1, β = 2 exactly.
-    # c = (.7, .4, .1, −.2); Σc²e² = .01 · .70 = .007; Var = 4/2 · .007 = .014.
-    x = np.array([0.0, 1.0, 2.0, 3.0])
-    e = np.array([0.1, -0.1, -0.1, 0.1])
-    result = matched_length_gain(1 + 2 * x + e, np.zeros(4), x, np.zeros(4))
-    reach = 1.959964 * math.sqrt(0.014)
-    assert (result.value, result.low, result.high) == pytest.approx((1.0, 1 - reach, 1 + reach), abs=1e-6)
-
-
 def test_agreement_leaves_out_gold_ties_and_counts_the_judges_ties_half() -> None:
     labels = [WIN, WIN, LOSS, TIE, WIN, FAILED]
     gold = [WIN, LOSS, LOSS, WIN, TIE, WIN]
@@ -150,8 +140,6 @@ def test_invalid_outcomes_are_refused() -> None:
         statistics.rate([0.7])
     with pytest.raises(ValueError, match=r"shapes \(2,\) and \(3,\)"):
         statistics.outcomes([1, 2], [1, 2, 3])
-    with pytest.raises(ValueError, match="3 judged prompts"):
-        matched_length_gain([1, 2], [1, 2], [1, 2], [1, 2])
 
 
 def test_orders_by_hand() -> None:
@@ -166,10 +154,7 @@ def test_orders_by_hand() -> None:
 # -------------------------------------------------------------------------------------- equal length
 
 
-def test_without_length_differences_gain_and_rate_are_the_plain_ones() -> None:
-    gain = matched_length_gain([1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [4, 4, 4], [4, 4, 4])
-    reach = 1.959964 * math.sqrt(1 / 3)  # sample variance 1, N = 3
-    assert (gain.value, gain.low, gain.high) == pytest.approx((2.0, 2 - reach, 2 + reach), abs=1e-6)
+def test_without_length_differences_the_rate_is_the_plain_one() -> None:
     for length in (5, 9):
         rate = length_controlled(made_of(6, 2, 2), [length] * 10, [5] * 10)
         assert rate.value == pytest.approx(0.7)
@@ -181,20 +166,16 @@ def test_a_contender_that_always_wins_also_wins_at_equal_length() -> None:
     assert length_controlled([0.5] * 5, range(5), [0] * 5).value == pytest.approx(0.5)
 
 
-def test_a_failure_changes_neither_gain_nor_rate_at_equal_length() -> None:
+def test_a_failure_does_not_change_the_rate_at_equal_length() -> None:
     y, d, zeros = [1.0, 0.0, 0.5, 1.0], [1.0, 2.0, -1.0, 0.5], [0.0] * 5
     rate = length_controlled([*y, FAILED], [*d, 90.0], zeros)
     assert rate == length_controlled(y, d, zeros[1:])
-    gain = matched_length_gain([*y, FAILED], zeros, [*d, 90.0], zeros)
-    assert gain == matched_length_gain(y, zeros[1:], d, zeros[1:])
 
 
-def test_swapping_a_and_b_mirrors_the_gain_and_the_rate_at_equal_length() -> None:
+def test_swapping_a_and_b_mirrors_the_rate_at_equal_length() -> None:
     random = np.random.default_rng(11)
-    a, b, la, lb = random.normal(size=(4, 80))
+    la, lb = random.normal(size=(2, 80))
     y = random.choice([1, 0.5, 0], 80)
-    ours, theirs = matched_length_gain(a, b, la, lb), matched_length_gain(b, a, lb, la)
-    assert (theirs.value, theirs.low, theirs.high) == pytest.approx((-ours.value, -ours.high, -ours.low))
     ours, theirs = length_controlled(y, la, lb), length_controlled(1 - y, lb, la)
     mirrored = (1 - ours.value, 1 - ours.high, 1 - ours.low)
     assert (theirs.value, theirs.low, theirs.high) == pytest.approx(mirrored)

@@ -257,7 +257,7 @@ def test_the_first_judge_that_ppo_has_not_optimised_leads(whole: Path) -> None:
         ("metrics/ppo.json", "[1]", "is not an object of JSON.* run `rlhf ppo` again"),
         ("plots/ppo.csv", "episode,objective/kl\n1,high\n", "is not a table of numbers"),
         ("plots/ppo.csv", "episode,objective/kl\n1\n", "is not a table of numbers"),
-        ("evaluation/judge/lengths.parquet", "half", "is not a Parquet table.* run `rlhf judge` again"),
+        ("evaluation/judge/calibration.parquet", "half", "is not a Parquet table.* run `rlhf judge` again"),
         ("evaluation/judge/results.json", "{", "is not a results document"),
         ("evaluation/judge/results.json", None, "cannot be read.*run `rlhf judge`"),
     ],
@@ -280,10 +280,9 @@ def test_headings_links_figures_and_boxes_are_accessible(whole: Path) -> None:
     assert len(ids) == len(set(ids))
     assert {a["href"] for a in found.of("a")} <= {f"#{i}" for i in ids} | {"rollouts.html"}
     labels = " ".join(a["aria-label"] or "" for a in found.of("svg") if a.get("role") == "img")
-    assert labels.count(", by ") == len(found.of("svg")) > 6
+    assert labels.count(", by ") == len(found.of("svg")) > 5
     assert "KL of the rollouts from 0.500 to 4.32" in labels
     assert "Calibration: the reward model that PPO optimizes, by confidence: given pairs from 0.5" in labels
-    assert "Score by length: the gold judge, by length: policy from 0.2" in labels
     bars = [a["aria-label"] for a in found.of("div") if a.get("role") == "img"]
     assert "the gold judge, Policy against SFT model: 77% (75% to 80%)" in bars
     boxes = [a for a in found.of("div") if a.get("class") == "scroll"]

@@ -137,11 +137,6 @@ def put_all(root: Path, commit: str = "f" * 40) -> None:
         "model origin confidence right low high pairs",
         *(("reward", "given", c, r, r - 0.1, r + 0.1, 20) for c, r in ((0.55, 0.5), (0.95, 0.8))),
     )
-    put_rows(
-        root / "evaluation/judge/lengths.parquet",
-        "judge who length score low high",
-        *(("gold", "policy", n, s, s - 0.1, s + 0.1) for n, s in ((10.0, 0.2), (30.0, 0.8))),
-    )
     put_json(root / "evaluation/ppo/guards.json", {"trips": []})
     put_json(root / "evaluation/ppo/audit.json", {"empty": {"score": 0.25, "beats_reference": 0.75}})
     kept = {"selected_episode": 768, "selected_kl": 3.5, "selected_kl_standard_error": 0.25}
