@@ -36,14 +36,14 @@ FLOORS: Mapping[str, int] = {
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
     "cli": 866,  # that stage dpo is not planned, which signal a run got, the command `methods`
-    "config": 2762,  # stage dpo, its labels, a language model as reward, best-of-n, HSDP
+    "config": 2763,  # stage dpo, its labels, a language model as reward, best-of-n, HSDP
     "data": 2605,  # unpaired labels, held-out rows in random order, several chat templates
     "data/readers": 2477,  # unpaired labels
-    "models": 2491,  # the output layer by TF32 on a GPU, frozen layers in 16 bits
+    "models": 2499,  # the output layer by TF32 on a GPU, frozen layers in 16 bits, bytes of moments
     "scoring": 1364,  # the client of language models, which was in judging, and the scorer that uses it
-    "training": 3377,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
-    "ppo": 3519,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2317,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
+    "training": 3379,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
+    "ppo": 3522,  # groups without variance, truncated responses, what stage dpo measures too
+    "stages": 2325,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
     "judging": 2668,  # best-of-n: its responses, its KL and its cost; means over seeds
     "promotion": 1382,
     "tracking": 1877,  # judges by the model that they read; DPO's curves; pages of methods

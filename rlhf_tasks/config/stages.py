@@ -170,6 +170,7 @@ class DpoView(ModelView):
     stage = "dpo"
 
     dpo: s.Dpo
+    score_scaling: ScoreScaling | None = field(metadata={KEY: "ppo.score_scaling"})
     truncation: Truncation = field(metadata={KEY: "ppo.truncation"})
     response_length: int = field(metadata={KEY: "ppo.response_length"})
     temperature: float = field(metadata={KEY: "ppo.temperature"})

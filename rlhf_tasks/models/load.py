@@ -400,10 +400,17 @@ def save_checkpoint(
         (folder / IDENTITY).write_text(text, encoding="utf-8")
 
 
-def num_bytes(model: nn.Module, *, trained: bool = False) -> int:
-    """The bytes of a model's weights, or of the trained ones, over all ranks; tied ones count once."""
-    found = [weight for weight in model.parameters() if weight.requires_grad or not trained]
-    return sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in found)
+def num_bytes(model: nn.Module) -> int:
+    """The bytes of a model's weights, over all ranks; tied ones count once."""
+    return sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in model.parameters())
+
+
+def moment_bytes(model: nn.Module) -> int:
+    """The bytes that AdamW keeps over all ranks; for weights in 16 bits, DeepSpeed's float32 ones too."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return sum(
+        getattr(one, "ds_numel", one.numel()) * (8 if one.element_size() == 4 else 12) for one in trained
+    )
 
 
 def _save_reference(model: PreTrainedModel, folder: Path, source: Ready) -> None:

@@ -120,9 +120,10 @@ def merge_adapter(model: PreTrainedModel) -> PreTrainedModel:
     if not layers:
         return model
     merged = copy_to(model, torch.device("cpu"))
-    for name, layer in layers.items():
-        plain: Any = merged.get_submodule(name).base_layer
-        plain.weight.data = (layer.base_layer.weight + layer.get_delta_weight("default")).to(plain.weight)
+    for name in layers:
+        layer: Any = merged.get_submodule(name).float()  # in bf16 small changes would be rounded away
+        plain = layer.base_layer
+        plain.weight.data = plain.weight + layer.get_delta_weight("default")
         merged.set_submodule(name, plain)
     return nn.Module.to(merged, "cpu")  # buffers
 

@@ -161,9 +161,10 @@ def check_models(
         checks.require(results, "models/sft")
     del checked  # which may be a copy on the GPU
     rows = checks.add_responses(queries, settings.response_length)
+    adds_eos = settings.stop_token not in ("eos", *tokenizer.added_tokens_decoder)  # see `close_responses`
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
-            positions.check(model.model.config, longest, name)
+            positions.check(model.model.config, longest + int(adds_eos and model is not critic), name)
             if (scores := dist.to_check(model)) is not None:
                 checks.require(checks.check_scores(scores, rows, pad=pad), name)
             del scores

@@ -159,6 +159,8 @@ def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mappi
     try:
         result = compute()
     except UserError as error:  # a NonFiniteError is one
+        if dist.shards and not isinstance(error, NonFiniteError):
+            raise  # the others may wait for this rank's weights: the launch ends them
         fault = error
     if dist.max(int(fault is not None)):
         own = None if fault is None else (str(fault), isinstance(fault, NonFiniteError))

@@ -17,7 +17,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import SeparateCritic
 from rlhf_tasks.models.heads import ActorCritic
-from rlhf_tasks.models.load import num_bytes
+from rlhf_tasks.models.load import moment_bytes, num_bytes
 from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.stop_tokens import StopTokens
 from rlhf_tasks.models.tensors import NonFiniteError
@@ -144,7 +144,7 @@ class PpoState:
     def num_bytes(self) -> int:
         """The most that a snapshot takes: weights, moments and the best policy."""
         policy = num_bytes(self.actor_critic.policy)
-        training = num_bytes(self.actor_critic) + 2 * num_bytes(self.actor_critic, trained=True)
+        training = num_bytes(self.actor_critic) + moment_bytes(self.actor_critic)
         return training + policy + (policy if self.moving_reference is not None else 0)
 
     def state_dict(self, dist: Distributed) -> dict[str, Any]:

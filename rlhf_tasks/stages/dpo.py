@@ -285,7 +285,8 @@ class _Prober:
         scores = None
         if self._heldout is not None:
             scores = score_heldout(dist, self._heldout, self._prompts, responses, self._tokenizer, self.ends)
-            scores = score_ends(scores, responses, self.ends, config.truncation)
+            is_raw = config.score_scaling is not None
+            scores = score_ends(scores, responses, self.ends, config.truncation, is_raw=is_raw)
         ended = sum(has_ended(response, self.ends) for response in responses) / len(responses)
         return Probe(kl, scores, sum(map(len, responses)) / len(responses), ended)
 

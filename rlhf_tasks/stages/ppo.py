@@ -253,6 +253,13 @@ def load_models(
     else:
         frozen = load_causal(paths.start)
         moves = settings.reference_sync is not None
+        is_rounded = dist.is_deepspeed and not dist.is_float32
+        if settings.reference_sync is not None and settings.reference_sync.alpha < 1 and is_rounded:
+            raise UserError(
+                "ppo.reference_sync mixes the weights of reference and policy, which DeepSpeed keeps in "
+                "bf16: small changes would be lost; set alpha: 1.0 there, launch.parallelism: fsdp2, or "
+                "launch.precision: fp32"
+            )
         dist.freeze(frozen, moves=moves)
         reference = ReferenceCopy(frozen, moves=moves)
     reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None

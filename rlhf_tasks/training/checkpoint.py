@@ -330,7 +330,7 @@ class SavedSnapshots(Snapshots):
                 "last bits of the result will differ (OMP_NUM_THREADS sets the number)"
             )
         own, together = (
-            torch.load(snapshot / f"{name}.pt", map_location="cpu", weights_only=True)
+            torch.load(snapshot / f"{name}.pt", map_location="cpu", mmap=True, weights_only=True)
             for name in (f"rank-{self._dist.rank}", "shared")
         )
         console.say(f"{self.folder.name}: resumed from the snapshot after step {manifest['step']}")

@@ -253,7 +253,7 @@ class Distributed:
         stay as they are. Any other rounding would cause a KL between equal models.
         """
         model.requires_grad_(False)
-        if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
+        if self.is_deepspeed and not self.is_float32:
             for weight in model.parameters():
                 weight.data = weight.data.to(torch.bfloat16)
         self.put(model, moves=moves)

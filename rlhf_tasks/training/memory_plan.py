@@ -240,9 +240,12 @@ def memory(run: Run) -> dict[str, float]:
     sample = parts["cache"] + sampling + gathered
     train = parts["gradients"] + parts["activations"] + logits + live
     parts["peak"] = max(start, parts["weights"] + parts["optimizer"] + max(sample, train))
-    # the first machine also holds the selected weights, and the policy that is gathered to be written
-    copies = stored * ((adapters or policy.parameters) + (policy.parameters if is_sharded else 0))
-    parts["machine"] = min(n, GPUS_PER_MACHINE) * offloaded + copies
+    # the selected weights: where nothing is sharded each process has them; else the first one, which also
+    # gathers the policy to write it
+    here = min(n, GPUS_PER_MACHINE)
+    copies = (1 if is_sharded else here) * (adapters or policy.parameters)
+    copies += policy.parameters if is_sharded else 0
+    parts["machine"] = here * offloaded + stored * copies
     return parts
 
 

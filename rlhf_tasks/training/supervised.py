@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Optimization, Ready
 from rlhf_tasks.data.batches import epoch_batches
-from rlhf_tasks.models.load import num_bytes, save_checkpoint
+from rlhf_tasks.models.load import moment_bytes, num_bytes, save_checkpoint
 from rlhf_tasks.models.lora import merge_adapter
 from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.project.atomic import whole
@@ -117,10 +117,9 @@ def train(
     """
     # `trained` is the model as DDP, ZeRO or FSDP2 wraps it: all passes go through it.
     trained, optimizer = dist.prepare(model, adamw(model, settings), settings.max_grad_norm)
-    moments = 2 * num_bytes(model, trained=True)
     flops_of_token, forward_flops = pass_flops(model, gradients=True), pass_flops(model)  # for a token
     # a snapshot that does not fit on the disk is found now, and not when the first one is due
-    snapshots.reserve(num_bytes(model), num_bytes(model) * (2 if patience else 1) + moments)
+    snapshots.reserve(num_bytes(model), num_bytes(model) * (2 if patience else 1) + moment_bytes(model))
     order = torch.Generator().manual_seed(seed)
     state = TrainState(order, TokenBudget(settings.micro_batch_tokens))
     steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)

@@ -243,6 +243,18 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(family: Family, tmp_p
     assert [f.name for f in (tmp_path / "merged").iterdir() if "adapter" in f.name] == []
 
 
+def test_adapters_of_a_model_in_16_bits_are_merged_in_float32() -> None:
+    model = add_active_lora(small.causal()).bfloat16()
+    layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
+    with torch.no_grad():
+        layer.lora_B["default"].weight.fill_(1e-6)  # less than half of a step of a weight in bf16
+    a, b = (part["default"].weight.float() for part in (layer.lora_A, layer.lora_B))
+    expected = layer.base_layer.weight.float() + layer.scaling["default"] * (b @ a)
+    weight: Any = merge_adapter(model).get_parameter("model.layers.0.mlp.up_proj.weight")
+    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-9)
+    assert layer.base_layer.weight.dtype == torch.bfloat16
+
+
 WITHOUT: dict[str, str] = {
     "mamba": "dt_proj",
     "falcon_mamba": "dt_proj",

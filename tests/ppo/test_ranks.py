@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +126,13 @@ def test_nan_on_one_rank_stops_both(tmp_path: Path) -> None:
 
     assert run_ranks(lambda dist: dist, message) == ["NaN on another rank", "a scorer gave nan"]
     assert raise_on_all_ranks(small.distributed(), lambda: 7, {}) == 7
+    sharded: Any = SimpleNamespace(shards=True)  # without a call that another rank would have to answer
+
+    def full() -> int:
+        raise UserError("out of memory")
+
+    with pytest.raises(UserError, match="out of memory"):
+        raise_on_all_ranks(sharded, full, {})
 
     def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         return torch.tensor([float("nan") if query == QUERIES[1] else 0.0 for query in queries])

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -83,6 +83,13 @@ def test_a_function_that_cannot_be_imported_is_found_before_the_models_are_loade
     monkeypatch.setattr(ppo, "load_models", lambda *_: pytest.fail("the models were loaded"))
     with pytest.raises(UserError, match=r"nowhere:f cannot be imported"):
         run(**changes)
+
+
+def test_a_reference_that_moves_by_less_than_its_rounding_is_refused(models_here: Path) -> None:
+    dist: Any = SimpleNamespace(is_deepspeed=True, is_float32=False)
+    view = small.view("ppo", SETTINGS | {"ppo.reference_sync": {"every": 1, "alpha": 0.5}})
+    with pytest.raises(UserError, match=r"in bf16: small changes would be lost; set alpha: 1\.0 there"):
+        ppo.load_models(dist, view, Paths())
 
 
 def test_the_kept_weights_are_those_with_the_best_heldout_score(models_here: Path) -> None:

@@ -221,6 +221,7 @@ def test_offload_moves_a_ranks_part_into_the_machines_memory() -> None:
     plain, moved = (memory(run(num_gpus=4, parallelism="zero2", offload=on)) for on in (False, True))
     assert moved["weights"] == plain["weights"]
     assert moved["gradients"] == 2 * 2 * 1_300_100, "the buckets"
+    assert plain["machine"] == 4 * 2 * 700_000, "each process has the selected weights, in bf16"
 
 
 # ---------------------------------------------------------------------------------------- settings
