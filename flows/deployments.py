@@ -8,12 +8,14 @@ schedule is switched on or off.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import available_timezones
 
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -61,7 +63,8 @@ def apply(
 
     Raises UserError if the pool does not exist, or another project has deployments of these names.
     """
-    zone = os.environ.get("TZ") or os.path.realpath("/etc/localtime").partition("zoneinfo/")[2] or "UTC"
+    zones = os.environ.get("TZ"), os.path.realpath("/etc/localtime").partition("zoneinfo/")[2]
+    zone = next((one for one in zones if one in available_timezones()), "UTC")
     nightly = Cron("0 2 * * *", timezone=zone, slug="nightly", active=False)
     hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
     with get_client(sync_client=True) as client:
@@ -75,7 +78,8 @@ def apply(
             raise UserError(
                 f"work pool {pool!r} does not exist; `prefect work-pool create` makes one"
             ) from None
-        own = {"working_dir": str(root), "command": f"{sys.executable} -P -m prefect.engine"}
+        command = shlex.join([sys.executable, "-P", "-m", "prefect.engine"])
+        own = {"working_dir": str(root), "command": command}
         variables = own if kind == "process" else {}
         if is_shared:
             _check_owner(client, root, pool, variables)
@@ -132,7 +136,8 @@ def _check_owner(client: SyncPrefectClient, root: Path, pool: str, variables: di
         return
     owners = {tag.removeprefix(OWNER) for tag in existing.tags if tag.startswith(OWNER)}
     ours = {git.address(root), str(root.resolve())}
-    if variables and (folder := existing.job_variables.get("working_dir")) is not None:
+    folder = existing.job_variables.get("working_dir")
+    if variables and folder not in (None, variables["working_dir"]):
         owners, ours = {folder}, {variables["working_dir"]}
     if owners and not owners & ours:
         raise UserError(

@@ -22,6 +22,7 @@ from prefect.states import Cancelled, Completed
 from flows import devices, settings, stage_plan, subprocesses
 from rlhf_tasks import console
 from rlhf_tasks.config import TaskPolicy
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import checkpoint, failures
@@ -157,7 +158,11 @@ def explain(plan: Plan, stage: str, root: Path, folder: Path) -> str:
     """What is done with a stage; if it must run, what differs from its last run in the checkout `root`."""
     if plan != "run":
         return "unchanged" if plan == "unchanged" else "restored from an earlier run"
-    before, now, graph = dvc_files.locked_by(root, stage), dvc_files.locked(folder), dvc_files.graph(folder)
+    try:
+        before = dvc_files.locked_by(root, stage)
+    except UserError:  # a merge is open there
+        return "runs: dvc.lock of the checkout cannot be read"
+    now, graph = dvc_files.locked(folder), dvc_files.graph(folder)
     if not before:
         return "runs: the checkout has no result of it"
     changes = inputs.find_changes(root, folder, stage)

@@ -12,6 +12,7 @@ in, out: the two sizes of a linear layer.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
@@ -27,6 +28,7 @@ SMALLEST = 2**24
 """oneDNN compiles code for each shape: matmuls of fewer multiplications stay with torch's library."""
 NUM_KEPT = 64
 """Compiled matmuls that oneDNN keeps, for each thread and for the process; each takes 0.5 MB."""
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 _SDPA: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
 
 
@@ -36,6 +38,7 @@ def accelerate(model: nn.Module) -> nn.Module:
     This is the one place where speed changes a model. Results differ by rounding.
     """
     AttentionInterface.register("sdpa", attention)
+    _keep_memory()
     if _onednn_is_faster():
         for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(variable, str(NUM_KEPT))
@@ -43,6 +46,14 @@ def accelerate(model: nn.Module) -> nn.Module:
             if type(module) is nn.Linear:
                 module.__class__ = OneDnnLinear
     return model
+
+
+@cache
+def _keep_memory() -> None:
+    """Let glibc keep memory that is freed; else each large tensor is mapped anew, and filled with zeros."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 @cache

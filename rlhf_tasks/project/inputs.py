@@ -368,12 +368,13 @@ def _distributions(modules: Collection[str]) -> list[str]:
 
 
 def function_files(root: Path, values: Mapping[str, Any]) -> set[str]:
-    """The files below `root` of the functions that the parameters name, and those that these import."""
+    """The files of functions that the parameters name, and what these import; `root` may lack some."""
     files = set[str]()
     for _, function in functions_named(values):
         files.add(module_path(function))
         with suppress(UserError):  # which the stages report
-            files |= code_of(root, function.partition(":")[0], ("rlhf_tasks",))[0].keys()
+            own, others = code_of(root, function.partition(":")[0], ("rlhf_tasks",))
+            files |= {*own, *(f"{name}.py" for name in others), *(f"{name}/__init__.py" for name in others)}
     return files
 
 

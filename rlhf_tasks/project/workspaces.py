@@ -122,7 +122,8 @@ def _claim(root: Path, name: str) -> Workspace:
 def _populate(workspace: Workspace, params: str, revision: str) -> None:
     """Write the files of a commit, parameters, DVC's settings, and the outs in the cache."""
     with _worktrees(workspace.root):
-        git.output(workspace.root, "worktree", "add", "--quiet", "--detach", str(workspace.top), revision)
+        add = ("worktree", "add", "--force", "--quiet", "--detach")  # where the user removed its folder, too
+        git.output(workspace.root, *add, str(workspace.top), revision)
     (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
     if workspace.like is not None:
         known = git.files(workspace.root, workspace.like[0], "")
@@ -152,9 +153,10 @@ def remove_left(root: Path) -> list[str]:
 def _remove(root: Path, *names: str) -> None:
     for name in names:
         shutil.rmtree(_all(root) / name, ignore_errors=True)
+        # not `prune`: it forgets the worktrees of a disk that is not mounted, or of a container, too
+        git.quiet_output(root, "worktree", "remove", "--force", str(_all(root) / name))
         for lock in _all(root).glob(f"{name}@*.lock"):
             lock.unlink(missing_ok=True)
-    git.output(root, "worktree", "prune")  # of folders that the user removed, too
 
 
 def _is_held(root: Path, name: str) -> bool:
@@ -263,7 +265,7 @@ def _check_seen(root: Path, folder: Path, settings: Config) -> None:
     outs = [out for node in graph.values() for out in node.outs]
     values = in_force(settings)
     named = [path for _, path in inputs.files_named(values)]
-    named += sorted(inputs.function_files(root, values))
+    named += sorted(inputs.function_files(folder, values))
     deps = dict.fromkeys([*(dep for node in graph.values() for dep in node.deps), *named])
     sources = [dep for dep in deps if not Path(dep).is_absolute() and not dvc_files.is_in(dep, outs)]
     lost = [dep for dep in sources if os.path.lexists(root / dep) and not (folder / dep).exists()]

@@ -252,7 +252,7 @@ def _apply(
     for judge, b in pairs:
         by = catalogue.placeholder_in_words(judge, words)
         title = f"win rate over {OPPONENTS[b]} by {by} (95% low)"
-        low = _of_comparison(results, judge, b, lambda one: one.win_rate.low)
+        low = _of_comparison(results, judge, b, _low)
         yield from _bound(f"over_{b}/{judge}", title, low, ">", bounds[b])
     mean = "it was not measured of this policy" if kl is None else _finite(kl.mean)
     error = None if kl is None else kl.standard_error
@@ -340,6 +340,14 @@ def _bound(
         yield Criterion(key, title, None, relation, float(bound), value)
     else:
         yield Criterion(key, title, float(value), relation, float(bound), standard_error=standard_error)
+
+
+def _low(one: ComparisonResult) -> float:
+    """The lower end of the win rate's interval; at most a half where the exact sign test finds no difference.
+
+    The bootstrap of a few prompts without ties is too narrow: 4 wins, no loss and 196 ties have p = 0.125.
+    """
+    return one.win_rate.low if one.p_value < 0.05 else min(one.win_rate.low, 0.5)
 
 
 def _of_comparison(

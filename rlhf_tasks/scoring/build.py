@@ -20,6 +20,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.function import ImportedScorer
 from rlhf_tasks.scoring.http import ScoringService
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, Scorer
+from rlhf_tasks.scoring.retokenize import special_names
 from rlhf_tasks.scoring.reward_model import Placement, RewardModel, load_foreign
 from rlhf_tasks.scoring.verifier import Verifier
 
@@ -59,7 +60,7 @@ def build(
                 # The import takes a second: only configurations with such a scorer pay for it.
                 from rlhf_tasks.scoring.rubric import RubricScorer
 
-                return RubricScorer(one, name, Paths(root))
+                return RubricScorer(one, name, Paths(root), special_names(tokenizer))
             case config.LengthPenalty():
                 return OverlongPenalty(one.max_tokens, one.buffer, tokenizer)
             case config.VerifierScorer():

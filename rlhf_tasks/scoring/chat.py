@@ -210,6 +210,7 @@ def read_completion(
             "refusal": refusal or "",
             "tokens": tokens if isinstance(tokens, int) else None,
             "model": str(tree.get("model", "")),
+            "is_cut": choice.get("finish_reason") == "length",
             **read_logprobs((choice.get("logprobs") or {}).get("content") or []),
         }
     except (ValueError, LookupError, TypeError, AttributeError) as error:

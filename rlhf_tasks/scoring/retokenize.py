@@ -49,8 +49,7 @@ class Retokenizer:
         self._end = int(own.eos_token_id) if turn is None else turn
         theirs, ours = (template_source(one) if one.chat_template else None for one in (policy, own))
         self._has_own_template = ours not in (None, theirs)
-        added = (str(token) for token in own.added_tokens_decoder.values() if token.special)
-        self._special = {name for name in (*own.all_special_tokens, *added) if name}
+        self._special = special_names(own)
 
     def __call__(self, rows: Responses) -> tuple[list[Ids], list[Ids]]:
         """Queries and responses in the model's ids; a conversation's response is its last token alone.
@@ -81,13 +80,13 @@ class Retokenizer:
         most = max(map(min, map(len, wholes), lengths))
         if most > self._longest:
             raise UserError(
-                f"ppo.scorers: {self._folder} can read {self._longest} tokens, and a response has {most} in "
-                "its tokenizer; lower ppo.response_length"
+                f"{self._folder} can read {self._longest} tokens, and a response has {most} in its "
+                "tokenizer; lower ppo.response_length"
             )
         if not self._has_cut:
             self._has_cut = True
             console.say(
-                f"ppo.scorers: {self._folder} can read {self._longest} tokens; where a prompt with its "
+                f"{self._folder} can read {self._longest} tokens; where a prompt with its "
                 "response has more, it reads the end of the prompt only"
             )
         excesses = [max(0, length - self._longest) for length in lengths]
@@ -116,6 +115,12 @@ class Retokenizer:
         turns = [*messages, {"role": "assistant", "content": response}]
         plain = [turn | {"content": remove_names(str(turn["content"]), self._special)} for turn in turns]
         return self._reads.chat(plain, False)
+
+
+def special_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The texts of all special tokens."""
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return {name for name in (*tokenizer.all_special_tokens, *added) if name}
 
 
 def remove_names(text: str, names: Collection[str]) -> str:

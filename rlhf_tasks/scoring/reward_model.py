@@ -81,11 +81,15 @@ class RewardModel:
             ).float()
 
 
-def load(folder: Path, device: torch.device) -> RewardModel:
-    """A reward model that reads texts; as a judge models/reward_heldout, which PPO never optimizes."""
-    model, tokenizer = load_reward(folder).to(device), load_tokenizer(folder)
-    contracts.check_fits(model.model, tokenizer, str(folder))
-    return RewardModel(model, tokenizer)
+def load(folder: Path, device: torch.device, policy: PreTrainedTokenizerBase | None = None) -> RewardModel:
+    """A reward model that reads texts; as a judge models/reward_heldout, which PPO never optimizes.
+
+    With the tokenizer of a `policy` it reads its texts by its own tokenizer and chat template.
+    """
+    model, own = load_reward(folder).to(device), load_tokenizer(folder)
+    contracts.check_fits(model.model, own, str(folder))
+    reads = None if policy is None else Retokenizer(own, policy, folder, _max_length(model))
+    return RewardModel(model, own, retokenize=reads)
 
 
 def load_foreign(
@@ -105,7 +109,12 @@ def load_foreign(
         checks.require(checks.check_scores(checked, rows, pad=own.pad_token_id), str(folder))
     del checked
     placement.put(model)
+    reads = Retokenizer(own, policy, folder, _max_length(model))
+    return RewardModel(model, own, max_tokens, placement, reads)
+
+
+def _max_length(model: TokenScores) -> int | None:
+    """The number of tokens that the model can read; None: no limit."""
     settings = model.model.config
     bounds = positions.max_positions(settings), *positions.batch_bounds(settings)
-    longest = min((bound for bound in bounds if bound is not None), default=None)
-    return RewardModel(model, own, max_tokens, placement, Retokenizer(own, policy, folder, longest))
+    return min((bound for bound in bounds if bound is not None), default=None)

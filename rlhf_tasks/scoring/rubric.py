@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from rlhf_tasks.config.scorers import LlmScorer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.chat import ChatClient, Failure, Record, describe_reply, last_line, read_completion
 from rlhf_tasks.scoring.protocol import Responses, ScorerError, UnusableScores
+from rlhf_tasks.scoring.retokenize import remove_names
 from rlhf_tasks.scoring.templates import fill_template, load_template
 
 FILE = "scores.jsonl"
@@ -31,8 +32,9 @@ class RubricScorer:
         UserError: if the environment lacks the key, or the prompt cannot be read.
     """
 
-    def __init__(self, settings: LlmScorer, name: str, paths: Paths) -> None:
-        self._settings, self._name = settings, f"ppo.scorers: {name}"
+    def __init__(self, settings: LlmScorer, name: str, paths: Paths, special: Collection[str] = ()) -> None:
+        """The texts `special` are removed, which may be special tokens of the model too."""
+        self._settings, self._name, self._special = settings, f"ppo.scorers: {name}", special
         fields = ["prompt", "response", *(["reference"] if settings.column else [])]
         self._prompt = load_template(settings.prompt, "ppo.scorers", paths.root, PROMPTS, fields)
         self._client = ChatClient(
@@ -58,23 +60,26 @@ class RubricScorer:
 
     def _fill(self, rows: Responses, number: int) -> str:
         settings = self._settings
-        values = {"prompt": rows.prompts[number], "response": rows.texts[number]}
+        given = {"prompt": rows.prompts[number], "response": rows.texts[number]}
+        values = {name: remove_names(text, self._special) for name, text in given.items()}
         values |= {"lowest": f"{settings.lowest:g}", "highest": f"{settings.highest:g}"}
         if settings.column is not None:
-            given = rows.columns[settings.column][number]
-            if given is None:
+            right = rows.columns[settings.column][number]
+            if right is None:
                 raise UnusableScores(
                     f"{self._name}: the column {settings.column} is null for the prompt "
                     f"{rows.prompts[number][:80]!r}; give every prompt a right answer"
                 )
-            values["reference"] = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            values["reference"] = right if isinstance(right, str) else json.dumps(right, ensure_ascii=False)
         return fill_template(self._prompt, values)
 
     def _read(self, record: Record) -> float | None:
         """The number on the last line, where nothing else stands but a word such as `Score:`; None without.
 
-        A number beside the scale is none.
+        A number beside the scale is none, and so is one that may lack digits.
         """
+        if record.get("is_cut"):
+            return None
         match = _SCORE.fullmatch(last_line(record))
         score = None if match is None else float(match[1])
         return (
@@ -82,6 +87,8 @@ class RubricScorer:
         )
 
     def _describe(self, record: Record) -> str:
+        if record.get("is_cut"):
+            return f"the reply was cut at {self._settings.max_reply_tokens} tokens; raise max_reply_tokens"
         scale = f"{self._settings.lowest:g} to {self._settings.highest:g}"
         return f"the reply does not end with a number from {scale}: {describe_reply(record)}"
 

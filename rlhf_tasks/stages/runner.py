@@ -75,6 +75,8 @@ def _run(stage: Stage, paths: Paths, listener: signals.Listener) -> int:
             metrics: dict[str, float] = module.run(view, paths, tracker)
             if not is_main:
                 return 0
+            if stage == "prepare":  # the user's file may have been written while it was read
+                auto.resolve_for(paths, stage, settings)
             _write_results(paths, stage, metrics, tracker.history())
             seconds = time.monotonic() - start
             lineage.write(paths, stage, claim.key, seconds)

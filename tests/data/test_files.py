@@ -146,9 +146,10 @@ def test_file_names_give_role_and_split(tmp_path: Path) -> None:
 def test_files_named_by_split_get_their_role_from_their_columns(tmp_path: Path) -> None:
     jsonl(tmp_path / "train.jsonl", *({"prompt": f"{n}", "chosen": "w", "rejected": "l"} for n in range(8)))
     jsonl(tmp_path / "test.jsonl", {"prompt": "t", "chosen": "w", "rejected": "l"})
+    jsonl(tmp_path / "Test (1).jsonl", {"prompt": "u", "chosen": "w", "rejected": "l"})
     corpus = load(tmp_path)
     assert set(corpus) == {"preferences"}
-    assert [len(corpus["preferences"][split]) for split in SPLITS] == [6, 2, 1]
+    assert [len(corpus["preferences"][split]) for split in SPLITS] == [6, 2, 2]
 
 
 def test_a_path_without_data_is_an_error(tmp_path: Path) -> None:

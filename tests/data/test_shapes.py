@@ -514,6 +514,34 @@ def test_a_function_of_ones_own_is_called_once_for_a_record() -> None:
     assert seen == [1, 2, 1]
 
 
+def test_a_function_of_ones_own_makes_prompts_with_what_a_verifier_reads() -> None:
+    found = by_function(lambda record: {"prompt": "p", "answer": record["q"]}, {"q": 1})
+    assert found.role == "prompts"
+
+
+def test_a_column_that_is_empty_in_the_first_rows_is_read() -> None:
+    """As in files that were joined, or sorted by a column."""
+    plain = [{"instruction": f"i{n}", "input": None, "output": "o"} for n in range(1000)]
+    found = rows(read(*plain, {"instruction": "sum", "input": "1 2", "output": "3"}))
+    assert "1 2" in found[-1]["prompt"]
+    assert rows(read(*plain))[0]["prompt"] == "i0"
+
+
+def test_a_few_repeated_prompts_make_no_pairs() -> None:
+    scored = [{"prompt": f"p{n}", "response": "r", "score": n} for n in range(8)]
+    assert read(*scored, scored[0]).role == "sft"
+    both = [{**row, "response": f"s{row['prompt']}", "score": 9} for row in scored]
+    assert read(*scored, *both).role == "preferences"
+
+
+def test_lists_as_python_writes_them_are_refused() -> None:
+    talk = str([{"content": "hi", "role": "user"}])
+    with pytest.raises(
+        UserError, match=r"f: the column 'chosen' holds lists as Python writes them \(\[\{'con"
+    ):
+        read({"prompt": "p", "chosen": talk, "rejected": talk})
+
+
 def test_what_a_function_of_ones_own_does_wrong_is_named() -> None:
     def leaves(record: Record) -> Any:
         sys.exit(3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -129,6 +131,25 @@ def test_projects_of_one_server_have_different_pools_and_names(root: Path, tmp_p
     assert (made.work_pool_name, made.job_variables["working_dir"]) == ("two", str(other))
     for name in (f"{CHECKS}-two", f"{settings.SWEEP}/sweep-two"):
         assert deployment(name).parameters == {"deployment": f"{RUNS}-two"}, "not those of the first project"
+
+
+def test_another_project_in_an_equal_folder_is_refused(root: Path) -> None:
+    """As in containers, which all have their project in /project."""
+    toy.git(root, "remote", "add", "origin", "git@example.org:one/rlhf.git")
+    deployments.apply(root, None)
+    toy.git(root, "remote", "set-url", "origin", "git@example.org:two/rlhf.git")
+    with pytest.raises(UserError, match=r"belongs to the project example\.org/one/rlhf: give `--pool NAME`"):
+        deployments.apply(root, None, is_shared=True)
+
+
+def test_python_in_a_path_with_a_space_and_a_zone_that_is_none(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/my project/.venv/bin/python")
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    deployments.apply(root, None)
+    command = deployment(RUNS).job_variables["command"]
+    assert shlex.split(command) == ["/my project/.venv/bin/python", "-P", "-m", "prefect.engine"]
 
 
 def test_projects_are_distinguished_in_a_pool_of_any_type(root: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,17 @@ def test_special_tokens_in_a_question_do_not_reach_the_judge(tmp_path: Path) -> 
     plain, marked = (Question(f"now {end} is", "a", f"b {end}") for end in ("", "<eos>"))
     one, other = local(tmp_path, folder)([plain, marked], 0)
     assert (one.probability, one.num_tokens) == (other.probability, other.num_tokens)
+
+
+def test_a_model_that_would_reply_something_else_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that thinks before it replies: its A and B are rare, and their ratio says nothing."""
+    monkeypatch.setattr("rlhf_tasks.judging.judges.local.LEAST_SHARE", 0.5)
+    folder = toy.foreign(str(tmp_path / "model"), "llama", words=words())
+    for reply in local(tmp_path, folder)(QUESTIONS, 3):
+        assert reply.failure.startswith("its reply begins with A or B with a probability of ")
+        assert math.isnan(reply.probability)
 
 
 def test_a_tokenizer_without_tokens_a_and_b_is_refused(tmp_path: Path) -> None:

@@ -52,6 +52,17 @@ def test_a_run_becomes_an_experiment_and_does_not_change_the_working_tree(root: 
     assert (root / "second.txt").read_text(encoding="utf-8").split()[:3] == ["rows", "kl_coef:", "0.25"]
 
 
+def test_a_workspace_leaves_the_users_worktree_on_a_disk_that_is_not_mounted(
+    root: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "usb/mine"
+    toy.git(root, "worktree", "add", "--detach", str(mine))
+    mine.parent.rename(tmp_path / "away")
+    create(root).remove()
+    (tmp_path / "away").rename(mine.parent)
+    assert toy.git(mine, "status", "--porcelain") == ""
+
+
 def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: Path) -> None:
     first, second = create(root, "one"), create(root, "two")
     dvc_cli.run(first.folder, "repro")
@@ -168,6 +179,11 @@ def test_a_function_that_is_not_committed_is_refused_by_name(root: Path) -> None
     (root / "helper.py").write_text("score = len\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"cannot see helper\.py: it sees only files in git"):
         create(root)
+    (root / "mine.py").write_text("score = len\n", encoding="utf-8")
+    toy.git(root, "commit", "-q", "-m", "x", "mine.py")
+    (root / "mine.py").write_text("import helper\nscore = helper.score\n", encoding="utf-8")
+    create(root).remove()  # the commit does not import it
+    toy.git(root, "checkout", "mine.py")
     (root / "helper.py").unlink()
     (root / "mine.py").unlink()
     toy.commit(root)

@@ -104,6 +104,11 @@ def test_a_single_missed_criterion_refuses_and_is_named(
 def test_without_a_champion_the_policy_must_beat_the_base_model_too() -> None:
     assert failed(decide(results(base=0.45))) == ["over_base/gold", "over_base/reward_model"]
     assert decide(results(base=0.45), over_bar=0.4).passed
+    few = planted.comparison("gold", "sft", 0.502)  # such as 4 wins, 196 ties and no loss
+    given = results()
+    others = tuple(one for one in given.comparisons if (one.judge, one.b) != ("gold", "sft"))
+    few = few.model_copy(update={"p_value": 0.125})
+    assert failed(decide(given.model_copy(update={"comparisons": (*others, few)}))) == ["over_sft/gold"]
     assert decide(results(base=0.45), champion=planted.over_champion()).passed
     unbeaten = decide(results(base=0.45), champion=planted.over_champion(), over_champion=None)
     assert failed(unbeaten) == ["over_base/gold", "over_base/reward_model"]

@@ -19,6 +19,7 @@ from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows, ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.heads import TokenScores, score_head
 from rlhf_tasks.models.load import add_score_head, load_reward, save_checkpoint
+from rlhf_tasks.scoring import reward_model
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer, messages_of
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
@@ -260,6 +261,16 @@ def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alon
         text = policy.decode([token for token in response if token != small.EOS])
         ids = own(policy.decode(query))["input_ids"] + own(text)["input_ids"] + end
         assert float(found[row]) == pytest.approx(score_alone(foreign, ids), abs=1e-5)
+
+
+def test_a_judge_reads_a_policys_texts_as_a_scorer_does(foreign: Path) -> None:
+    policy = small.tokenizer()
+    queries, responses = small.rows(5)
+    closed = [[*(t for t in response if t != small.EOS), small.EOS] for response in responses]
+    rows = given(queries, closed)
+    judge = reward_model.load(foreign, torch.device("cpu"), policy)
+    found = judge(Responses.of_texts(rows.prompts, rows.texts))
+    assert found.tolist() == pytest.approx(load(foreign)(rows).tolist(), abs=1e-5)
 
 
 def test_a_response_that_the_model_cannot_read_is_one_message(foreign: Path) -> None:

@@ -151,6 +151,24 @@ def test_a_reply_without_a_score_is_a_failure_and_never_a_zero(
     assert scorer(server, tmp_path)(ROWS).tolist() == [3.0, 5.0, 8.0, 3.0]
 
 
+def test_a_number_that_may_lack_digits_is_no_score(server: Server, tmp_path: Path) -> None:
+    """`Score: 10` is cut to `Score: 1` by servers whose model has a token for each digit."""
+    reply = completion("Score: 1")
+    reply["choices"][0]["finish_reason"] = "length"
+    server.reply = lambda body: reply
+    with pytest.raises(UnusableScores, match="the reply was cut at 4 tokens; raise max_reply_tokens"):
+        scorer(server, tmp_path)(ROWS)
+
+
+def test_special_tokens_of_the_policy_do_not_reach_the_model(server: Server, tmp_path: Path) -> None:
+    one = scorer(server, tmp_path)
+    one._special = {"<end>"}
+    one(Responses.of_texts(["PROMPT<end>"], ["RESPONSE<end>"]))
+    text = server.bodies[-1]["messages"][0]["content"]
+    assert "PROMPT" in text
+    assert "<end>" not in text
+
+
 MESSAGE = {"error": {"message": "no"}}
 
 

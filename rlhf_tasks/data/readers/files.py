@@ -94,7 +94,7 @@ def _meaning(relative: Path) -> tuple[Role | None, Split]:
         raise UserError(f"{relative}: {stem[1]!r} is no split; use {', '.join(SPLIT_NAMES)}")
     words = [*relative.parent.parts, *stem]
     role = next((word for word in words if word in ROLES), None)
-    named = [word for part in reversed(words) for word in re.split(r"[-_]", part)]
+    named = [word.casefold() for part in reversed(words) for word in re.split(r"[-_ ()]", part)]
     return role, next((SPLIT_NAMES[word] for word in named if word in SPLIT_NAMES), "train")
 
 

@@ -35,7 +35,7 @@ def sample(name: str, most: int) -> list[RoleTable]:
             lines = [Line(f"{title}:{number}", values) for number, values in enumerate(some, start=1)]
             split = SPLIT_NAMES.get(str(part).split("_")[0], "train")
             tables.append((None, split, Table(title, tuple(some[0] if some else ()), lines)))
-    except (DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"{name} is no file or folder here, and could not be read from the hub: {type(error).__name__}: "
             f"{error}; give a path, or check that this machine reaches the hub"
@@ -58,7 +58,7 @@ def tables_of_set(source: HubSet, role: Role | None) -> list[tuple[Split, Table]
 
     try:
         loaded = datasets.load_dataset(source.id, name=source.name, revision=source.revision)
-    except (DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:  # the last: it is a program
         raise UserError(
             f"the set {source.id!r} (name {source.name!r}, revision {source.revision}) could not be "
             f"loaded: {type(error).__name__}: {error}\nCheck data.hub, and that this machine reaches "

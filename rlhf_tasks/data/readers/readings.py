@@ -437,7 +437,8 @@ def by_function(table: Table, data: Data, function: Callable[[Row], Any]) -> Rea
                     ) from None
 
     names, rows = peek(made())  # a function that counts or pays is called once for a record
-    role: Role = "preferences" if "chosen" in names else "sft" if {*names} - {"prompt"} else "prompts"
+    is_sft = not {"completion", "messages"}.isdisjoint(names)
+    role: Role = "preferences" if "chosen" in names else "sft" if is_sft else "prompts"
     return Reading(role, f"by {path}", table, table.columns, lambda: with_kept(rows, data))
 
 

@@ -40,6 +40,8 @@ BASIC = ("text", "messages", "objects", "list", "object", "number", "flag")
 FREE = ("label", "first won, second won?")
 """They are other columns than those of the shape: a prompt that data.columns names may be called label."""
 MOST_NAMED = 40  # columns in a message
+PYTHON = re.compile(r"\s*\[\s*\{'\w+': ")
+"""A list of dictionaries by `str`, as pandas writes it into a CSV file."""
 
 
 def read(
@@ -127,6 +129,11 @@ def _unfolded(table: Table, data: Data, users: Sequence[Entry]) -> Table:
     shown, changed = list(itertools.islice(table.lines, SAMPLE)), list[str]()
     for name in table.columns:
         values = [value for line in shown if (value := line.values.get(name)) not in (None, "", [])]
+        if values and all(isinstance(value, str) and PYTHON.match(value) for value in values):
+            raise UserError(
+                f"{table.name}: the column {name!r} holds lists as Python writes them ({values[0]:.60}), "
+                "which is no JSON; write the file by to_json(orient='records', lines=True)"
+            )
         if values and all(unfold(name, value) is not None for value in values):
             changed.append(name)
 
@@ -140,6 +147,7 @@ def _unfolded(table: Table, data: Data, users: Sequence[Entry]) -> Table:
 def _kinds_of(table: Table, data: Data) -> dict[str, str]:
     """The type that most values of each column have, by its first rows; empty columns are left out.
 
+    Of a column that is empty there, the first value says it.
     What data.columns names is text where it is nothing that can be read: so its rows are refused one by one.
     """
     columns, kinds = data.columns, dict[str, str]()
@@ -148,6 +156,13 @@ def _kinds_of(table: Table, data: Data) -> dict[str, str]:
         counts = Counter(cells.kind(value) for value in values if value is not None and value != [])
         if counts:
             kinds[name] = counts.most_common(1)[0][0]
+    late = [name for name in table.columns if name not in kinds]
+    for line in itertools.islice(table.lines, SAMPLE, None) if late else ():
+        found = [name for name in late if line.values.get(name) not in (None, [])]
+        kinds.update((name, cells.kind(line.values[name])) for name in found)
+        late = [name for name in late if name not in found]
+        if not late:
+            break
     for name in kinds.keys() & {columns.prompt, columns.completion, columns.chosen, columns.rejected}:
         kinds[name] = kinds[name] if kinds[name] in ("text", "messages") else "text"
     return kinds
@@ -291,9 +306,10 @@ def is_of(match: Match, name: str, kind: str) -> bool:
             two = data.columns.prompt, data.columns.completion
             is_named = two != (Columns().prompt, Columns().completion) and {*two} <= kinds.keys()
             return not is_named and all(cells.FINAL.search(str(v.values.get(name))) for v in match.sample)
-        case "repeated":  # by several rows
-            prompts = [repr(readings.converted(Match.asked, match, line)) for line in match.table.lines]
-            return len({*prompts}) < len(prompts)
+        case "repeated":  # by several rows, as most of its values are
+            asked = (repr(readings.converted(Match.asked, match, line)) for line in match.table.lines)
+            counts = Counter(asked).values()
+            return 2 * sum(count for count in counts if count > 1) >= sum(counts)
     if kind not in BASIC:
         known = f"{', '.join(BASIC)}, any, numbers, or another one of rlhf_tasks/data/readers/shapes.yaml"
         raise UserError(f"data.shapes: {match.entry.name} has the type {kind!r}; give {known}")

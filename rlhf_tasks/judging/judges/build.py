@@ -13,6 +13,7 @@ from rlhf_tasks.config import Judging
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.data import synthetic
 from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.tokenizer import load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.comparisons import (
@@ -32,6 +33,7 @@ from rlhf_tasks.scoring import reward_model
 from rlhf_tasks.scoring.build import score_gold
 from rlhf_tasks.scoring.function import TWO, ColumnsFunction, ImportedScorer
 from rlhf_tasks.scoring.protocol import Responses, Scorer, read_scores
+from rlhf_tasks.scoring.retokenize import special_names
 from rlhf_tasks.scoring.verifier import Verifier
 
 Facets = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
@@ -154,7 +156,8 @@ def build_judge(
         case config.GoldJudge():
             return ScoringJudge(one.name, score_gold, gold_facets)
         case config.RewardModelJudge():
-            return ScoringJudge(one.name, reward_model.load(root / one.path, device))
+            policy = None if one.is_of_pipeline else load_tokenizer(paths.tokenizer)
+            return ScoringJudge(one.name, reward_model.load(root / one.path, device, policy))
         case config.VerifierJudge():
             return ScoringJudge(one.name, Verifier(one.checks, one.format))
         case config.FunctionJudge(pairwise=False):
@@ -165,7 +168,8 @@ def build_judge(
             # The import takes a second: only configurations with such a judge pay for it.
             from rlhf_tasks.judging.judges.llm import LlmComparer
 
-            comparer = LlmComparer(one, max_failure_share, paths, key=key)
+            special = special_names(load_tokenizer(paths.tokenizer))
+            comparer = LlmComparer(one, max_failure_share, paths, key=key, special=special)
         case config.LocalJudge():
             comparer = LocalComparer(one, device, root, key)
         case _:

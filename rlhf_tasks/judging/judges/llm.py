@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlhf_tasks.judging.judges.comparisons import (
 )
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.chat import ChatClient, Failure, Record, describe_reply, last_line, read_completion
+from rlhf_tasks.scoring.retokenize import remove_names
 from rlhf_tasks.scoring.templates import fill_template, load_template
 
 FILE = "judgements.jsonl"
@@ -35,8 +36,16 @@ class LlmComparer:
     """
 
     def __init__(
-        self, settings: LlmJudge, max_failure_share: float, paths: Paths, *, key: str = LISTED
+        self,
+        settings: LlmJudge,
+        max_failure_share: float,
+        paths: Paths,
+        *,
+        key: str = LISTED,
+        special: Collection[str] = (),
     ) -> None:
+        """The texts `special` are removed, which may be special tokens of the model too."""
+        self._special = special
         self._name, self._max_failure_share = settings.name, max_failure_share
         self._prompt = load_template(settings.prompt, key, paths.root, PROMPTS, Question._fields)
         self._client = ChatClient(
@@ -60,7 +69,10 @@ class LlmComparer:
             return OutsideFault(str(error)) if all(one.is_temporary for one in failures) else error
 
         client, before = self._client, self._client.requests
-        texts = [fill_template(self._prompt, question._asdict()) for question in questions]
+        texts = [
+            fill_template(self._prompt, {k: remove_names(v, self._special) for k, v in one._asdict().items()})
+            for one in questions
+        ]
         replies = client.ask(texts, stop)
         console.say(
             f"judge {self._name}: {client.requests - before} of {len(set(texts))} replies were requested, "

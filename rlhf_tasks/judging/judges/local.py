@@ -21,8 +21,11 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.judges.comparisons import LETTERS, PROMPTS, Question, Reply
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import fetch_tokenizer, load_causal, place
-from rlhf_tasks.scoring.retokenize import remove_names
+from rlhf_tasks.scoring.retokenize import remove_names, special_names
 from rlhf_tasks.scoring.templates import fill_template, load_template
+
+LEAST_SHARE = 0.01
+"""The least probability that a reply is A or B: of one that begins otherwise the rest says little."""
 
 
 class LocalComparer:
@@ -45,8 +48,7 @@ class LocalComparer:
         self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
         self._model = place(load_causal(source, settings.revision), device).eval()
         contracts.check_fits(self._model, self._tokenizer, f"judge {settings.name}: {settings.path}")
-        added = self._tokenizer.added_tokens_decoder.values()
-        self._special = [str(token) for token in added if token.special]
+        self._special = special_names(self._tokenizer)
         self._letters = [_single_tokens(self._tokenizer, letter) for letter in LETTERS]
         if not all(self._letters) or self._letters[0] == self._letters[1]:
             raise UserError(
@@ -72,13 +74,17 @@ class LocalComparer:
         with console.part("reading", len(fits), "questions") as meter:
             for rows in micro_batches([len(ids[i]) for i in fits], self._settings.micro_batch_tokens):
                 chosen = [fits[row] for row in rows]
-                for i, p in zip(chosen, self._probabilities([ids[i] for i in chosen]).tolist(), strict=True):
-                    replies[i] = Reply(p, "the judge's logits are NaN" if math.isnan(p) else "", len(ids[i]))
+                read = self._probabilities([ids[i] for i in chosen])
+                for i, p, share in zip(chosen, *(values.tolist() for values in read), strict=True):
+                    problem = "the judge's logits are NaN" if math.isnan(p) else ""
+                    if share < LEAST_SHARE:
+                        problem = f"its reply begins with A or B with a probability of {share:.1e} only"
+                    replies[i] = Reply(math.nan if problem else p, problem, len(ids[i]))
                 meter.advance(len(rows))
         return replies
 
-    def _probabilities(self, ids: Sequence[Ids]) -> Tensor:
-        """(B,) probability that the response shown first is better."""
+    def _probabilities(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """(B,) probability that the response shown first is better, and (B,) that the reply is A or B."""
         # Padded on the left: the reply follows the last column.
         batch = collate(ids, [[] for _ in ids], self._tokenizer.pad_token_id).to(self._model.device)
         out = self._model(
@@ -90,7 +96,7 @@ class LocalComparer:
         )
         logits = out.logits[:, -1].float()
         a, b = (logits[:, tokens].logsumexp(dim=1) for tokens in self._letters)
-        return torch.sigmoid(a - b)
+        return torch.sigmoid(a - b), (torch.logaddexp(a, b) - logits.logsumexp(dim=1)).exp()
 
 
 def _single_tokens(tokenizer: PreTrainedTokenizerBase, letter: str) -> Ids:
