@@ -38,7 +38,7 @@ LINES: Mapping[str, int] = {
     "cli": 866,  # that stage dpo is not planned, which signal a run got, the command `methods`
     "config": 2763,  # stage dpo, its labels, a language model as reward, best-of-n, HSDP
     "data": 2605,  # unpaired labels, held-out rows in random order, several chat templates
-    "data/readers": 2494,  # unpaired labels; columns that are empty at first, lists of Python
+    "data/readers": 2502,  # unpaired labels; columns that are empty at first, lists of Python
     "models": 2510,  # the output layer by TF32, frozen layers in 16 bits, bytes of moments, kept memory
     "scoring": 1387,  # the client of language models, replies that were cut, judges with another tokenizer
     "training": 3379,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP

@@ -90,7 +90,7 @@ def test_conversations_that_all_end_with_the_user_are_prompts() -> None:
 def test_a_column_counts_as_used_only_where_it_is_read() -> None:
     assert "context" not in read({"messages": TALK, "context": "x"}).used
     answers = {"chosen": TALK[:2], "rejected": [TALK[0], TALK[3]]}
-    assert "system" not in read({**answers, "system": "x"}).used
+    assert "system" in read({**answers, "system": "x"}).used
     labelled = {"prompt": "q", "input": "below", "system": "s", "completion": "a", "label": True}
     good = read(labelled, format="good_answers")
     assert {"input", "system"} <= {*good.used}
@@ -525,6 +525,20 @@ def test_a_column_that_is_empty_in_the_first_rows_is_read() -> None:
     found = rows(read(*plain, {"instruction": "sum", "input": "1 2", "output": "3"}))
     assert "1 2" in found[-1]["prompt"]
     assert rows(read(*plain))[0]["prompt"] == "i0"
+
+
+def test_a_system_message_stands_before_every_kind_of_conversation() -> None:
+    asked, good, bad = (
+        {"role": r, "content": c} for r, c in (("user", "q"), *[("assistant", x) for x in "ab"])
+    )
+    first = {"role": "system", "content": "Be brief."}
+    pair = {"chosen": [asked, good], "rejected": [asked, bad]}
+    voted = {"conversation_a": pair["chosen"], "conversation_b": pair["rejected"], "winner": "model_a"}
+    for record in (pair, voted):
+        (row,) = rows(read({"system": "Be brief.", **record}))
+        assert [row[side][:2] for side in ("chosen", "rejected")] == [[first, asked]] * 2
+    found = read({"system": "Be brief.", "messages": [asked, good], "label": True}, format="good_answers")
+    assert rows(found)[0]["prompt"] == [first, asked]
 
 
 def test_a_few_repeated_prompts_make_no_pairs() -> None:

@@ -180,6 +180,11 @@ class Match:
             return text
         return dialogue(text) or [{"role": "user", "content": text}]
 
+    def with_system(self, turns: Any, values: Values) -> Any:
+        """A conversation with the system message of its record, if this has one."""
+        system = self.system_before(turns, values) if isinstance(turns, list) else None
+        return [{"role": "system", "content": system}, *turns] if system else turns
+
     def system_before(self, talk: Any, values: Values) -> str | None:
         """The system message of a record's column, unless the conversation or text begins with it.
 
@@ -231,10 +236,12 @@ class Match:
     @property
     def beside(self) -> list[str]:
         """The columns that are read beside those of the shape."""
-        if "messages" in self.columns:
+        answers = self.columns.get("first", self.columns.get("chosen", ""))
+        is_pair = "prompt" not in self.columns and (self.chat or self.kinds.get(answers) == "messages")
+        is_pair = is_pair or self.kinds.get(self.columns.get("first", "")) == "messages"
+        if is_pair or {"messages", "talk"} & self.columns.keys():
             return [self.system] if self.system else []
-        is_talk = "talk" in self.columns or self.kinds.get(self.columns.get("first", "")) == "messages"
-        if is_talk or "prompt" not in self.columns or self.entry.makes == "solution":
+        if "prompt" not in self.columns or self.entry.makes == "solution":
             return []
         names = self.context, self.system, "history" if self.has_history else None
         return [name for name in names if name]
@@ -502,21 +509,21 @@ def parted(match: Match, values: Values) -> Row:
     """Two conversations, messages or marked texts, whose common start is the prompt."""
     sides = [values[match.columns[side]] for side in ("chosen", "rejected")]
     if all(isinstance(side, list) for side in sides):
-        return {"chosen": sides[0], "rejected": sides[1]}
+        chosen, rejected = (match.with_system(side, values) for side in sides)
+        return {"chosen": chosen, "rejected": rejected}
     texts = [str(side) for side in sides]
     turns = [dialogue(text) for text in texts]
     if not all(turns):
         raise Unusable("malformed", "has no prompt, and its answers are no dialogues")
     if match.chat:
-        return {"chosen": turns[0], "rejected": turns[1]}
+        chosen, rejected = (match.with_system(side, values) for side in turns)
+        return {"chosen": chosen, "rejected": rejected}
     return _pair(*cells.cut_dialogues(*texts))
 
 
 def conversation(match: Match, values: Values) -> Row:
     """Messages, of which the last is the completion, or `chosen` beside another last one, `rejected`."""
-    turns = values[match.columns["messages"]]
-    if isinstance(turns, list) and (system := match.system_before(turns, values)):
-        turns = [{"role": "system", "content": system}, *turns]
+    turns = match.with_system(values[match.columns["messages"]], values)
     if "rejected" in match.columns:
         other = {"role": "assistant", "content": values[match.columns["rejected"]]}
         return {"chosen": turns, "rejected": [*turns[:-1], other]}
@@ -535,7 +542,7 @@ def labelled(match: Match, values: Values) -> Row | Rated:
     if (is_unpaired and is_good is None) or (match.data.format == "good_answers" and not is_good):
         raise LeftOut(f"{match.columns['label']} is {'null' if label is None else 'false'}")
     if "talk" in match.columns:
-        talk = values[match.columns["talk"]]
+        talk = match.with_system(values[match.columns["talk"]], values)
         prompt, answer = talk[:-1], talk[-1:]
     else:
         prompt, answer = match.asked(values), values[match.columns["completion"]]
@@ -643,6 +650,7 @@ def voted(match: Match, values: Values) -> Row:
         chosen, rejected = chosen[: 2 * turn], rejected[: 2 * turn]
         if chosen[:-1] != rejected[:-1]:
             raise LeftOut(f"turn {turn}: the first answers differ, so the prompts differ")
+        chosen, rejected = (match.with_system(side, values) for side in (chosen, rejected))
         return {"chosen": chosen, "rejected": rejected}
     return _pair(match.asked(values), chosen, rejected)
 
