@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from rlhf_tasks import config
 from rlhf_tasks.data.rows import REASONS, ROLES, SPLITS, TEXTS
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import prepare, runner
+from rlhf_tasks.training import auto
 from tests import small
 from tests.data.conftest import demonstrations, jsonl
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("here")
 
 
@@ -132,6 +138,28 @@ def test_quarantine_writes_bad_rows_with_reasons_and_counts_them(tmp_path: Path)
     assert metrics["quarantined"] == 8
     counts = Counter(FOUND.values())
     assert {reason: metrics[f"quarantined/{reason}"] for reason in REASONS} == {r: counts[r] for r in REASONS}
+
+
+def test_data_that_changes_while_they_are_read_are_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else rows of the new file would stand in DVC's cache under the hash of the old one."""
+    jsonl(tmp_path / "in" / "sft.jsonl", *demonstrations(40))
+    changes = {"data.source": "files", "data.path": "in", "judge.judges": [small.HELDOUT]}
+    small.write_params(tmp_path, changes | {"tracking.enabled": False})
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    auto.write_inputs(Paths(), config.load())
+
+    def slowly(*given: Any) -> dict[str, float]:
+        metrics = plain(*given)
+        with (tmp_path / "in/sft.jsonl").open("a", encoding="utf-8") as file:
+            file.write("\n")
+        return metrics
+
+    plain = prepare.run
+    monkeypatch.setattr(prepare, "run", slowly)
+    with pytest.raises(UserError, match=r"in.* changed since inputs/prepare\.json was written"):
+        runner.run("prepare", Paths())
 
 
 def test_roles_without_comparisons_still_have_their_columns(tmp_path: Path) -> None:
