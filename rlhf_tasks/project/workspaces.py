@@ -64,7 +64,12 @@ class Workspace:
             taken = next((commit for commit, other in known if other == name), None)
             if taken and not self._has_lock_of(taken):
                 name = instead
+            refs = git.output(
+                self.root, "for-each-ref", "--format=%(refname) %(objectname)", "refs/exps/exec"
+            )
             dvc_cli.run(self.folder, "exp", "save", "--force", "--name", name, *options)
+            for line in refs.splitlines():  # DVC removes those of a `dvc exp run` of the user's, too
+                git.output(self.root, "update-ref", *line.split())
         return name, git.find_experiment(self.root, name) or ""
 
     def is_like(self) -> bool:

@@ -38,8 +38,12 @@ def test_a_run_becomes_an_experiment_and_does_not_change_the_working_tree(root: 
     place = create(root, overrides={"ppo.kl_coef": 0.25})
     assert config.load(place.folder / "params.yaml").ppo.kl_coef == 0.25
     dvc_cli.run(place.folder, "repro")
+    users = "refs/exps/exec/EXEC_BASELINE"  # of a `dvc exp run` in the checkout
+    toy.git(root, "update-ref", users, "HEAD")
     name, revision = place.save("mine", instead="other")
     assert name == "mine"
+    assert toy.git(root, "rev-parse", users) == toy.git(root, "rev-parse", "HEAD")
+    toy.git(root, "update-ref", "-d", users)
     place.remove()
     assert not place.top.exists()
     assert toy.git(root, "worktree", "list").count("\n") == 1
