@@ -48,7 +48,7 @@ LINES: Mapping[str, int] = {
     "promotion": 1390,  # win rates of few prompts without ties
     "tracking": 1877,  # judges by the model that they read; DPO's curves; pages of methods
     "report": 1109,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
-    "project": 2683,  # what a stage reads anew, which flows say too; lost results; peak memory
+    "project": 2688,  # what a stage reads anew, which flows say too; lost results; peak memory
     "presets": 196,
     "../flows": 2773,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods
 }

@@ -27,35 +27,39 @@ class DvcError(UserError):
         return text.splitlines()[0 if marker else -1]
 
 
-def _config(root: Path) -> tuple[Path, Any]:
-    """The folder .dvc of the project, and DVC's settings, without starting a process.
+def place(root: Path) -> Path:
+    """The folder .dvc of the project, which may be that of a folder above it.
 
     Raises:
-        UserError: if the project is in no DVC repository, or DVC's settings are not valid.
+        UserError: if there is none.
     """
+    above = [root.resolve(), *root.resolve().parents]
+    found = next((folder / ".dvc" for folder in above if (folder / ".dvc").is_dir()), None)
+    if found is None:
+        raise UserError(f"{root.resolve()} is in no DVC repository; run `dvc init`")
+    return found
+
+
+def _config(root: Path) -> Any:
+    """DVC's settings, without starting a process; UserError if they are not valid."""
     from dvc.config import Config, ConfigError
 
-    above = [root.resolve(), *root.resolve().parents]
-    place = next((folder / ".dvc" for folder in above if (folder / ".dvc").is_dir()), None)
-    if place is None:
-        raise UserError(f"{root.resolve()} is in no DVC repository; run `dvc init`")
     try:
-        return place, Config(dvc_dir=str(place))
+        return Config(dvc_dir=str(place(root)))
     except ConfigError as error:
         raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) are not valid: {error}") from None
 
 
 def cache(root: Path) -> Path:
     """The DVC cache of the project, as `dvc cache dir` prints it."""
-    place, settings = _config(root)
-    return Path(settings["cache"].get("dir") or place / "cache")
+    return Path(_config(root)["cache"].get("dir") or place(root) / "cache")
 
 
 def check(root: Path) -> None:
     """Check that DVC finds its repository, and git's where it expects one: an archive has none."""
     needs_git = shutil.which("git") is not None  # DVC has its own
     has_git = not needs_git or git.quiet_output(root, "rev-parse", "--git-dir")
-    if not has_git and not _config(root)[1]["core"].get("no_scm"):
+    if not has_git and not _config(root)["core"].get("no_scm"):
         raise UserError(
             f"{root.resolve()} is in no git repository, which DVC needs (an archive has none): {git.BEGIN}; "
             "or `dvc config core.no_scm true`, and no run can name its commit"
@@ -64,7 +68,7 @@ def check(root: Path) -> None:
 
 def check_remote(root: Path) -> None:
     """Check that `dvc push` has a default remote, or that outs in dvc.yaml name one of their own."""
-    settings = _config(root)[1]
+    settings = _config(root)
     default = settings["core"].get("remote")
     has_own = "remote:" in (root / "dvc.yaml").read_text(encoding="utf-8")
     if default not in settings["remote"] and not (default is None and has_own):
@@ -98,7 +102,7 @@ def refuse_beside_run(root: Path) -> None:
     Raises:
         UserError: if one does.
     """
-    file = root / ".dvc/tmp/rwlock"  # by path: the process that writes it, or those that read it
+    file = place(root) / "tmp/rwlock"  # by path: the process that writes it, or those that read it
     locks = json.loads(file.read_text(encoding="utf-8") or "{}") if file.exists() else {}
     written = [one["pid"] for one in locks.get("write", {}).values() if one]
     read = [one["pid"] for several in locks.get("read", {}).values() for one in several]

@@ -181,9 +181,10 @@ def _configure(root: Path, folder: Path) -> None:
     from dvc.config import ConfigError as DvcConfigError
     from dvc.config_schema import RelPath
 
-    there, here = root.resolve() / ".dvc", folder.resolve() / ".dvc"
+    there = dvc_cli.place(root)
+    here = Path(os.path.normpath(folder.resolve() / os.path.relpath(there, root.resolve())))
     if not here.is_dir():  # DVC would search the parent folders, and find the main checkout's
-        raise UserError(".dvc is not committed beside dvc.yaml; `git add .dvc` and commit it")
+        raise UserError(f"{there} is not committed; `git add {there}` and commit it")
     if (there / "config.local").exists():  # the remotes' secrets
         shutil.copy(there / "config.local", here)
     try:

@@ -195,18 +195,24 @@ def test_a_function_that_is_not_committed_is_refused_by_name(root: Path) -> None
         create(root)
 
 
-def test_a_project_may_be_below_the_top_of_the_repository(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [["--subdir"], []], ids=["its own .dvc", "that of the repository"])
+def test_a_project_may_be_below_the_top_of_the_repository(tmp_path: Path, options: list[str]) -> None:
     toy.git(tmp_path, "init", "-q")
     toy.identify(tmp_path)
     inner = tmp_path / "inner"
     inner.mkdir()
-    dvc_cli.run(inner, "init", "-q", "--subdir")
+    dvc_cli.run(inner if options else tmp_path, "init", "-q", *options)
     toy.write_params(inner)
-    (inner / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    text = "stages: {one: {cmd: mkdir -p metrics && echo 1 > metrics/one.json, metrics: [metrics/one.json]}}\n"
+    (inner / "dvc.yaml").write_text(text, encoding="utf-8")
     toy.commit(tmp_path)
     place = create(inner)
     assert place.folder == place.top / "inner"
     assert (place.folder / "params.yaml").exists()
+    dvc_cli.run(place.folder, "repro")
+    assert place.save("mine", instead="other")[0] == "mine"
+    place.remove()
+    assert not (inner / "metrics").exists()
 
 
 def test_stages_run_the_code_of_the_workspaces_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
