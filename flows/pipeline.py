@@ -168,7 +168,7 @@ def pipeline(
                 apply = f"`dvc exp apply {saved}`, then " if experiment else ""
                 notes.append(f"the gate has not decided; to decide later: {apply}`rlhf promote`")
             pages = tracked.pages(results.run_keys(folder, list(how)))
-            results.show(replace(outcome, notes=notes), folder, pages)
+            results.show(replace(outcome, notes=notes), folder, pages, git.address(root))
             watch.note(root, request, values, data)
         return outcome.state()
     except OutOfTime as error:

@@ -86,13 +86,17 @@ def run_keys(folder: Path, stages: Sequence[str]) -> dict[str, str]:
     return {stage: str(lineage["rlhf.run"]) for stage, lineage in read.items()}
 
 
-def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
-    """Create the artifacts: a table of all metrics beside those of the last run, and one page."""
+def show(outcome: Outcome, folder: Path, pages: Mapping[str, str], project: str) -> None:
+    """Create the artifacts: a table of all metrics beside those of the last run, and one page.
+
+    The last run on a server may be one of another `project`.
+    """
     artifact: Any = Artifact.get(METRICS_KEY)
-    rows = json.loads(str(artifact.data)) if artifact is not None and artifact.data else []
+    is_ours = artifact is not None and artifact.data and str(artifact.description).endswith(f", of {project}")
+    rows = json.loads(str(artifact.data)) if is_ours else []
     values, last = metrics(folder), {row["metric"]: row["value"] for row in rows}
     if values:
-        caption = f"metrics of {outcome.name} and of the run before it"
+        caption = f"metrics of {outcome.name} and of the run before it, of {project}"
         create_table_artifact(metric_rows(values, last), key=METRICS_KEY, description=caption)
     # Hard breaks, since the list of artifacts cuts long lines; no link works there.
     summary = "  \n".join(outcome.lines).replace("; ", ";  \n").replace(": ", ":  \n", 1)

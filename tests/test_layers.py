@@ -50,7 +50,7 @@ LINES: Mapping[str, int] = {
     "report": 1109,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
     "project": 2688,  # what a stage reads anew, which flows say too; lost results; peak memory
     "presets": 196,
-    "../flows": 2773,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods
+    "../flows": 2777,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods
 }
 """The most lines of Python of a room; the commit that raises one says what they are for."""
 TORCH_FREE = (

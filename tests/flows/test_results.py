@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_verdict_and_rates_are_on_the_card_in_the_state_and_at_the_end_of_the_lo
     caplog.set_level(logging.INFO, "run")
     card = {"Win rate": "79% (77% to 81%) over the SFT model; by the gold judge", "Verdict": "refused: KL"}
     shown = outcome(verdict="Not promoted", reason="KL 11.2 > 10; it is version 2", card=card)
-    results.show(shown, root, {"pipeline": "http://m/1", "report/index.html": "http://m/2"})
+    results.show(shown, root, {"pipeline": "http://m/1", "report/index.html": "http://m/2"}, "one")
     verdict, rate = "Not promoted: KL 11.2 > 10; it is version 2", f"Win rate {card['Win rate']}"
     assert caplog.messages == [verdict, rate, "Report: http://m/2", "MLflow: http://m/1"]
     assert str(shown.state().message).startswith(f"{verdict}; {rate}; ")
@@ -84,3 +85,21 @@ def test_verdict_and_rates_are_on_the_card_in_the_state_and_at_the_end_of_the_lo
         *("Win rate 79% (77% to 81%) over the SFT model;", "by the gold judge"),
     ]
     assert outcome(card=card).lines == ["refused: KL", rate], "without a promotion: the verdict of its stage"
+
+
+@pytest.mark.parametrize(("project", "before"), [("one", 3.0), ("two", None)])
+def test_metrics_are_compared_with_the_last_run_of_this_project(
+    root: Path, monkeypatch: pytest.MonkeyPatch, project: str, before: float | None
+) -> None:
+    """Several projects may share a server, and with it the name of the artifact."""
+    last = SimpleNamespace(data='[{"metric": "first/rows", "value": 3.0}]', description="metrics, of one")
+    tables = list[list[dict[str, Any]]]()
+    monkeypatch.setattr(results, "get_run_logger", lambda: logging.getLogger("run"))
+    monkeypatch.setattr("flows.results.Artifact.get", lambda key: last)
+    monkeypatch.setattr(results, "create_markdown_artifact", lambda *_, **__: None)
+    monkeypatch.setattr(results, "create_table_artifact", lambda rows, **_: tables.append(rows))
+    put = root / "metrics/first.json"
+    put.parent.mkdir(exist_ok=True)
+    put.write_text('{"rows": 4.0}', encoding="utf-8")
+    results.show(outcome(), root, {}, project)
+    assert [row["last run"] for row in tables[0] if row["metric"] == "first/rows"] == [before]

@@ -203,7 +203,8 @@ def test_a_project_may_be_below_the_top_of_the_repository(tmp_path: Path, option
     inner.mkdir()
     dvc_cli.run(inner if options else tmp_path, "init", "-q", *options)
     toy.write_params(inner)
-    text = "stages: {one: {cmd: mkdir -p metrics && echo 1 > metrics/one.json, metrics: [metrics/one.json]}}\n"
+    command = "mkdir -p metrics && echo 1 > metrics/one.json"
+    text = f"stages: {{one: {{cmd: {command}, metrics: [metrics/one.json]}}}}\n"
     (inner / "dvc.yaml").write_text(text, encoding="utf-8")
     toy.commit(tmp_path)
     place = create(inner)
