@@ -60,18 +60,17 @@ class RubricScorer:
 
     def _fill(self, rows: Responses, number: int) -> str:
         settings = self._settings
-        given = {"prompt": rows.prompts[number], "response": rows.texts[number]}
-        values = {name: remove_names(text, self._special) for name, text in given.items()}
+        values = {"prompt": rows.prompts[number], "response": rows.texts[number]}
         values |= {"lowest": f"{settings.lowest:g}", "highest": f"{settings.highest:g}"}
         if settings.column is not None:
-            right = rows.columns[settings.column][number]
-            if right is None:
+            given = rows.columns[settings.column][number]
+            if given is None:
                 raise UnusableScores(
                     f"{self._name}: the column {settings.column} is null for the prompt "
                     f"{rows.prompts[number][:80]!r}; give every prompt a right answer"
                 )
-            values["reference"] = right if isinstance(right, str) else json.dumps(right, ensure_ascii=False)
-        return fill_template(self._prompt, values)
+            values["reference"] = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return remove_names(fill_template(self._prompt, values), self._special)
 
     def _read(self, record: Record) -> float | None:
         """The number on the last line, where nothing else stands but a word such as `Score:`; None without.

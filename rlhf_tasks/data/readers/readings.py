@@ -236,10 +236,9 @@ class Match:
     @property
     def beside(self) -> list[str]:
         """The columns that are read beside those of the shape."""
-        answers = self.columns.get("first", self.columns.get("chosen", ""))
-        is_pair = "prompt" not in self.columns and (self.chat or self.kinds.get(answers) == "messages")
-        is_pair = is_pair or self.kinds.get(self.columns.get("first", "")) == "messages"
-        if is_pair or {"messages", "talk"} & self.columns.keys():
+        first, chosen = (self.kinds.get(self.columns.get(name, "")) for name in ("first", "chosen"))
+        is_parted = "prompt" not in self.columns and chosen and (self.chat or chosen == "messages")
+        if is_parted or first == "messages" or {"messages", "talk"} & self.columns.keys():
             return [self.system] if self.system else []
         if "prompt" not in self.columns or self.entry.makes == "solution":
             return []

@@ -69,10 +69,8 @@ class LlmComparer:
             return OutsideFault(str(error)) if all(one.is_temporary for one in failures) else error
 
         client, before = self._client, self._client.requests
-        texts = [
-            fill_template(self._prompt, {k: remove_names(v, self._special) for k, v in one._asdict().items()})
-            for one in questions
-        ]
+        filled = (fill_template(self._prompt, question._asdict()) for question in questions)
+        texts = [remove_names(text, self._special) for text in filled]
         replies = client.ask(texts, stop)
         console.say(
             f"judge {self._name}: {client.requests - before} of {len(set(texts))} replies were requested, "
