@@ -1,9 +1,9 @@
 """Whether PPO fits into the memory of GPUs that are not here, and with which settings; bytes, calculated.
 
 The parts are counted from what the trainer holds: float32 weights with copies in bfloat16 for bf16. DeepSpeed
-keeps bfloat16 weights, and 12 bytes a trained parameter of each rank's share: a float32 copy and AdamW's two
-moments (ZeRO: arXiv 1910.02054, section 3). FSDP2 keeps a rank's share of everything in float32, and gathers
-one layer at a time (arXiv 2304.11277, section 3.2).
+keeps bfloat16 weights, and 16 bytes a trained parameter of each rank's share: a float32 copy, AdamW's two
+moments (ZeRO: arXiv 1910.02054, section 3), and the sum of gradients (`grad_accum_dtype`). FSDP2 keeps a
+rank's share of everything in float32, and gathers one layer at a time (arXiv 2304.11277, section 3.2).
 
 With `launch.offload` a rank's share of optimizer and gradients is in the machine's memory, under FSDP2 and
 ZeRO-3 that of the weights too. With vLLM other GPUs sample. All prompts count as long as the longest, and all
@@ -194,7 +194,7 @@ def memory(run: Run) -> dict[str, float]:
     exchanged = FP32 * run.trained if run.parallelism == "ddp" and n > 1 else 0
     parts = {
         "weights": weights / (n if is_sharded else 1),
-        "gradients": stored * run.trained / share + buckets + exchanged,
+        "gradients": FP32 * run.trained / share + buckets + exchanged,
         "optimizer": (3 if is_deepspeed else 2) * FP32 * run.trained / share,
     }
     offloaded = 0.0

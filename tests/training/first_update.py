@@ -31,12 +31,17 @@ INSTRUCTIONS = [
 ]
 
 
-def main(layout: str, precision: Any, model: str | None = None) -> None:
+def join_alone(layout: str) -> None:
+    """Make this process the only rank of a launch under a layout."""
     rank = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
     os.environ |= {key: str(value) for key, value in rank.items()} | {"MASTER_ADDR": "127.0.0.1"}
     if layout.startswith("zero"):
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ROOT / f"infra/deepspeed/{layout}.json")
+
+
+def main(layout: str, precision: Any, model: str | None = None) -> None:
+    join_alone(layout)
     dist = Distributed(Launch(parallelism=layout, precision=precision), seed=1)  # type: ignore[arg-type]
     changes: dict[str, Any] = {"num_mini_batches": 4, "num_ppo_epochs": 1, "micro_batch_tokens": 40}
     if model is not None:
