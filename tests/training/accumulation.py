@@ -5,7 +5,6 @@ Prints the error of a step of SGD relative to the sum of the micro-batches' grad
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
