@@ -83,7 +83,7 @@ def read_letters(listed: Sequence[Any]) -> dict[str, Any]:
     """
     said = (one for one in reversed(listed) if re.sub(r"<[^>]*>|[\W_]", "", one["token"]))
     last = next(said, None)
-    rivals = []
+    rivals = list[Any]()
     if last is not None and _letter(last["token"]) in LETTERS:
         rivals = [*(last.get("top_logprobs") or []), last]
     return {"letters": {token["token"]: token["logprob"] for token in rivals}}
