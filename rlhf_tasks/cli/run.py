@@ -57,9 +57,9 @@ def run(
     else:
         console.say(f"Nothing has changed: the results of all {total} stages are here")
     if (status := _repro(paths, name)) == 0:
-        from rlhf_tasks.report import run_card
+        from rlhf_tasks.report import run_facts
 
-        run_card.show(paths, settings)
+        run_facts.show_card(paths, settings)
     return status
 
 

@@ -14,7 +14,7 @@ import torch
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView, is_hub_id
-from rlhf_tasks.config.types import check_source, pinned_revision
+from rlhf_tasks.config.types import pinned_revision
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
@@ -22,7 +22,7 @@ from rlhf_tasks.data.tokenizer import load_tokenizer, read_plain
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import summary
 from rlhf_tasks.judging.judges.build import build_judges
-from rlhf_tasks.judging.judges.comparisons import Comparisons, find_optimized_judges
+from rlhf_tasks.judging.judges.comparisons import Comparisons, find_optimized_judges, list_required_judges
 from rlhf_tasks.judging.responses import Source, sample_alike
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.judging.rows import MAX_SHOWN, Row, read_rows
@@ -75,12 +75,12 @@ def compare_models(
     summary.check_verifiers(config.judge, rows, names)
     kept = columns.of_rows(rows)
     judges = build_judges(config.judge, device, paths, names=names, columns=kept)
-    optimized: dict[str, str] = {}
+    optimized, required = dict[str, str](), list_required_judges(config.judge, names)
     for source, _ in checkpoints.values():
-        of_source = find_optimized_judges(config.judge, Path(source), paths.root, names)
-        for name in of_source:
-            console.say(f"WARNING: judge {name} is a reward that PPO optimized for {source}")
-        optimized |= of_source
+        for name, reward in find_optimized_judges(config.judge, Path(source), paths.root).items():
+            if name in required:
+                console.say(f"WARNING: judge {name} is a reward that PPO optimized for {source}")
+                optimized[name] = reward
     prompts = [row["prompt"] for row in rows]
     sampled = sample_alike(config, paths, prompts, device, sources=checkpoints)
     texts = {name: responses.texts for name, responses in sampled.items()}
@@ -115,26 +115,23 @@ def _resolve_model(name: str, paths: Paths) -> Model:
         return REFERENCE
     if name.endswith(".jsonl"):
         return _read_responses(paths.root / name, paths)
-    source, _, revision = name.partition("@") if not (paths.root / name).exists() else (name, "", "")
-    folder = paths.root / source
-    if not folder.is_dir() and not is_hub_id(source):
+    if (folder := paths.root / name).is_dir():
+        return str(folder), None
+    source, _, revision = name.partition("@")
+    if not is_hub_id(source):
         raise UserError(
             f"{name} is not a folder, a .jsonl file of responses or a hub id; give a checkpoint such as "
             "models/policy, OWNER/NAME@COMMIT, or a file of rows with `prompt` and `completion`"
         )
-    if not folder.exists() and not revision:
+    if not revision:
         raise UserError(
             f"the folder {name} does not exist; for a hub model give the commit too, as {name}@COMMIT; "
             f"`git ls-remote https://huggingface.co/{name} HEAD` prints it"
         )
-    if folder.exists() and not revision:
-        return str(folder), None
     try:
-        for problem in check_source(source, pinned_revision(revision) if revision else None, "MODEL"):
-            raise ValueError(problem)
+        return source, pinned_revision(revision)
     except ValueError as error:
         raise UserError(f"{error}; give it as {source}@COMMIT") from None
-    return source, revision or None
 
 
 def _read_responses(file: Path, paths: Paths) -> ResponseFile:

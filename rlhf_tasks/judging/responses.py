@@ -44,7 +44,10 @@ from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses
 
 DECISIVE_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # besides the weights, these decide a sample
 CODE = [str(module.__file__) for module in (sampling, stop_tokens, batches, load)]
-
+SAMPLED = ("sft", "policy")
+START = -1  # stands before a response's first token, so that responses of one token have a 2-gram too
+BASE = "base"  # sampled too where it is the bar of the gate
+BEST_OF_N = "best_of_n"  # of SFT's, where `judge.best_of_n` is set
 
 Source = tuple[str | Path, str | None]
 """A checkpoint's folder or hub id, and its revision."""
@@ -148,12 +151,6 @@ def _key(
     )
 
 
-SAMPLED = ("sft", "policy")
-START = -1  # stands before a response's first token, so that responses of one token have a 2-gram too
-BASE = "base"  # sampled too where it is the bar of the gate
-BEST_OF_N = "best_of_n"  # of SFT's, where `judge.best_of_n` is set
-
-
 @dataclass(frozen=True)
 class ModelResponses:
     """The responses of all models to the same test prompts."""
@@ -247,7 +244,7 @@ def sample_alike(
     return sampled
 
 
-class Words:
+class RougeTokenizer:
     """Words for ROUGE, whose own tokenizer reads Latin letters without accents alone."""
 
     def tokenize(self, text: str) -> list[str]:
@@ -263,7 +260,7 @@ def response_statistics(
     responses: SampledResponses, references: Sequence[str] | None, sft_perplexity: float
 ) -> ResponseStatistics:
     """ROUGE-L against the references (Lin 2004, F measure), lengths in tokens, and repetition."""
-    scorer, rouge_l = RougeScorer(["rougeL"], tokenizer=Words()), None
+    scorer, rouge_l = RougeScorer(["rougeL"], tokenizer=RougeTokenizer()), None
     grams = Counter(pair for ids in responses.ids for pair in pairwise([START, *ids]))
     if references is not None:
         pairs = zip(references, responses.texts, strict=True)

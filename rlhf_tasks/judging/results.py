@@ -287,27 +287,21 @@ class EvaluationResults(_Part):
         for task, change in self.task_changes.items():
             yield f"task_drop/{task}", change.drop
             yield f"task_drop/{task}/standard_error", change.standard_error
-        for comparison in self.comparisons:
-            yield from (
-                (f"{comparison.stem}/{name}", getattr(comparison, name)) for name in COMPARISON_METRICS
-            )
-            yield f"{comparison.stem}/win_rate", comparison.win_rate.value
-            yield from (
-                (f"{comparison.stem}/{end}", getattr(comparison.win_rate, end)) for end in ("low", "high")
-            )
-            yield from (
-                (f"{comparison.stem}/win_rate/in/{name}", rate) for name, rate in comparison.in_set.items()
-            )
-            yield from ((f"{comparison.stem}/cost/{name}", number) for name, number in comparison.cost or ())
+        for one in self.comparisons:
+            yield from ((f"{one.stem}/{name}", getattr(one, name)) for name in COMPARISON_METRICS)
+            yield f"{one.stem}/win_rate", one.win_rate.value
+            yield from ((f"{one.stem}/{end}", getattr(one.win_rate, end)) for end in ("low", "high"))
+            yield from ((f"{one.stem}/win_rate/in/{name}", rate) for name, rate in one.in_set.items())
+            yield from ((f"{one.stem}/cost/{name}", number) for name, number in one.cost or ())
         yield from ((f"best_of_n/{name}", value) for name, value in self.best_of_n or () if name != "n")
         for judge, models in self.facets.items():
             for who, measures in models.items():
                 yield from ((f"{judge}/{who}/{measure}", value) for measure, value in measures.items())
         for judge, whole in self.accuracies.items():
-            parts = {"": whole} | {f"/in/{name}": one for name, one in whole.by.items()}
-            for where, one in parts.items():
-                yield f"{judge}/accuracy_gain{where}", one.gain
-                for name, shares in (("accuracy", one.right), ("format", one.formatted)):
+            parts = {"": whole} | {f"/in/{name}": part for name, part in whole.by.items()}
+            for where, part in parts.items():
+                yield f"{judge}/accuracy_gain{where}", part.gain
+                for name, shares in (("accuracy", part.right), ("format", part.formatted)):
                     yield from ((f"{judge}/{name}/{who}{where}", share) for who, share in shares.items())
         for pair in self.judge_kappas:
             yield f"kappa/{pair.first}_and_{pair.second}", pair.kappa

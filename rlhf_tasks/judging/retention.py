@@ -34,7 +34,15 @@ from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.passes import TokenBudget, read_rows
 from rlhf_tasks.project.paths import Paths
 
+PROBES = Path(__file__).parent / "probes"  # the shipped texts and questions
 NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations
+
+
+class Choice(NamedTuple):
+    """A beginning and its endings, the right one first."""
+
+    beginning: str
+    endings: tuple[str, ...]
 
 
 class Probes:
@@ -187,17 +195,6 @@ def _encode_texts(
     return [row[:1] for row in ids], [row[1:] for row in ids]
 
 
-FOLDER = Path(__file__).parent / "probes"
-SHIPPED = {"texts": "english_texts.txt", "questions": "english_questions.txt"}
-
-
-class Choice(NamedTuple):
-    """A beginning and its endings, the right one first."""
-
-    beginning: str
-    endings: tuple[str, ...]
-
-
 def read_texts(name: str, root: Path) -> list[str]:
     """The paragraphs of `english`, or of a file below `root`, each on one line.
 
@@ -228,7 +225,7 @@ def read_questions(name: str, root: Path) -> list[Choice]:
 
 
 def _paragraphs(name: str, kind: str, root: Path) -> list[list[str]]:
-    file = FOLDER / SHIPPED[kind] if name == ENGLISH else root / name
+    file = PROBES / f"{ENGLISH}_{kind}.txt" if name == ENGLISH else root / name
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -7,7 +7,6 @@ is calibrated if it orders right 80% of the pairs of which it is 80% sure. N pai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,6 @@ CALIBRATION = pa.schema(
 
 OrderedPairs = list[tuple[str, str, str]]
 """N prompts, each with the better one of two responses and the worse one."""
-Rewards = Mapping[str, Scorer]
 Bins = list[dict[str, Any]]
 
 
@@ -86,13 +84,14 @@ def calibration(lead: ArrayLike) -> tuple[float, Bins]:
     num_bins = max(1, min(NUM_BINS, leads.size // MIN_IN_BIN))
     bins: Bins = []
     for confidence, right, count in statistics.calibration_bins(leads, num_bins):
-        share = asdict(statistics.wilson(round(right * count), count))
-        bins.append({"confidence": confidence, "right": share.pop("value"), **share, "pairs": count})
+        share = statistics.wilson(round(right * count), count)
+        numbers = {"confidence": confidence, "right": share.value, "low": share.low, "high": share.high}
+        bins.append({**numbers, "pairs": count})
     return statistics.calibration_error(leads, num_bins), bins
 
 
 def diagnose(
-    rewards: Rewards, labeled: Mapping[str, OrderedPairs], samples: Mapping[str, OrderedPairs]
+    rewards: Mapping[str, Scorer], labeled: Mapping[str, OrderedPairs], samples: Mapping[str, OrderedPairs]
 ) -> tuple[tuple[RewardDiagnostic, ...], Bins]:
     """Each reward model's diagnostics on each origin of pairs, and the bins of calibration.
 

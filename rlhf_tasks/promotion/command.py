@@ -19,7 +19,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Promotion
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project import atomic, dvc_files, git, hashing, lineage_chain, ready_models
+from rlhf_tasks.project import atomic, dvc_files, hashing, lineage_chain, ready_models
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import measurement, weights
 from rlhf_tasks.promotion.measurement import Candidate
@@ -29,10 +29,8 @@ from rlhf_tasks.tracking.context import run_name
 from rlhf_tasks.tracking.sync import sync
 
 POLICY = "models/policy"
-SCORING_KINDS = ("reward", "value")
 DONE, REFUSED, DEFERRED, UNDECIDED = 0, 3, 4, 5
 """Exit status: promoted, or champion already; refused by the gate; MLflow does not answer; not judged yet."""
-NOT_COMPARED = "no champion (`rlhf promote` compares it with one)"
 RETRY_HINT = "; repeat the command later"
 
 
@@ -48,17 +46,9 @@ def promote(paths: Paths, model: str, *, again: bool = False, unless_judging: bo
     Raises:
         UserError: if there is no gate, no such policy, or no way to judge it.
     """
-    settings, root = config.load(paths.params), paths.root
+    settings = config.load(paths.params)
     criteria = read_criteria(settings)
-    is_checkpoint = (root / model / "config.json").is_file()
-    if not is_checkpoint and (revision := git.find_experiment(root, model)) is not None:
-        has_policy = POLICY in lineage_chain.read_lock(root, revision)
-        missing = "" if has_policy else f"`rlhf run` (it has no {POLICY}: its stage ppo has not run), then "
-        raise UserError(
-            f"{model} is an experiment, and only a policy in a folder can be promoted; bring it into this "
-            f"folder with `dvc exp apply {model}`, then {missing}`rlhf promote`"
-        )
-    check(root / model, model)
+    check(paths.root / model, model)
     try:
         with _lock(paths):
             label, folder = Path(model).as_posix(), _copy_reference(paths, model)
@@ -99,16 +89,16 @@ def _promote(candidate: Candidate, again: bool, unless_judging: bool) -> int:
     version = _register(candidate, registry)
 
     # 2. The verdict.
-    measured = measurement.collect(candidate, stale)
-    compared = {one.b for one in measured.results.comparisons if one.a == "policy"}
+    results, kl = measurement.collect(candidate, stale)
+    compared = {one.b for one in results.comparisons if one.a == "policy"}
     if opponent is not None:
         restored = weights.restore(paths.root, paths.home, opponent.md5, opponent.tags)
-        measured = measurement.compare_with(candidate, measured, "champion", restored)
+        results = measurement.compare_with(candidate, results, "champion", restored)
     elif bar not in compared:
         folder = paths.base if bar == "base" else None
-        measured = measurement.compare_with(candidate, measured, bar, folder)
+        results = measurement.compare_with(candidate, results, bar, folder)
     judges = settings.judge.judges
-    verdict = decide(criteria, measured, judges=judges, champion=champion is not None, bar=bar)
+    verdict = decide(criteria, results, kl, judges=judges, champion=champion is not None, bar=bar)
     if not again and ROLLED_BACK in version.tags:
         at = version.tags[ROLLED_BACK]
         verdict = verdict.withhold(f"it was rolled back (at {at}; --again permits it)")
@@ -145,7 +135,8 @@ def record_verdict(paths: Paths, settings: Config) -> None:
             if champion is not None and champion.md5 == candidate.md5:
                 return
             version = _register(candidate, registry)
-            _record(registry, version, verdict, POLICY, NOT_COMPARED)
+            against = "no champion (`rlhf promote` compares it with one)"
+            _record(registry, version, verdict, POLICY, against)
     except (Unreachable, UserError) as error:
         console.say(f"the registry does not have this verdict ({error}); `rlhf promote` writes it later")
 
@@ -183,9 +174,10 @@ def check(folder: Path, name: str) -> None:
     """
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{name} is not a checkpoint's folder (it has no config.json); give one such as {POLICY}"
+            f"{name} is not a checkpoint's folder (it has no config.json); give one such as {POLICY}. For "
+            "the policy of an experiment run `dvc exp apply EXPERIMENT`, then `rlhf promote`"
         )
-    if contracts.read_identity(folder).get("kind") in SCORING_KINDS:
+    if contracts.read_identity(folder).get("kind") in ("reward", "value"):
         raise UserError(f"{name} is a reward model or a critic; give a policy such as {POLICY}")
 
 

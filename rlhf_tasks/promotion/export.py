@@ -116,18 +116,15 @@ def _chain(root: Path, name: str) -> Chain | None:
 def card(source: Source, home: Path) -> str:
     """The checkpoint's own card (inputs and parameters), then data, verdict and lineage."""
     own = source.folder / CARD
-    text = own.read_text(encoding="utf-8").rstrip() if own.exists() else f"# {source.label}"
-    parts = [text]
+    parts = [own.read_text(encoding="utf-8").rstrip() if own.exists() else f"# {source.label}"]
     if source.chain is not None and source.chain.data:
         rows = "\n".join(f"| `{key}` | {value} |" for key, value in source.chain.data.items())
         parts.append(f"## Data\n\n| key | value |\n|---|---|\n{rows}")
     file = verdict_file(home, source.md5)
     if file.exists():
         tree = json.loads(file.read_text(encoding="utf-8"))
-        result, where = (
-            "Passed" if tree["passed"] else "Refused",
-            f"{tree['time']}, against {tree['against']}",
-        )
+        result = "Passed" if tree["passed"] else "Refused"
+        where = f"{tree['time']}, against {tree['against']}"
         parts.append(f"## Verdict\n\n{result} by the gate: {tree['summary']} ({where}).")
         parts.append(make_table(Verdict.of_tree(tree).rows()))
     else:

@@ -9,7 +9,7 @@ import functools
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,8 @@ from rlhf_tasks.models import contracts
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.project import dvc_files, hashing, inputs
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion.verdict import Kl, Measurements, Opponent, read_kl
+from rlhf_tasks.promotion.verdict import Kl, Opponent, read_kl
 from rlhf_tasks.training import auto
-
-DISPLAY_ONLY = ("judge.labels",)  # it changes no comparison
-BOUNDS_OF_COST = (
-    *("max_kl", "max_perplexity_growth", "max_response_perplexity_growth", "min_distinct_ratio"),
-    *("max_choice_drop", "max_task_drop"),
-)
-"""Criteria whose values `measure_cost` measures."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +56,11 @@ def is_trained_here(paths: Paths, md5: str) -> bool:
 def is_judged_here(paths: Paths, md5: str) -> bool:
     """Whether the files in the project describe the policy with these bytes, according to dvc.lock.
 
-    They do not if PPO has run since the judge did, if the files were replaced, or if `judge` in params.yaml
-    has changed since.
+    They do not if PPO has run since the judge did, or if the files were replaced.
     """
-    now = VIEWS["judge"].of(config.load(paths.params)).declared
-    decisive, used = (
-        {k: v for k, v in values.items() if k.startswith("judge.") and k not in DISPLAY_ONLY}
-        for values in (now, inputs.used(paths.root, "judge").values)
-    )
     locked, written = dvc_files.locked_by(paths.root, "judge"), paths.judge_results
     is_current = written.exists() and hashing.dvc_md5(written) == locked.get(paths.relative(written))
-    is_of_policy = is_trained_here(paths, md5) and locked.get(paths.relative(paths.policy)) == md5
-    return is_current and is_of_policy and decisive == used
+    return is_current and is_trained_here(paths, md5) and locked.get(paths.relative(paths.policy)) == md5
 
 
 def find_stale_reason(candidate: Candidate) -> str | None:
@@ -89,45 +75,45 @@ def find_stale_reason(candidate: Candidate) -> str | None:
         return f"are of another version of the code ({file} is missing or has another form)"
     if candidate.criteria.max_kl is not None and read_kl(candidate.folder) is None:
         return f"lack a KL: {candidate.model}/rlhf.json, by an older version of the code, has none"
-    changed = find_changed_files(paths.root)
+    changed = find_changes(paths)
     return f"were measured with another {', '.join(changed)}" if changed else None
 
 
-def find_changed_files(root: Path) -> list[str]:
-    """Files of a project that differ from those that stage judge used, by its inputs file."""
-    files = inputs.used(root, "judge").files
+def find_changes(paths: Paths) -> list[str]:
+    """The parameters `judge.…` and the files that differ from those that stage judge used."""
+    now, used = VIEWS["judge"].of(config.load(paths.params)).declared, inputs.used(paths.root, "judge")
+    keys = {key for key in {**now, **used.values} if key.startswith("judge.")}
+    keys -= {"judge.labels"}  # it changes no comparison
+    files = ((paths.root / path, path, md5) for path, md5 in used.files.items())
     return [
-        path
-        for path, md5 in files.items()
-        if not (root / path).exists() or hashing.dvc_md5(root / path) != md5
+        *sorted(key for key in keys if now.get(key) != used.values.get(key)),
+        *(path for file, path, md5 in files if not file.exists() or hashing.dvc_md5(file) != md5),
     ]
 
 
-def collect(candidate: Candidate, stale: str | None) -> Measurements:
-    """The pipeline's results, or new ones if `stale` is a reason not to use those."""
+def collect(candidate: Candidate, stale: str | None) -> tuple[EvaluationResults, Kl | None]:
+    """The pipeline's results and KL, or new ones if `stale` is a reason not to use those."""
     paths, settings = candidate.paths, candidate.settings
     is_own = is_trained_here(paths, candidate.md5)
     if stale is None:
-        known = Measurements.read(paths, candidate.folder)
+        results, kl = EvaluationResults.read(paths.evaluation_results), read_kl(candidate.folder)
     else:
         console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
-        known = Measurements(results=EvaluationResults(), kl=None)
-        if any(getattr(candidate.criteria, key) is not None for key in BOUNDS_OF_COST):
-            known = measure_cost(settings, paths, candidate.folder)
+        results, kl = measure_cost(settings, paths, candidate.folder)
         if is_own:
-            known = replace(known, kl=read_kl(candidate.folder) or known.kl)
-        known = compare_with(candidate, known, "sft", paths.sft)
+            kl = read_kl(candidate.folder) or kl
+        results = compare_with(candidate, results, "sft", paths.sft)
     training = describe_training(settings.judge, candidate.folder, paths.root)
-    optimized = {**known.results.optimised_judges, **training["optimised_judges"]}
+    optimized = {**results.optimised_judges, **training["optimised_judges"]}
     functions = {contracts.read_identity(candidate.folder).get("labeled_by")}  # dpo optimizes its labels
     if is_own:  # params.yaml counts too, since the cache may lack the record of the training
-        ppo = dvc_files.parameters(paths.root).get("ppo", {})
-        named = ppo.get("scorers", []) if ppo.get("train", True) else []
-        scorers = [*inputs.used(paths.root, "ppo").values.get("ppo.scorers", []), *named]
-        functions |= {scorer["function"] for scorer in scorers if "function" in scorer}
+        recorded = inputs.used(paths.root, "ppo").values.get("ppo.scorers", [])
+        named = settings.ppo.scorers if settings.ppo.train else ()
+        functions |= {scorer["function"] for scorer in recorded if "function" in scorer}
+        functions |= {scorer.function for scorer in named if scorer.kind == "function"}
     own = [one for one in settings.judge.judges if one.kind == "function" and one.function in functions]
     training["optimised_judges"] = optimized | {one.name: one.function for one in own}
-    return replace(known, results=known.results.model_copy(update=training))
+    return results.model_copy(update=training), kl
 
 
 def _view(settings: Config, root: Path) -> JudgeView:
@@ -136,9 +122,9 @@ def _view(settings: Config, root: Path) -> JudgeView:
 
 
 def compare_with(
-    candidate: Candidate, known: Measurements, opponent: Opponent, folder: Path | None
-) -> Measurements:
-    """These measurements, and the comparisons with a model in a folder, or with the references.
+    candidate: Candidate, known: EvaluationResults, opponent: Opponent, folder: Path | None
+) -> EvaluationResults:
+    """These results, and the comparisons with a model in a folder, or with the references.
 
     The gate's judges compare; the results name the models `policy` and `opponent`.
     """
@@ -152,12 +138,11 @@ def compare_with(
         names=candidate.criteria.named,
     )
     named = (one.model_copy(update={"a": "policy", "b": opponent}) for one in results.comparisons)
-    comparisons = (*known.results.comparisons, *named)
-    return replace(known, results=known.results.model_copy(update={"comparisons": comparisons}))
+    return known.model_copy(update={"comparisons": (*known.comparisons, *named)})
 
 
-def measure_cost(settings: Config, paths: Paths, policy: Path) -> Measurements:
-    """What PPO cost the policy: its KL from the SFT model of a project, and the retention of both.
+def measure_cost(settings: Config, paths: Paths, policy: Path) -> tuple[EvaluationResults, Kl | None]:
+    """What PPO cost the policy: the retention of it and of the SFT model of a project, and its KL from that.
 
     A policy with another tokenizer than SFT's has no KL. Its perplexity per token cannot be compared either:
     of retention only the multiple-choice accuracy, which is computed per character, and the tasks are left.
@@ -191,7 +176,7 @@ def measure_cost(settings: Config, paths: Paths, policy: Path) -> Measurements:
     except ContractError as error:
         console.say(f"KL, perplexity and what the responses are like cannot be compared with SFT's: {error}")
         kept = {name: one.model_copy(update={"perplexity": {}}) for name, one in results.retention.items()}
-        return Measurements(results=results.model_copy(update={"retention": kept}), kl=None)
+        return results.model_copy(update={"retention": kept}), None
     sources: dict[str, Any] = {"sft": (paths.sft, None), "policy": (policy, None)}
     if paths.base.exists():  # it shares its ends, and samples nothing
         sources["base"] = (paths.base, None)
@@ -208,8 +193,8 @@ def measure_cost(settings: Config, paths: Paths, policy: Path) -> Measurements:
         settings.judge.retention,
         device,
     )
-    results = results.model_copy(update={"responses": measured})
-    return Measurements(results=results, kl=measure_kl(settings, paths, policy, prompts, device))
+    kl = measure_kl(settings, paths, policy, prompts, device)
+    return results.model_copy(update={"responses": measured}), kl
 
 
 def measure_kl(settings: Config, paths: Paths, policy: Path, prompts: Sequence[str], device: Any) -> Kl:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CHAMPION, CHALLENGER = "champion", "challenger"
 MD5, BEFORE, ROLLED_BACK, NONE = "dvc.md5", "champion.before", "champion.rolled_back", "none"
 MAX_BEFORE = 100  # former champions in the tag
-MAX_TAG = 5000  # characters, as MLflow allows
+MAX_TEXT = 5000  # characters of a tag or a description, as MLflow's database has room for
 MAX_REASON = 160  # characters
 NOT_FOUND, ALREADY_EXISTS = "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"
 DESCRIPTION = "Policies that the gate judged (`promotion` in params.yaml). DVC keeps their weights."
@@ -121,8 +121,6 @@ class Registry:
             registry._aliases()
         return registry
 
-    # ------------------------------------------------------------------------------- reading
-
     def champion(self) -> Version | None:
         with translate_errors():
             number = self._aliases().get(CHAMPION)
@@ -155,8 +153,6 @@ class Registry:
             return _version(self.client.get_model_version(self.name, number))
         return None
 
-    # ------------------------------------------------------------------------------- writing
-
     def register(self, md5: str, path: str, tags: Mapping[str, str], run: str | None) -> Version:
         """Return the version of these bytes with these tags. It is created if it does not exist."""
         known = self.find_version(md5)
@@ -188,7 +184,7 @@ class Registry:
         with translate_errors():
             for key in [k for k in version.tags if k.split(".")[0] == "verdict" and k not in tags]:
                 self.client.delete_model_version_tag(self.name, version.number, key)
-            self.client.update_model_version(self.name, version.number, page)
+            self.client.update_model_version(self.name, version.number, page[:MAX_TEXT])
             self._tag(version.number, tags)
 
     def promote(self, version: Version, over: Version | None) -> None:
@@ -237,7 +233,7 @@ class Registry:
 
     def _tag(self, number: str, tags: Mapping[str, str]) -> None:
         for key, value in tags.items():
-            self.client.set_model_version_tag(self.name, number, key, value[:MAX_TAG])
+            self.client.set_model_version_tag(self.name, number, key, value[:MAX_TEXT])
 
 
 def _version(model_version: ModelVersion) -> Version:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import sub, truediv
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Promotion
@@ -24,7 +25,6 @@ from rlhf_tasks.config.judge import Judge
 from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.judging.results import ComparisonResult, EvaluationResults
 from rlhf_tasks.models import contracts
-from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue
 
 Relation = Literal[">", ">=", "<="]
@@ -49,25 +49,6 @@ class Kl:
 
     mean: float
     standard_error: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurements:
-    """What was measured of one policy."""
-
-    results: EvaluationResults
-    """Comparisons of `policy` with `sft` and `champion`, retention of `policy` and `sft`."""
-    kl: Kl | None
-    """None if it was not measured."""
-
-    @classmethod
-    def read(cls, paths: Paths, policy: Path) -> Self:
-        """What the pipeline measured, and what the policy in a folder says of itself.
-
-        Raises:
-            UserError: for a results document that is missing or cannot be read.
-        """
-        return cls(results=EvaluationResults.read(paths.evaluation_results), kl=read_kl(policy))
 
 
 def read_kl(policy: Path) -> Kl | None:
@@ -188,7 +169,8 @@ def make_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def decide(
     promotion: Promotion,
-    measured: Measurements,
+    results: EvaluationResults,
+    kl: Kl | None,
     *,
     judges: Sequence[Judge],
     champion: bool,
@@ -198,24 +180,30 @@ def decide(
 
     Args:
         promotion: The criteria.
-        measured: What was measured of the policy.
+        results: Comparisons of `policy` with the others, and what it and `sft` retain.
+        kl: None if it was not measured.
         judges: All judges. Those of the gate, and those that they combine, may not be what PPO optimized.
         champion: Whether there is a champion that the policy must beat.
         bar: What it must beat without one.
     """
-    used = {**measured.results.optimised_judges, **measured.results.selecting_judges}
+    used = {**results.optimised_judges, **results.selecting_judges}
     notes = []
     if all(judge in used for judge in promotion.named):
         notes.append(
             "No judge of the gate is independent: training has optimized, or chosen the policy by, "
             f"{', '.join(used[judge] for judge in promotion.named)}."
         )
-    if lacking := _list_unmeasurable(promotion, measured.results):
+    if lacking := _list_unmeasurable(promotion, results):
         notes.append(
             f"The data has no demonstrations, so {' and '.join(lacking)} cannot be measured and counts for "
             "nothing here; judge.retention.general and judge.retention.questions measure other texts."
         )
-    return Verdict(tuple(_apply(promotion, measured, judges, champion, bar)), " ".join(notes))
+    bounds: dict[Opponent, float] = {"sft": promotion.over_sft}
+    if champion and promotion.over_champion is not None:
+        bounds["champion"] = promotion.over_champion
+    else:
+        bounds[bar] = promotion.over_bar
+    return Verdict(tuple(_apply(promotion, results, kl, judges, bounds)), " ".join(notes))
 
 
 def _list_unmeasurable(promotion: Promotion, results: EvaluationResults) -> list[str]:
@@ -231,46 +219,41 @@ def _list_unmeasurable(promotion: Promotion, results: EvaluationResults) -> list
 
 def _apply(
     promotion: Promotion,
-    measured: Measurements,
+    results: EvaluationResults,
+    kl: Kl | None,
     judges: Sequence[Judge],
-    champion: bool,
-    bar: Literal["base", "reference"],
+    bounds: Mapping[Opponent, float],
 ) -> Iterator[Criterion]:
-    results, kl = measured.results, measured.kl
+    """The criteria; `bounds` are those of the win rates."""
     if promotion.trial or results.is_trial:
         what = "these settings" if promotion.trial else "the settings of its training"
         yield Criterion("trial", f"{what} only try the pipeline out (promotion.trial)", 1.0, "<=", 0.0)
     if not results.has_reward:
         yield Criterion("no_reward", "it was trained by a dummy reward", 1.0, "<=", 0.0)
-    bounds: dict[Opponent, float] = {"sft": promotion.over_sft}
-    if champion and promotion.over_champion is not None:
-        bounds["champion"] = promotion.over_champion
-    else:
-        bounds[bar] = promotion.over_bar
-    pairs = [(judge, b) for b in bounds for judge in promotion.named]
-    words = catalogue.words_of(judges)
-    for judge, b in pairs:
-        by = catalogue.placeholder_in_words(judge, words)
-        title = f"win rate over {OPPONENTS[b]} by {by} (95% low)"
-        low = _of_comparison(results, judge, b, _low)
-        yield from _bound(f"over_{b}/{judge}", title, low, ">", bounds[b])
-    mean = "it was not measured of this policy" if kl is None else _finite(kl.mean)
+    words, compared, missing = catalogue.words_of(judges), list[ComparisonResult](), ""
+    for b, bound in bounds.items():
+        for judge in promotion.named:
+            by = catalogue.placeholder_in_words(judge, words)
+            title = f"win rate over {OPPONENTS[b]} by {by} (95% low)"
+            value: Value = f"{judge} has not compared this policy with {b}"
+            if (one := results.comparison(judge, "policy", b)) is not None:
+                compared.append(one)
+                value = _low(one)
+            elif not missing:
+                missing = str(value)
+            yield from _bound(f"over_{b}/{judge}", title, value, ">", bound)
+    mean = "it was not measured of this policy" if kl is None else kl.mean
     error = None if kl is None else kl.standard_error
     yield from _bound("kl", "KL", mean, "<=", promotion.max_kl, standard_error=error)
     yield from _retention(promotion, results)
-    shares = (
-        _of_comparison(results, judge, b, lambda one: one.failures / (one.failures + one.examples))
-        for judge, b in pairs
-    )
-    share = _combine(lambda *values: max(values), *shares)
+    share = missing or max(one.failures / (one.failures + one.examples) for one in compared)
     yield from _bound(
         "failure_share", "share of failed comparisons", share, "<=", promotion.max_failure_share
     )
-    counts = (_of_comparison(results, judge, b, lambda one: one.examples) for judge, b in pairs)
-    fewest = _combine(lambda *values: min(values), *counts)
     least = promotion.min_examples
     if not promotion.trial:
         least = max(least, promotion.least_examples)
+    fewest = missing or min(one.examples for one in compared)
     yield from _bound("examples", "judged examples", fewest, ">=", least)
     used = {part for name in promotion.named for part in with_parts(judges, name)}
     optimized = sorted(used & results.optimised_judges.keys())
@@ -280,38 +263,32 @@ def _apply(
 
 def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
     """What the policy forgot since SFT, and whether it writes texts that SFT would, and different ones."""
+    metrics = results.metrics()
+
+    def compare(function: Callable[[float, float], float], metric: str, what: str) -> Value:
+        """The function of the policy's value and of SFT's; `what` names it, with {} for the model."""
+        for who in ("policy", "sft"):
+            if f"{metric}/{who}" not in metrics:
+                return f"{what.format(who)} was not measured"
+        return function(metrics[f"{metric}/policy"], metrics[f"{metric}/sft"])
+
     for text, name in TEXTS.items():
         if text == "general" and not any(text in one.perplexity for one in results.retention.values()):
             continue  # judge.retention.general is null
         if text == "sft_text" and not results.has_demonstrations:
             continue
-        growth = _of_policy_and_sft(
-            lambda p, s: p / s,
-            {who: one.perplexity.get(text) for who, one in results.retention.items()},
-            f"the perplexity of {{}} on {name}",
-        )
+        growth = compare(truediv, f"perplexity/{text}", f"the perplexity of {{}} on {name}")
         title = f"perplexity on {name} over SFT's"
         yield from _bound(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
     growth, ratio = (
-        _of_policy_and_sft(
-            lambda p, s: p / s,
-            {who: getattr(one, name) for who, one in results.responses.items()},
-            f"{name} of the responses of {{}}",
-        )
+        compare(truediv, name, f"{name} of the responses of {{}}")
         for name in ("sft_perplexity", "corpus_distinct_2")
     )
     title = "perplexity of its responses by SFT, over SFT's own"
     yield from _bound("response_perplexity", title, growth, "<=", promotion.max_response_perplexity_growth)
     title = "different 2-grams in its responses, over SFT's"
     yield from _bound("distinct_ratio", title, ratio, ">=", promotion.min_distinct_ratio)
-    change = _of_policy_and_sft(
-        lambda p, s: p - s,
-        {
-            who: None if one.multiple_choice is None else one.multiple_choice.value
-            for who, one in results.retention.items()
-        },
-        "the multiple-choice accuracy of {}",
-    )
+    change = compare(sub, "choice", "the multiple-choice accuracy of {}")
     bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
     if "promotion.max_choice_drop" not in _list_unmeasurable(promotion, results):
         yield from _bound("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
@@ -320,8 +297,8 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
         lacking = "no task of judge.retention.tasks was measured of policy and sft"
         yield from _bound("task_drop", "drop on tasks from SFT", lacking, "<=", bound)
     for task, one in results.task_changes.items():
-        title, drop, error = f"drop on {task} ({one.metric}) from SFT", _finite(one.drop), one.standard_error
-        yield from _bound(f"task_drop/{task}", title, drop, "<=", bound, standard_error=error)
+        title, error = f"drop on {task} ({one.metric}) from SFT", one.standard_error
+        yield from _bound(f"task_drop/{task}", title, one.drop, "<=", bound, standard_error=error)
 
 
 def _bound(
@@ -333,9 +310,11 @@ def _bound(
     *,
     standard_error: float | None = None,
 ) -> Iterator[Criterion]:
-    """One criterion; none where the bound is null."""
+    """One criterion; none where the bound is null. A value that is not finite is not known."""
     if bound is None:
         return
+    if not isinstance(value, str) and not math.isfinite(value):
+        value = f"the measured value is {value}"
     if isinstance(value, str):
         yield Criterion(key, title, None, relation, float(bound), value)
     else:
@@ -348,35 +327,6 @@ def _low(one: ComparisonResult) -> float:
     The bootstrap of a few prompts without ties is too narrow: 4 wins, no loss and 196 ties have p = 0.125.
     """
     return one.win_rate.low if one.p_value < 0.05 else min(one.win_rate.low, 0.5)
-
-
-def _of_comparison(
-    results: EvaluationResults, judge: str, opponent: str, value: Callable[[ComparisonResult], float]
-) -> Value:
-    comparison = results.comparison(judge, "policy", opponent)
-    if comparison is None:
-        return f"{judge} has not compared this policy with {opponent}"
-    return _finite(value(comparison))
-
-
-def _of_policy_and_sft(
-    function: Callable[[float, float], float], measured: Mapping[str, float | None], what: str
-) -> Value:
-    """The function of what was `measured` of policy and SFT; `what` names it, with {} for the model."""
-    found = [(who, measured.get(who)) for who in ("policy", "sft")]
-    return _combine(
-        function, *(f"{what.format(who)} was not measured" if x is None else _finite(x) for who, x in found)
-    )
-
-
-def _finite(value: float) -> Value:
-    return value if math.isfinite(value) else f"the measured value is {value}"
-
-
-def _combine(function: Callable[..., float], *values: Value) -> Value:
-    """The function of all values, or the reason why one of them is not known."""
-    lacking = next((value for value in values if isinstance(value, str)), None)
-    return lacking if lacking is not None else function(*values)
 
 
 def show(verdict: Verdict) -> None:

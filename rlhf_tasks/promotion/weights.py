@@ -21,7 +21,7 @@ PATH, EXPERIMENT, REVISION, FOLDER = "dvc.path", "dvc.exp", "dvc.rev", "rlhf.fol
 
 
 def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
-    """A folder with exactly these bytes, from the DVC cache, a commit, an experiment, or its first folder.
+    """A folder with exactly these bytes, from the DVC cache, a commit, or its first folder.
 
     Raises:
         UserError: if none of these places has them, or the version has no md5.
@@ -31,36 +31,30 @@ def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
             "the champion has no tag dvc.md5: `rlhf promote` did not register it, so its weights are not "
             "known; move the alias `champion`, or remove it"
         )
-    target = home / "policies" / md5
+    target, problems = home / "policies" / md5, list[str]()
     with FileLock(target.with_suffix(".lock")):
-        return _restore(root, target, md5, tags)
-
-
-def _restore(root: Path, target: Path, md5: str, tags: Mapping[str, str]) -> Path:
-    if _has_bytes(target, md5):
-        return target
-    problems: list[str] = []
-    cache = _cache(root)
-    if cache is None or not _link(cache, md5, target):
-        problems.append("the DVC cache does not hold all of them")
-    elif _has_bytes(target, md5):
-        return target
-    else:
-        problems.append("the DVC cache holds other bytes under this hash (altered, or incomplete)")
-    # DVC fetches the folder from a commit or an experiment, which also asks its remotes.
-    for revision in filter(None, (tags.get(REVISION), tags.get(EXPERIMENT)) if tags.get(PATH) else ()):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(target, ignore_errors=True)
-        try:
-            path = f"{git.prefix(root)}{tags[PATH]}"  # of a commit, DVC takes paths from the repository's top
-            dvc_cli.run(root, "get", ".", path, "--rev", revision, "--out", str(target))
-        except UserError as error:  # DVC failed, or another run is at work here
-            problems.append(error.reason if isinstance(error, dvc_cli.DvcError) else str(error))
-            continue
         if _has_bytes(target, md5):
             return target
-        problems.append(f"{tags[PATH]} of {revision} has other bytes")
-    shutil.rmtree(target, ignore_errors=True)
+        if not _link(dvc_cli.cache(root), md5, target):
+            problems.append("the DVC cache does not hold all of them")
+        elif _has_bytes(target, md5):
+            return target
+        else:
+            problems.append("the DVC cache holds other bytes under this hash (altered, or incomplete)")
+        if PATH in tags and REVISION in tags:
+            shutil.rmtree(target, ignore_errors=True)
+            try:  # DVC asks its remotes too
+                path = (
+                    f"{git.prefix(root)}{tags[PATH]}"  # of a commit, DVC takes it from the repository's top
+                )
+                dvc_cli.run(root, "get", ".", path, "--rev", tags[REVISION], "--out", str(target))
+            except UserError as error:  # DVC failed, or another run is at work here
+                problems.append(error.reason if isinstance(error, dvc_cli.DvcError) else str(error))
+            else:
+                if _has_bytes(target, md5):
+                    return target
+                problems.append(f"{tags[PATH]} of {tags[REVISION]} has other bytes")
+        shutil.rmtree(target, ignore_errors=True)
     if FOLDER in tags:
         folder = Path(tags[FOLDER])
         if _has_bytes(folder, md5):
@@ -70,23 +64,12 @@ def _restore(root: Path, target: Path, md5: str, tags: Mapping[str, str]) -> Pat
 
 
 def is_cached(root: Path, md5: str) -> bool:
-    cache = _cache(root)
-    return cache is not None and dvc_cli.cached_file(cache, md5).exists()
+    return dvc_cli.cached_file(dvc_cli.cache(root), md5).exists()
 
 
 def _has_bytes(folder: Path, md5: str) -> bool:
     """Whether the folder has this md5. DVC itself does not notice an altered cache."""
-    try:
-        return folder.is_dir() and hashing.dvc_md5(folder) == md5
-    except OSError:
-        return False  # a link whose file is missing
-
-
-def _cache(root: Path) -> Path | None:
-    try:
-        return dvc_cli.cache(root)
-    except UserError:
-        return None  # no DVC project
+    return folder.is_dir() and hashing.dvc_md5(folder) == md5
 
 
 def _link(cache: Path, md5: str, target: Path) -> bool:

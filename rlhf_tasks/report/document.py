@@ -30,9 +30,9 @@ MODELS |= {"reference": "References"}
 """Titles of the models. References are the responses of the data; no model is called a reference."""
 
 
-def environment() -> jinja2.Environment:
-    """The templates of this folder, with the filters that they use."""
-    made = jinja2.Environment(
+def render(template: str, variables: Mapping[str, Any], script_name: str = "page.js") -> str:
+    """A template of this folder, filled in. Only the page's own script can run, by its hash."""
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -40,18 +40,13 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     for one in (number, share, metric, without_ends, model, tone, in_words, key, code, describe):
-        made.filters[one.__name__] = one
-    made.filters["judge"] = catalogue.placeholder_in_words  # in a sentence: `the gold judge`
-    made.filters["svg"] = lambda figure: Markup(curves.draw_svg(figure))
-    return made
-
-
-def render(template: str, variables: Mapping[str, Any], script_name: str = "page.js") -> str:
-    """A template, filled in. Only the page's own script can run, by its hash."""
+        environment.filters[one.__name__] = one
+    environment.filters["judge"] = catalogue.placeholder_in_words  # in a sentence: `the gold judge`
+    environment.filters["svg"] = lambda figure: Markup(curves.draw_svg(figure))
     style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", script_name))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     own = {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
-    return environment().get_template(template).render(**own, **variables)
+    return environment.get_template(template).render(**own, **variables)
 
 
 def number(value: float, error: float | None = None) -> str:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from rlhf_tasks import console
-from rlhf_tasks.config import STAGES, ReportView, Stage, flatten
+from rlhf_tasks.config import STAGES, ReportView, flatten
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import document, run_facts
 from rlhf_tasks.report.document import number
-from rlhf_tasks.report.files import Files, Rows
+from rlhf_tasks.report.rollouts import Rows
 from rlhf_tasks.tracking import catalogue
-from rlhf_tasks.tracking.curves import CURVES, Curve, Figure, Points, figures
+from rlhf_tasks.tracking.curves import CURVES, Curve, Figure, figures, read_csv
 
 RESPONDERS = ("reference", "sft", "policy")  # the origins of judged responses, in the order of the columns
 NUM_SAMPLES = 5  # won most, and lost most
 NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
 JUDGE_FACTS = ("kappa/", "human/", "position_bias", "first_share", "cost/replies", "cost/tokens")
+READERS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
+    ".json": ("an object of JSON", lambda file: dict(json.loads(file.read_bytes()))),
+    ".csv": ("a table of numbers", lambda file: read_csv(file.read_text("utf-8"))),
+    ".parquet": ("a Parquet table", lambda file: pq.read_table(file).to_pylist()),
+}
+"""By suffix, what a file of another stage is, and what reads it."""
 
 
 def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
@@ -29,24 +39,40 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
 
     Raises UserError if the results of stage judge are missing, or a file exists and cannot be read.
     """
-    files, stages = Files(paths), [stage for stage in STAGES if stage != "report"]
+    stages, missing = [stage for stage in STAGES if stage != "report"], list[str]()
+
+    def read(path: Path) -> Any:
+        """The content of a file, or None, and a note, where it is missing."""
+        if not path.exists():
+            missing.append(paths.relative(path))
+            return None
+        kind, parse = READERS[path.suffix]
+        try:
+            return parse(path)
+        except PermissionError:
+            raise
+        except (OSError, ValueError, TypeError) as error:
+            # The file, or its folder, is named after the stage that writes it.
+            stage = path.stem if path.stem in STAGES else path.parent.name
+            raise UserError(f"{path} is not {kind} ({error}); run `rlhf {stage}` again") from None
+
     judge_folder, ppo_folder = paths.judge_results, paths.ppo_samples
     results = EvaluationResults.read(paths.evaluation_results)
     judged, judge = results.metrics(), results.first_judge
-    metrics: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.metrics(s)))}
-    curves: dict[Stage, Points] = {s: files.points(paths.curves(s)) for s in CURVES}
-    lineage: dict[str, Any] = {s: found for s in stages if (found := files.json(paths.lineage(s)))}
+    metrics: dict[str, Any] = {s: found for s in stages if (found := read(paths.metrics(s)))}
+    curves = {s: read(paths.curves(s)) or [] for s in CURVES}
+    lineage: dict[str, Any] = {s: found for s in stages if (found := read(paths.lineage(s)))}
     if view.data.source != "files":  # then data.path is a dep that no stage reads
         for tree in lineage.values():
             tree.get("inputs", {}).pop(view.data.path, None)
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     makers = {out: stage for stage, node in graph.items() for out in node.outs}
-    guards = files.json(ppo_folder / "guards.json")
+    guards = read(ppo_folder / "guards.json")
     words = catalogue.words_of(view.judge.judges)
     words |= {} if view.ppo.train else {"reward": "models/reward"}  # which nothing optimizes
     parts = ("time/generate_seconds", "time/score_seconds", "time/train_seconds")
     seconds = sum(row.get(part, 0.0) for row in curves["ppo"] for part in parts)
-    sampled = files.rows(ppo_folder / "samples.parquet")
+    sampled: Rows = read(ppo_folder / "samples.parquet") or []
     episodes = sorted({row["episode"] for row in sampled})
     some = sorted({episodes[i] for i in (0, len(episodes) // 2, -1)}) if episodes else []
     first, more = document.split(
@@ -58,7 +84,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "view": view,
         "task": run_facts.task(view.data),
         "base": run_facts.base_model(view.model),
-        "gate": files.json(paths.verdict),
+        "gate": read(paths.verdict),
         "metrics": metrics,
         "results": results,
         "judge": judge,
@@ -67,7 +93,7 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         "ppo_duration": console.duration(seconds) if seconds else None,
         # 2. Samples, and 3. curves.
         "samples": _samples(
-            files.rows(paths.judged_responses), files.rows(judge_folder / "comparisons.parquet"), judge
+            read(paths.judged_responses) or [], read(judge_folder / "comparisons.parquet") or [], judge
         ),
         "first_figures": first,
         "more_figures": more,
@@ -80,14 +106,14 @@ def context(paths: Paths, view: ReportView, name: str = "") -> dict[str, Any]:
         },
         "measured": _tabulate_measures(judged, words),
         "trust": _tabulate_trust(metrics.get("reward", {}), judged),
-        "audit": files.json(audit) if (audit := ppo_folder / "audit.json").exists() else {},
-        "reward_figures": list(_calibration(files.rows(judge_folder / "calibration.parquet"), words)),
+        "audit": read(audit) if (audit := ppo_folder / "audit.json").exists() else {},
+        "reward_figures": list(_calibration(read(judge_folder / "calibration.parquet") or [], words)),
         "training_samples": [
             row for at in some for row in [r for r in sampled if r["episode"] == at][:NUM_TRAINING_SAMPLES]
         ],
-        "rollouts": files.rows(ppo_folder / "rollouts.parquet"),
+        "rollouts": read(ppo_folder / "rollouts.parquet") or [],
         "lineage": {stage: _links(tree, makers) for stage, tree in lineage.items()},
-        "missing": files.missing,
+        "missing": missing,
     }
 
 

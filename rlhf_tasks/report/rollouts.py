@@ -9,8 +9,8 @@ from markupsafe import escape
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.scorers import scorer_names
-from rlhf_tasks.report.files import Rows
 
+Rows = list[dict[str, Any]]
 LARGEST_PAGE = 20_000_000  # bytes
 CELLS = 2_500  # bytes of a row beside its texts, at most
 

@@ -1,26 +1,32 @@
-"""Which run a page is about, and what came out of it. Each page and the console say it in these words."""
+"""Which run a page is about, and what came out of it: in the words of each page and of the card of a run."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import config, console, presets
-from rlhf_tasks.config import STAGES, Data, Model, ReportView
+from rlhf_tasks.config import STAGES, Config, Data, Model, ReportView
 from rlhf_tasks.config.judge import Judge
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import document
-from rlhf_tasks.tracking import catalogue
+from rlhf_tasks.tracking import catalogue, context
 
 SHOWN_HASH = 10  # characters
+MAX_CHANGES = 2  # of params.yaml, on the card
+SHELL_PATH = "RLHF_SHELL_PATH"  # PATH of the shell that `make` was started in, which adds .venv to its own
 OPPONENTS = {"sft": "the SFT model", "reference": "the references", "best_of_n": "best of n"}
 _TIME = re.compile(r"-(\d{8}T\d{6})-")  # in a run key; UTC
 Lineage = Mapping[str, Mapping[str, Any]]  # models/lineage/STAGE.json by stage
@@ -113,3 +119,51 @@ def _changes(root: Path, commit: str) -> str:
     except UserError:
         return ""
     return "; ".join(config.differences(*(ReportView.of(one).declared for one in configs)))
+
+
+def show_card(paths: Paths, settings: Config) -> None:
+    """Print, in at most eight lines, what was trained, how good it is, and what to do next."""
+    rows = dict(_card(paths, settings))
+    width = max(map(len, rows), default=0) + 2
+    console.say("\n".join(f"{title:{width}}{text}" for title, text in rows.items()))
+
+
+def _card(paths: Paths, settings: Config) -> Iterator[tuple[str, str]]:
+    episodes = read_json(paths.metrics("ppo")).get("episode")
+    trained = f", preference pairs ({settings.dpo.loss})" if settings.dpo.train else ""
+    trained += f", {episodes:,.0f} episodes of PPO" if episodes else ""
+    data = settings.data.in_words
+    if read_json(paths.metrics("prepare")).get("rows/as_turns"):
+        data += ", as turns of the chat template"
+    yield "Trained", f"{base_model(settings.model)}{trained}; data: {data}"
+    known = facts(ReportView.of(settings), read_lineage(paths), "", paths.root)
+    came_out = outcome(paths, settings.judge.judges)
+    if "Commit" in known:
+        changes = known["Changes"].split("; ") if "Changes" in known else []
+        many = [f"{len(changes)} changes of params.yaml, in the report"]
+        origin = [f"commit {known['Commit']}", f"preset {known['Preset']}"]
+        origin += many if len(changes) > MAX_CHANGES else changes
+        came_out["Time"] = "; ".join([came_out.get("Time", "not known"), *origin])
+    for title, text in came_out.items():
+        first, *more = text.split("; ") if title == "Verdict" else [text]
+        yield title, f"{first}; and {len(more)} more, in the report" if more else first
+    report = paths.reports / "index.html"
+    if report.exists():
+        yield "Report", report.resolve().as_uri()
+    rlhf = command()
+    curves = f"; {context.uri(settings.tracking) or f'{rlhf} mlflow'}   (curves)" * settings.tracking.enabled
+    yield "Next", f"{rlhf} generate models/policy   (try it){curves}"
+    if verdict := came_out.get("Verdict"):
+        is_passed = verdict.startswith("passed")
+        what = "make it the champion" if is_passed else "shows each criterion; it cannot become champion"
+        yield "", f"{rlhf} promote   ({what})"
+
+
+def command() -> str:
+    """`rlhf`, or its path where the user's shell finds no such command, or another one."""
+    program = Path(sys.executable).with_name("rlhf")
+    in_shell = shutil.which("rlhf", path=os.environ.get(SHELL_PATH))
+    if not program.exists() or (in_shell and program.samefile(in_shell)):
+        return "rlhf"
+    folder = Path.cwd()
+    return shlex.quote(str(program.relative_to(folder) if program.is_relative_to(folder) else program))

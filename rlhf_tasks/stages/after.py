@@ -7,7 +7,7 @@ import os
 from rlhf_tasks.config import STAGES, Config, Stage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command
-from rlhf_tasks.report import run_card
+from rlhf_tasks.report import run_facts
 from rlhf_tasks.tracking import context
 
 
@@ -20,4 +20,4 @@ def run(stage: Stage, paths: Paths, settings: Config) -> None:
     if stage == "verdict" and not is_of_flow:
         command.record_verdict(paths, settings)
     if stage == STAGES[-1] and not is_of_flow and context.RUN_NAME not in os.environ:
-        run_card.show(paths, settings)
+        run_facts.show_card(paths, settings)

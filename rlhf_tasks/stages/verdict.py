@@ -1,16 +1,16 @@
 """Stage verdict: the gate's verdict about the policy, as far as one run can decide it.
 
-Whether the policy beats the champion is left to `rlhf promote`, because the champion is not an input of a
-run. No torch and no registry here.
+Whether the policy beats the champion, which is no input of a run, is left to `rlhf promote`. No torch here.
 """
 
 from __future__ import annotations
 
 from rlhf_tasks import console
 from rlhf_tasks.config import VerdictView
+from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion.verdict import Measurements, decide, show
+from rlhf_tasks.promotion.verdict import decide, read_kl, show
 from rlhf_tasks.tracking import Tracker
 
 
@@ -20,8 +20,8 @@ def run(config: VerdictView, paths: Paths, tracker: Tracker) -> dict[str, float]
         atomic.write_json(paths.verdict, {})
         console.say("promotion is null, so there is no gate to pass")
         return {}
-    measured = Measurements.read(paths, paths.policy)
-    verdict = decide(config.promotion, measured, judges=config.judges, champion=False, bar=config.bar)
+    results, kl = EvaluationResults.read(paths.evaluation_results), read_kl(paths.policy)
+    verdict = decide(config.promotion, results, kl, judges=config.judges, champion=False, bar=config.bar)
     atomic.write_json(paths.verdict, verdict.tree())
     tracker.table("gate", verdict.rows())
     show(verdict)

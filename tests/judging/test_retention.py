@@ -15,7 +15,7 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.tokenizer import encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.judging import retention
-from rlhf_tasks.judging.responses import SampledResponses, Words, response_statistics
+from rlhf_tasks.judging.responses import RougeTokenizer, SampledResponses, response_statistics
 from rlhf_tasks.judging.results import RetentionResult
 from rlhf_tasks.judging.retention import Choice, Probes
 from rlhf_tasks.models.load import load_causal
@@ -99,8 +99,8 @@ def test_rouge_reads_words_of_any_language() -> None:
     half = SampledResponses(sampled=[[7]], ids=[[7]], texts=["Он жил"], ended=[True])
     assert response_statistics(half, texts[:1], 1.0).rouge_l == pytest.approx(2 / 3)
     english = "it's a can't-miss U.S. movie_1, 10/10"
-    assert Words().tokenize(english) == tokenize(english, None)
-    assert Words().tokenize("AIは青い") == ["ai", "は", "青", "い"]
+    assert RougeTokenizer().tokenize(english) == tokenize(english, None)
+    assert RougeTokenizer().tokenize("AIは青い") == ["ai", "は", "青", "い"]
 
 
 def test_the_model_chooses_the_ending_that_is_likeliest_per_character(models_here: Path) -> None:

@@ -15,7 +15,7 @@ from rlhf_tasks.judging import head_to_head
 from rlhf_tasks.judging.results import EvaluationResults
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import measurement
-from rlhf_tasks.promotion.verdict import Measurements
+from rlhf_tasks.promotion.verdict import Kl
 from tests.flows import toy
 from tests.promotion import planted
 
@@ -64,7 +64,7 @@ class Measured:
 
     champion: EvaluationResults = field(default_factory=planted.over_champion)
     sft: EvaluationResults = field(default_factory=planted.results)
-    cost: Measurements = field(default_factory=planted.cost)
+    cost: tuple[EvaluationResults, Kl | None] = field(default_factory=planted.cost)
     compared: list[str] = field(default_factory=list)
     """The weights that the candidate was compared with, or their folder."""
     costs: int = 0
@@ -79,7 +79,7 @@ class Measured:
         comparisons = tuple(one.model_copy(update=names) for one in results.comparisons)
         return EvaluationResults(comparisons=comparisons)
 
-    def measure(self, settings: Any, paths: Paths, policy: Path) -> Measurements:
+    def measure(self, settings: Any, paths: Paths, policy: Path) -> tuple[EvaluationResults, Kl | None]:
         self.costs += 1
         return self.cost
 

@@ -21,7 +21,7 @@ from rlhf_tasks.judging.results import (
 )
 from rlhf_tasks.judging.statistics import Interval
 from rlhf_tasks.project import hashing
-from rlhf_tasks.promotion.verdict import Kl, Measurements
+from rlhf_tasks.promotion.verdict import Kl
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -109,11 +109,10 @@ def over_champion(gold: float = 0.55, second: float = 0.53) -> EvaluationResults
 
 def cost(
     kl: float | None = KL, error: float = KL_ERROR, retention: Mapping[str, RetentionResult] = RETENTION
-) -> Measurements:
+) -> tuple[EvaluationResults, Kl | None]:
     """What PPO cost a policy."""
     measured = None if kl is None else Kl(mean=kl, standard_error=error)
-    found = EvaluationResults(responses=RESPONSES, retention=dict(retention))
-    return Measurements(results=found, kl=measured)
+    return EvaluationResults(responses=RESPONSES, retention=dict(retention)), measured
 
 
 shipped = functools.partial(small.params, gate=True)

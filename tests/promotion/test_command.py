@@ -213,15 +213,6 @@ def test_a_policy_of_an_older_version_has_its_kl_measured(
     assert measured.costs == 1
 
 
-def test_criteria_that_are_null_are_not_measured(project: Path, measured: Measured, rlhf: Command) -> None:
-    off = ["promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop"]
-    off += ["promotion.max_response_perplexity_growth", "promotion.min_distinct_ratio"]
-    planted.params(project, dict.fromkeys(off))
-    (project / "models/policy/weights").write_text("foreign", encoding="utf-8")
-    rlhf("promote")
-    assert measured.costs == 0
-
-
 @pytest.mark.e2e
 def test_a_judge_that_ppo_optimised_refuses_by_its_weights_and_loads_no_torch(project: Path) -> None:
     """A judge that is the reward model of PPO is known by its weights, whatever its folder is called."""

@@ -222,7 +222,7 @@ def test_weights_come_from_a_commit_of_a_project_in_a_part_of_its_repository(
         subprocess.run([sys.executable, "-m", "dvc", *words], check=True, cwd=part)
     commit(tmp_path)
     md5 = hashing.dvc_md5(part / POLICY)
-    monkeypatch.setattr(weights, "_cache", lambda root: None)
+    monkeypatch.setattr(dvc_cli, "cache", lambda root: tmp_path / "none")
     assert hashing.dvc_md5(restore(part, md5, path=str(POLICY), rev="HEAD")) == md5
 
 

@@ -18,7 +18,7 @@ from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import measurement
-from rlhf_tasks.promotion.verdict import Kl, Measurements
+from rlhf_tasks.promotion.verdict import Kl, read_kl
 from rlhf_tasks.training import auto
 from tests import small, toy
 from tests.promotion import planted
@@ -31,7 +31,7 @@ def settings(**changes: object) -> Config:
     return config.validate(small.params(SMALL | changes), "test")
 
 
-def measure(given: Config, policy: Path) -> Measurements:
+def measure(given: Config, policy: Path) -> tuple[EvaluationResults, Kl | None]:
     return measurement.measure_cost(given, Paths(), policy)
 
 
@@ -52,7 +52,7 @@ def test_the_kl_and_its_standard_error_equal_those_of_a_slow_loop(models_here: P
         sums.append(sum(float(ours[t, token] - theirs[t, token]) for t, token in enumerate(response)))
     mean = sum(sums) / 6
     variance = sum((value - mean) ** 2 for value in sums) / 5
-    kl = measure(given, POLICY).kl
+    _, kl = measure(given, POLICY)
     assert kl is not None
     assert kl.mean == pytest.approx(mean, abs=1e-4)
     assert kl.standard_error == pytest.approx((variance / 6) ** 0.5, abs=1e-4)
@@ -60,25 +60,25 @@ def test_the_kl_and_its_standard_error_equal_those_of_a_slow_loop(models_here: P
 
 
 def test_sft_has_no_kl_and_forgot_nothing(models_here: Path) -> None:
-    measured = measure(settings(), SFT)
-    assert measured.kl is not None
-    assert measured.kl.mean == pytest.approx(0, abs=1e-6)
-    assert measured.results.retention["policy"] == measured.results.retention["sft"]
+    results, kl = measure(settings(), SFT)
+    assert kl is not None
+    assert kl.mean == pytest.approx(0, abs=1e-6)
+    assert results.retention["policy"] == results.retention["sft"]
 
 
 def test_retention_equals_that_of_the_judge_stage(models_here: Path) -> None:
     given = settings(**{"judge.judges": [small.GOLD], "judge.num_examples": 12})
     toy.run("judge", given)
     stage = EvaluationResults.read(Paths().evaluation_results)
-    measured = measure(given, POLICY).results
+    measured, _ = measure(given, POLICY)
     assert measured.retention == {name: stage.retention[name] for name in ("sft", "policy")}
     assert measured.responses == stage.responses
 
 
 def test_without_retention_the_kl_is_still_measured(models_here: Path) -> None:
-    measured = measure(settings(**{"judge.retention": None}), POLICY)
-    assert measured.kl is not None
-    assert measured.results.retention == {}
+    results, kl = measure(settings(**{"judge.retention": None}), POLICY)
+    assert kl is not None
+    assert results.retention == {}
 
 
 def test_a_policy_with_another_tokenizer_has_no_kl_and_no_perplexity(
@@ -86,9 +86,9 @@ def test_a_policy_with_another_tokenizer_has_no_kl_and_no_perplexity(
 ) -> None:
     console.set_quiet(False)
     toy.foreign("foreign", "gpt_neox", max_position_embeddings=256)
-    measured = measure(settings(), Path("foreign"))
-    assert measured.kl is None
-    assert all(one.perplexity == {} and one.multiple_choice for one in measured.results.retention.values())
+    results, kl = measure(settings(), Path("foreign"))
+    assert kl is None
+    assert all(one.perplexity == {} and one.multiple_choice for one in results.retention.values())
     assert "foreign has another tokenizer than models/sft" in capsys.readouterr().out
 
 
@@ -111,25 +111,26 @@ def test_a_changed_file_is_found_by_what_stage_judge_recorded(tmp_path: Path) ->
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("then", encoding="utf-8")
     files = {name: hashing.dvc_md5(tmp_path / name) for name in names}
-    recorded = planted.record(tmp_path, "judge", {}, files)
+    planted.params(tmp_path)
+    values = config.VIEWS["judge"].of(config.load(tmp_path / "params.yaml")).declared
+    recorded = planted.record(tmp_path, "judge", values, files)
     planted.put(tmp_path / "dvc.lock", {"stages": {"judge": {"cmd": "x", "deps": [recorded]}}})
-    assert measurement.find_changed_files(tmp_path) == []
+    assert measurement.find_changes(Paths(tmp_path)) == []
     (tmp_path / "rubric.txt").write_text("now", encoding="utf-8")
     (tmp_path / "my_judges/short.py").unlink()
-    assert measurement.find_changed_files(tmp_path) == names
+    assert measurement.find_changes(Paths(tmp_path)) == names
 
 
 # ------------------------------------------------ what the pipeline measured, and of which policy
 
 
-def test_evidence_is_the_results_document_and_the_kl_of_the_policy_s_identity(tmp_path: Path) -> None:
+def test_the_kl_is_that_of_the_policy_s_identity(tmp_path: Path) -> None:
     """No score and no metric of what trained it."""
     planted.pipeline(tmp_path, kl=3.25)
-    kl = Kl(mean=3.25, standard_error=planted.KL_ERROR)
     policy = tmp_path / "models/policy"
-    assert Measurements.read(Paths(tmp_path), policy) == Measurements(results=planted.BETTER, kl=kl)
+    assert read_kl(policy) == Kl(mean=3.25, standard_error=planted.KL_ERROR)
     planted.put(policy / "rlhf.json", {"kind": "policy"})
-    assert Measurements.read(Paths(tmp_path), policy) == Measurements(results=planted.BETTER, kl=None)
+    assert read_kl(policy) is None
 
 
 def test_results_that_differ_from_dvc_lock_describe_no_policy(tmp_path: Path) -> None:
@@ -154,12 +155,12 @@ def test_a_policy_that_was_trained_after_the_judge_ran_is_not_judged(tmp_path: P
 def test_only_changes_of_judge_that_change_comparisons_make_results_stale(tmp_path: Path) -> None:
     md5, paths = planted.pipeline(tmp_path), Paths(tmp_path)
     planted.params(tmp_path, {"promotion.max_kl": 1.0, "ppo.kl_coef": 0.5})
-    assert measurement.is_judged_here(paths, md5), "parameters of other sections"
+    assert measurement.find_changes(paths) == [], "parameters of other sections"
     planted.params(tmp_path, {"judge.labels": "data/labels.jsonl"})
-    assert measurement.is_judged_here(paths, md5), "a parameter that changes no comparison"
+    assert measurement.find_changes(paths) == [], "a parameter that changes no comparison"
     planted.params(tmp_path, {"judge.temperature": 0.5})
-    assert not measurement.is_judged_here(paths, md5)
-    assert measurement.is_trained_here(paths, md5), "its KL is still known"
+    assert measurement.find_changes(paths) == ["judge.temperature"]
+    assert measurement.is_judged_here(paths, md5), "its KL is still known"
 
 
 def test_without_dvc_lock_no_policy_is_described(tmp_path: Path) -> None:

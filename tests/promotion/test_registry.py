@@ -92,6 +92,10 @@ def test_a_verdict_replaces_the_earlier_one(registry: Registry) -> None:
     assert tags == {"verdict": "promoted", "verdict.criteria": "kl: 1.5"}
     assert stored.description == "other text"
     assert stored.tags["dvc.path"] == "models/policy"
+    registry.record(again, {"verdict": "x" * 6000}, "page " * 2000)
+    stored = registry.client.get_model_version(NAME, "1")
+    lengths = len(stored.tags["verdict"]), len(str(stored.description))
+    assert lengths == (registries.MAX_TEXT, registries.MAX_TEXT), "a PostgreSQL server refuses longer ones"
 
 
 @pytest.mark.slow

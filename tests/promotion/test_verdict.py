@@ -15,7 +15,7 @@ from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.results import EvaluationResults, TaskChange
 from rlhf_tasks.promotion import verdict as gate
-from rlhf_tasks.promotion.verdict import Kl, Measurements, Verdict, show
+from rlhf_tasks.promotion.verdict import Kl, Verdict, show
 from tests.promotion import planted
 from tests.promotion.planted import results, retention, shipped
 from tests.small import GOLD, HELDOUT
@@ -41,7 +41,8 @@ def decide(
     known = None if kl is None else Kl(mean=kl, standard_error=planted.KL_ERROR)
     return gate.decide(
         settings(**changes),
-        Measurements(results=measured, kl=known),
+        measured,
+        known,
         judges=JUDGES,
         champion=champion is not None,
     )

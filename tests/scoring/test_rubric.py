@@ -263,4 +263,3 @@ def test_a_judge_by_the_model_that_scored_is_marked(tmp_path: Path) -> None:
     ]
     known = Judging.model_validate({"judges": judges})
     assert find_optimized_judges(known, tmp_path, tmp_path) == {"same": MODEL}
-    assert find_optimized_judges(known, tmp_path, tmp_path, ["other"]) == {}

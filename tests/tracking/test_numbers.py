@@ -11,7 +11,7 @@ import pytest
 from flows import results
 from rlhf_tasks import config, presets, tracking
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import run_card, run_facts
+from rlhf_tasks.report import run_facts
 from rlhf_tasks.stages import report
 from rlhf_tasks.tracking.sync import sync
 from tests.flows import toy
@@ -37,7 +37,7 @@ def test_every_page_says_the_same_of_the_checkpoint_that_was_kept(
     with tracking.open_run(paths, "report", view("report"), key="report-k") as tracker:
         report.run(config.ReportView.of(settings), paths, tracker)
     sync(home)
-    run_card.show(paths, settings)
+    run_facts.show_card(paths, settings)
     came_out = run_facts.outcome(paths, settings.judge.judges)
     outcome = results.Outcome(name="n", how={}, revision=commit, changes=[change], card=came_out)
     run = runs(home)["pipeline"].data

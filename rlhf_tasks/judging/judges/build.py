@@ -145,11 +145,7 @@ def build_judge(
     columns: Collection[str] = (),
     key: str = config.LISTED,
 ) -> Judge:
-    """One judge that is not a combined one; `key` is its place in params.yaml, for messages.
-
-    Raises:
-        UserError: as `build_judges`.
-    """
+    """One judge that is not a combined one; `key` is its place in params.yaml, for messages."""
     root = paths.root
     comparer: Comparer
     match one:

@@ -203,32 +203,25 @@ def list_required_judges(settings: Judging, names: Sequence[str]) -> set[str]:
     return {part for name in selected for part in with_parts(settings.judges, name)}
 
 
-def find_judges_by_weights(
-    settings: Judging, rewards: Set[str], root: Path, names: Sequence[str] = ()
-) -> dict[str, str]:
+def find_judges_by_weights(settings: Judging, rewards: Set[str], root: Path) -> dict[str, str]:
     """Judges that are one of the reward models `rewards`, given by their fingerprints: name → folder.
 
-    Weights identify a reward model, whatever its folder is called; folders are below `root`. Only judges that
-    `names` need are considered, by default all.
+    Weights identify a reward model, whatever its folder is called; folders are below `root`.
     """
-    required = list_required_judges(settings, names) if rewards else set()
-    models = (judge for judge in settings.judges if isinstance(judge, config.RewardModelJudge))
-    folders = {judge.name: judge.path for judge in models if judge.name in required}
-    ready = {name: path for name, path in folders.items() if contracts.has_model(root / path)}
+    models = (one for one in settings.judges if isinstance(one, config.RewardModelJudge) and rewards)
+    ready = {one.name: one.path for one in models if contracts.has_model(root / one.path)}
     return {name: path for name, path in ready.items() if contracts.fingerprint(root / path) in rewards}
 
 
-def find_optimized_judges(
-    settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
-) -> dict[str, str]:
+def find_optimized_judges(settings: Judging, policy: Path, root: Path) -> dict[str, str]:
     """Judges that are a reward model which PPO optimized for `policy`, as `find_judges_by_weights`.
 
     A model behind an endpoint is known by its name: judge → model.
     """
-    models, required = contracts.optimized_chat_models(policy), list_required_judges(settings, names)
-    judges = (one for one in settings.judges if isinstance(one, config.LlmJudge) and one.name in required)
+    models = contracts.optimized_chat_models(policy)
+    judges = (one for one in settings.judges if isinstance(one, config.LlmJudge))
     by_model = {judge.name: judge.model for judge in judges if judge.model in models}
-    return by_model | find_judges_by_weights(settings, contracts.optimized_rewards(policy), root, names)
+    return by_model | find_judges_by_weights(settings, contracts.optimized_rewards(policy), root)
 
 
 def describe_training(settings: Judging, policy: Path, root: Path) -> dict[str, Any]:

@@ -12,13 +12,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LlmJudge
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.judging.judges.comparisons import (
-    LETTERS,
-    PROMPTS,
-    Question,
-    Reply,
-    too_many_failures,
-)
+from rlhf_tasks.judging.judges.comparisons import LETTERS, PROMPTS, Question, Reply, too_many_failures
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.chat import ChatClient, Failure, Record, describe_reply, last_line, read_completion
 from rlhf_tasks.scoring.retokenize import remove_names
@@ -83,9 +77,15 @@ _PREFERENCE = re.compile(r"\W*(?:(?i:verdict|answer|better|preferred)\W+)?([AB])
 
 
 def read_letters(listed: Sequence[Any]) -> dict[str, Any]:
-    """Of the log-probs of a reply's tokens, those of the letter and its rivals."""
-    place = _letter_token([token["token"] for token in listed])
-    rivals = [] if place is None else [*(listed[place].get("top_logprobs") or []), listed[place]]
+    """Of the log-probs of a reply's tokens, those of its last letter and of the letter's rivals.
+
+    Nothing but an end-of-reply token comes after the letter.
+    """
+    said = (one for one in reversed(listed) if re.sub(r"<[^>]*>|[\W_]", "", one["token"]))
+    last = next(said, None)
+    rivals = list[Any]()
+    if last is not None and _letter(last["token"]) in LETTERS:
+        rivals = [*(last.get("top_logprobs") or []), last]
     return {"letters": {token["token"]: token["logprob"] for token in rivals}}
 
 
@@ -96,14 +96,6 @@ read_record = partial(read_completion, read_logprobs=read_letters)
 def _letter(token: str) -> str:
     """The token without punctuation: `**B` and ` (B)` are the letter B."""
     return re.sub(r"[\W_]", "", token)
-
-
-def _letter_token(tokens: Sequence[str]) -> int | None:
-    """The place of the token that is the last letter, if only an end-of-reply token comes after it."""
-    for place in reversed(range(len(tokens))):
-        if re.sub(r"<[^>]*>|[\W_]", "", tokens[place]):
-            return place if _letter(tokens[place]) in LETTERS else None
-    return None
 
 
 def read_reply(record: Record) -> Reply:

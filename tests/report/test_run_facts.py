@@ -12,7 +12,7 @@ from rlhf_tasks import config, console, presets
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.report import run_card, run_facts
+from rlhf_tasks.report import run_facts
 from tests import small
 from tests.flows import toy
 from tests.promotion import planted
@@ -32,7 +32,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
 
 
 def shown(paths: Paths, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    run_card.show(paths, config.load(paths.params))
+    run_facts.show_card(paths, config.load(paths.params))
     return capsys.readouterr().out.splitlines()
 
 
@@ -78,13 +78,13 @@ def test_next_commands_work_in_the_shell_of_the_user(tmp_path: Path, monkeypatch
         (folder / "rlhf").touch(0o755)
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
     monkeypatch.setenv("PATH", str(programs))
-    monkeypatch.delenv(run_card.SHELL_PATH, raising=False)  # that of `make test`
-    assert run_card.command() == "rlhf"
+    monkeypatch.delenv(run_facts.SHELL_PATH, raising=False)  # that of `make test`
+    assert run_facts.command() == "rlhf"
     for path in (tmp_path, tmp_path / "other"):  # no such program, or another one
-        monkeypatch.setenv(run_card.SHELL_PATH, str(path))
-        assert run_card.command() == shlex.quote(f"{programs}/rlhf")
+        monkeypatch.setenv(run_facts.SHELL_PATH, str(path))
+        assert run_facts.command() == shlex.quote(f"{programs}/rlhf")
     monkeypatch.chdir(tmp_path / "my project")
-    assert run_card.command() == ".venv/bin/rlhf"
+    assert run_facts.command() == ".venv/bin/rlhf"
 
 
 def test_curves_are_where_the_run_was_tracked(paths: Paths, capsys: pytest.CaptureFixture[str]) -> None:
