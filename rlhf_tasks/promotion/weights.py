@@ -69,7 +69,10 @@ def is_cached(root: Path, md5: str) -> bool:
 
 def _has_bytes(folder: Path, md5: str) -> bool:
     """Whether the folder has this md5. DVC itself does not notice an altered cache."""
-    return folder.is_dir() and hashing.dvc_md5(folder) == md5
+    try:
+        return folder.is_dir() and hashing.dvc_md5(folder) == md5
+    except OSError:
+        return False  # a link whose file is missing
 
 
 def _link(cache: Path, md5: str, target: Path) -> bool:
