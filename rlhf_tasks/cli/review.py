@@ -146,9 +146,9 @@ def generate(
     loaded = load_for_texts(model)
 
     def answer(text: str) -> None:
-        (responses,) = sample_texts(
+        responses = sample_texts(
             *loaded,
-            [text],
+            text,
             temperature=temperature,
             max_new_tokens=max_new_tokens,
             num_samples=num_samples,

@@ -40,22 +40,6 @@ LONGEST = 24
 SMALL = 10**8
 """Parameters up to which a check takes a few seconds, and stage ppo writes a copy and reads it back."""
 NO_TOKEN = -1
-CAUSES = {
-    "two training passes agree": "a part of the model is random even in eval mode",
-    "a padded batch and single rows agree": "the model ignores its attention mask or its position ids, or "
-    "other rows change its positions",
-    "sampling and training agree": "the model's cache does not hold all that it has read",
-    "ended rows do not change the others": "the model's cache does not drop the rows that have ended",
-    "a saved copy has the same weights": "the model does not write all of its weights",
-    "a saved copy agrees": "the model's config does not hold all of its settings",
-    "scores of a padded batch and of single rows agree": "the reward model ignores its attention mask or its "
-    "position ids",
-}
-"""The likely cause, by the name of a check that fails."""
-
-
-class ModelFault(UserError):
-    """A model that PPO cannot train, with what differs."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +77,10 @@ def require(results: Sequence[CheckResult], subject: str) -> None:
     """Check that every result has passed.
 
     Raises:
-        ModelFault: with all that have not.
+        UserError: with all that have not.
     """
     if failed := "\n".join(f"  {result}" for result in results if not result.passed):
-        raise ModelFault(
+        raise UserError(
             f"{subject} fails the check before training, because the same input gives different numbers:\n"
             f"{failed}\nuse a model of another family (`model.base`, `sft.from` or `reward.from`); "
             "`rlhf check-model FOLDER` repeats this check"
@@ -138,10 +122,14 @@ def check_policy(
     def results() -> Iterator[CheckResult]:
         samples = draw(NO_TOKEN)
         responses, expected = samples.responses, trained(model, samples.responses)
-        yield _compare("two training passes agree", expected, trained(model, responses))
+        again = trained(model, responses)
+        cause = "a part of the model is random even in eval mode"
+        yield _compare("two training passes agree", expected, again, cause)
         alone = _logprobs_alone(model, queries, responses, temperature)
-        yield _compare("a padded batch and single rows agree", expected, alone)
-        yield _compare("sampling and training agree", samples.logprobs, expected)
+        cause = "the model ignores its attention mask or its position ids, or other rows change its positions"
+        yield _compare("a padded batch and single rows agree", expected, alone, cause)
+        cause = "the model's cache does not hold all that it has read"
+        yield _compare("sampling and training agree", samples.logprobs, expected, cause)
         # a stop token that ends at least a quarter of the responses early, and not all of them
         heads = [response[: GPU_CHECK - 1] for response in responses]
         ends = {token: sum(token in head for head in heads) for head in heads for token in head}
@@ -149,12 +137,15 @@ def check_policy(
         if end is not None:
             ended = draw(end)
             shorter = trained(model, ended.responses)
-            yield _compare("ended rows do not change the others", ended.logprobs, shorter)
+            cause = "the model's cache does not drop the rows that have ended"
+            yield _compare("ended rows do not change the others", ended.logprobs, shorter, cause)
         if saves:
             copy, has_same_weights = _save_and_load(model)
-            name = "a saved copy has the same weights"
-            yield CheckResult(name, 0.0 if has_same_weights else 1.0, 0.0, CAUSES[name])
-            yield _compare("a saved copy agrees", expected, trained(copy, responses))
+            cause = "the model does not write all of its weights"
+            deviation = 0.0 if has_same_weights else 1.0
+            yield CheckResult("a saved copy has the same weights", deviation, 0.0, cause)
+            cause = "the model's config does not hold all of its settings"
+            yield _compare("a saved copy agrees", expected, trained(copy, responses), cause)
 
     return _collect(model, results())
 
@@ -200,7 +191,8 @@ def check_scores(scores: TokenScores, rows: CheckRows, *, pad: int) -> list[Chec
         own = [row[-len(one) :].cpu() for row, one in zip(padded, alone, strict=True)]
         size = max(1.0, *(float(one.abs().max()) for one in alone))
         name = "scores of a padded batch and of single rows agree"
-        yield _compare(name, own, alone, size * TOLERANCE)
+        cause = "the reward model ignores its attention mask or its position ids"
+        yield _compare(name, own, alone, cause, size * TOLERANCE)
 
     return _collect(scores.model, results())
 
@@ -272,8 +264,8 @@ def _collect(model: PreTrainedModel, results: Iterator[CheckResult]) -> list[Che
 
 
 def _compare(
-    name: str, first: Sequence[Tensor], second: Sequence[Tensor], tolerance: float = TOLERANCE
+    name: str, first: Sequence[Tensor], second: Sequence[Tensor], cause: str, tolerance: float = TOLERANCE
 ) -> CheckResult:
     """The largest absolute difference; NaN, which passes no check, where a number is NaN."""
     difference = torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max()
-    return CheckResult(name, float(difference), tolerance, CAUSES[name])
+    return CheckResult(name, float(difference), tolerance, cause)

@@ -12,8 +12,6 @@ H hidden.
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_tasks.models.contracts import ContractError
-from rlhf_tasks.project import ready_models
 
-ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
-"""Set to 1, the environment variable that allows weights in other formats than safetensors."""
 VALUE_HEADS = ("v_head.summary", "value_head")
 SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 """How the names of heads that score or classify texts begin."""
@@ -48,27 +43,21 @@ class Head(NamedTuple):
     bias: float
 
 
-def refuse_others(source: str | Path, config: PretrainedConfig | None = None) -> None:
-    """Refuse what no stage can use: an adapter alone, training states, other kinds of models.
-
-    With `config`, what that says too. Hub ids are known by their config alone.
+def check_kind(source: str | Path, config: PretrainedConfig) -> None:
+    """Check that a config is of a model that a stage can use.
 
     Raises:
-        UserError: naming what the source is, and what to give instead.
+        ContractError: naming what the source is, and what to give instead.
     """
-    ready_models.check_place(source)
-    if config is not None and (what := _other_kind(config)):
-        raise ContractError(f"{source} is {what}; give a causal language model, or a reward model")
-
-
-def _other_kind(config: PretrainedConfig) -> str | None:
-    if config.is_encoder_decoder:
-        return f"an encoder-decoder model ({config.model_type})"
+    names = config.architectures or ()
+    what = next((what for end, what in OTHER_HEADS.items() if any(n.endswith(end) for n in names)), None)
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-        return f"quantized ({method}), and its weights cannot be trained; give the model as it was before"
-    names = config.architectures or ()
-    return next((what for end, what in OTHER_HEADS.items() if any(n.endswith(end) for n in names)), None)
+        what = f"quantized ({method}), and its weights cannot be trained; give the model as it was before"
+    if config.is_encoder_decoder:
+        what = f"an encoder-decoder model ({config.model_type})"
+    if what is not None:
+        raise ContractError(f"{source} is {what}; give a causal language model, or a reward model")
 
 
 def find_head(folder: Path, prefix: str | None = None) -> Head | None:
@@ -80,17 +69,17 @@ def find_head(folder: Path, prefix: str | None = None) -> Head | None:
         ContractError: if it is in a file of another format, scores more than once, or is no linear map.
     """
     names = [prefix, *VALUE_HEADS] if prefix and prefix != "score" else VALUE_HEADS
-    found = dict(_heads(folder, (*names, "score", "v_head")))
+    heads = dict(_heads(folder, (*names, "score", "v_head")))
     known = {f"{name}.{part}" for name in names for part in ("weight", "bias")} | {"score.weight"}
-    if strange := sorted(found.keys() - known):
+    if strange := sorted(heads.keys() - known):
         raise ContractError(
             f"{folder} has a head of another form ({', '.join(strange)}); a reward model has one linear head "
             "score.weight, v_head.summary or value_head: merge its adapter, or save its head so"
         )
-    name = next((name for name in names if f"{name}.weight" in found), None)
+    name = next((name for name in names if f"{name}.weight" in heads), None)
     if name is None:
         return None
-    weight, bias = found[f"{name}.weight"].float(), found.get(f"{name}.bias", torch.zeros(1))
+    weight, bias = heads[f"{name}.weight"].float(), heads.get(f"{name}.bias", torch.zeros(1))
     if weight.dim() != 2 or len(weight) != 1:
         raise ContractError(
             f"{folder} is not a reward model: the shape of {name}.weight is {tuple(weight.shape)}, and a "
@@ -110,23 +99,11 @@ def _heads(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
                         yield name, tensors.get_tensor(name)
         except SafetensorError as error:
             raise ContractError(f"cannot load a model from {folder}: {file.name}: {error}") from error
-    pickled = folder / "value_head.bin"
-    if pickled.exists() and not (folder / "value_head.safetensors").exists():
-        if os.environ.get(ANY_WEIGHTS) != "1":
-            raise ContractError(
-                f"{folder} has its head in {pickled.name}, which may be a pickle that runs code: save it as "
-                f"value_head.safetensors, or set the environment variable {ANY_WEIGHTS}=1 if you trust it"
-            )
-        yield from torch.load(pickled, map_location="cpu", weights_only=True).items()
 
 
 @torch.no_grad()
 def put_head(model: PreTrainedModel, head: Head | None) -> None:
-    """Give a classifier its head, and the scale that its config holds, as `score` and `score_mean`.
-
-    Raises:
-        ContractError: for a scale that is no number.
-    """
+    """Give a classifier its head, and the scale that its config holds, as `score` and `score_mean`."""
     score: Any = model.score
     config = model.config
     bias = 0.0
@@ -136,11 +113,6 @@ def put_head(model: PreTrainedModel, head: Head | None) -> None:
     mean, std = getattr(config, "mean", 0.0), getattr(config, "std", 1.0)
     if getattr(config, "normalize_reward", True) is False:
         mean, std = 0.0, 1.0
-    if not all(isinstance(x, int | float) and math.isfinite(x) for x in (mean, std)) or std <= 0:
-        raise ContractError(
-            f"the config of {model.name_or_path} has mean={mean!r} and std={std!r}; its scores are "
-            "(score - mean) / std: give numbers, std above 0, or set normalize_reward to false"
-        )
     for name in ("mean", "std"):  # or they would be applied again when the model was saved and loaded
         if hasattr(config, name):
             delattr(config, name)

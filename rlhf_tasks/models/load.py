@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext, redirect_stderr
 from functools import cache, partial
 from itertools import chain
@@ -51,13 +51,15 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.classifiers import build_classifier, classifier_class, find_trunk, is_classifier
 from rlhf_tasks.models.contracts import IDENTITY, ContractError, fingerprint
 from rlhf_tasks.models.fast_cpu import accelerate
-from rlhf_tasks.models.foreign import ANY_WEIGHTS, SCORE_HEADS, Head, find_head, put_head, refuse_others
+from rlhf_tasks.models.foreign import SCORE_HEADS, Head, check_kind, find_head, put_head
 from rlhf_tasks.models.heads import TokenScores, score_head
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.project import atomic, disk, packaged, ready_models
 
 M = TypeVar("M", bound=nn.Module)
 
+ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
+"""Set to 1, the environment variable that allows weights in other formats than safetensors."""
 NO_HUB = "a hub id needs network access or a filled cache"
 transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own
 
@@ -132,7 +134,7 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
     Raises:
         UserError: if it cannot be read, or is no model for a stage.
     """
-    refuse_others(source)
+    ready_models.check_place(source)
     folder, file = packaged.gguf(str(source))
     try:
         with packaged.reading(source) if file else nullcontext():
@@ -141,7 +143,7 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
         raise _cannot_load(source, error) from error
     if file and hasattr(config, "quantization_config"):
         del config.quantization_config  # its weights are read as float32
-    refuse_others(source, config)
+    check_kind(source, config)
     return config
 
 
@@ -160,8 +162,7 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
             config = load_config(source)
             # a bar of its own, among our lines
             with packaged.reading(source), redirect_stderr(io.StringIO()):
-                read, info = _from_pretrained(AutoModelForCausalLM, source, folder, **file)
-            _check_whole(source, info)
+                read = _from_pretrained(AutoModelForCausalLM, source, folder, **file)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.load_state_dict(read.state_dict())
         model.generation_config = read.generation_config
@@ -230,28 +231,21 @@ def _load(
 ) -> PreTrainedModel:
     """A model in float32; heads that score texts beside it are refused, or left out (`without_head`)."""
     config, place = load_config(source, revision), ready_models.locate(source)
-    names = (*SCORE_HEADS, getattr(config, "value_head_prefix", None))
     how: dict[str, Any] = {"revision": revision}
     how |= {} if place == source else {"config": config}
     how |= {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
+    heads = () if without_head else (*SCORE_HEADS, getattr(config, "value_head_prefix", None))
     try:
         with console.part(f"loading {Path(source).name}"):
-            model, info = _from_pretrained(auto, source, place, **how)
+            return _from_pretrained(auto, source, place, refused=heads, **how)
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(source, error) from error
-    heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in names)
-    if heads and not without_head:
-        raise ContractError(
-            f"{source} holds {', '.join(heads)}: it scores or classifies texts; give a language model"
-        )
-    _check_whole(source, info)
-    return cast(PreTrainedModel, model.eval())
 
 
 def _from_pretrained(
-    auto: Any, source: str | Path, place: str | Path, **how: Any
-) -> tuple[Any, Mapping[str, Any]]:
-    """A model in float32, and what transformers says of its weights."""
+    auto: Any, source: str | Path, place: str | Path, *, refused: Collection[str | None] = (), **how: Any
+) -> PreTrainedModel:
+    """A model in float32 with all of its weights, and without heads whose names are `refused`."""
     try:
         model, info = auto.from_pretrained(place, dtype=torch.float32, output_loading_info=True, **how)
     except RuntimeError as error:
@@ -261,18 +255,17 @@ def _from_pretrained(
             f"{source}: weights have other shapes than its config says (the report above names them), such "
             "as another vocab_size, or a score head without num_labels=1; correct config.json"
         ) from error
-    return model, info
-
-
-def _check_whole(source: str | Path, info: Mapping[str, Any]) -> None:
-    """Refuse a model of which transformers' `output_loading_info` says that weights are new."""
-    missing = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
-    if missing:
+    if heads := sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in refused):
+        raise ContractError(
+            f"{source} holds {', '.join(heads)}: it scores or classifies texts; give a language model"
+        )
+    if missing := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]})):
         part = "its trained head" if any("score" in key for key in missing) else "weights"
         raise ContractError(
             f"{source} lacks {part}: {', '.join(missing[:5])} would be newly initialized; "
             "give a checkpoint that holds every weight"
         )
+    return cast(PreTrainedModel, model.eval())
 
 
 def _cannot_load(source: str | Path, error: Exception) -> ContractError:
@@ -321,12 +314,12 @@ def _fetch(source: str, revision: str | None, kinds: list[str]) -> Path:
 @cache
 def _tokenizer_of_gguf(folder: str, gguf_file: str) -> tempfile.TemporaryDirectory[str]:
     """The tokenizer that a GGUF file holds, in a folder that this process removes at its end."""
-    made = tempfile.TemporaryDirectory(prefix="rlhf-gguf-")
+    temporary = tempfile.TemporaryDirectory(prefix="rlhf-gguf-")
     with console.part(f"reading the tokenizer of {gguf_file}"):
         with packaged.reading(Path(folder, gguf_file)):
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
-        tokenizer.save_pretrained(made.name)
-    return made
+        tokenizer.save_pretrained(temporary.name)
+    return temporary
 
 
 # ------------------------------------------------------------------------ gradient checkpointing
@@ -424,8 +417,8 @@ def _save_reference(model: PreTrainedModel, folder: Path, source: Ready) -> None
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    own = fingerprint(place) if any(place.glob("*.safetensors")) else None
-    known = ready_models.describe(folder, place, source, own)
+    of_tensors = fingerprint(place) if any(place.glob("*.safetensors")) else None
+    known = ready_models.describe(folder, place, source, of_tensors)
     atomic.write_json(folder / ready_models.FILE, known)
     if is_gguf:
         _keep_converted(model, folder, known["fingerprint"])
@@ -433,13 +426,13 @@ def _save_reference(model: PreTrainedModel, folder: Path, source: Ready) -> None
 
 def _keep_converted(model: PreTrainedModel, folder: Path, fingerprint: str) -> None:
     """Keep what the GGUF file of a reference was converted to, for its next load."""
-    kept = ready_models.converted(folder, fingerprint)
-    if kept is None:
+    converted = ready_models.converted(folder, fingerprint)
+    if converted is None:
         return
-    with FileLock(kept.with_suffix(".lock")):  # several ranks may have converted it
-        if not kept.exists():
-            with atomic.whole(kept) as made:
-                model.save_pretrained(made)
+    with FileLock(converted.with_suffix(".lock")):  # several ranks may have converted it
+        if not converted.exists():
+            with atomic.whole(converted) as unfinished:
+                model.save_pretrained(unfinished)
 
 
 def copy_checkpoint(folder: Path, to: Path) -> None:

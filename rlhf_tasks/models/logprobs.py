@@ -68,44 +68,32 @@ def token_stats(
     linear = _LINEAR.get(getattr(call_head, "__func__", None))
     makes_all = linear is None or head in _ADJUSTED
     states: list[Tensor] = []
-    given: list[tuple[Tensor, int]] = []  # what the head returned; its version counts changes in place
+    outputs: list[tuple[Tensor, int]] = []  # what the head returned; its version counts changes in place
 
-    def float32_weights() -> tuple[Tensor, Tensor | None]:
-        """Logits of 16 bits round by more than an update moves a log-prob. So the output layer computes in
-        float32, under autocast and with weights that FSDP2 or DeepSpeed hold in 16 bits too."""
-        return at_least_float32(head.weight), None if head.bias is None else at_least_float32(head.bias)
-
-    def choose_linear(hidden: Tensor) -> LinearFunction:
-        """What makes the logits; within the layer, where a shared weight is whole and of the passes' type."""
-        assert linear is not None
-        return _Tf32Linear.apply if linear is F.linear and _uses_tf32(hidden, head.weight) else linear
-
-    def packed_stats(hidden: Tensor) -> Tensor:
-        """(B, T, H) → (B, R + 1, 3) in place of logits."""
-        states.append(hidden)
-        multiply = choose_linear(hidden)
-        with torch.autocast(hidden.device.type, enabled=False):
-            weight, bias = float32_weights()
-            hidden = batch.predicting(hidden).to(weight.dtype)  # (N, H)
-            stats = _chunked_stats(
-                hidden, weight, bias, labels, temperature, entropy_grad, multiply
-            )  # (N, 3)
-        found = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
-        found = torch.cat([found, found.new_zeros(len(mask), 1, 3)], dim=1)
-        given.append((found.detach(), found._version))
-        return found
-
-    def plain_logits(hidden: Tensor) -> Tensor:
+    def forward(hidden: Tensor) -> Tensor:
+        """(B, T, H) → (B, R + 1, 3), the statistics in place of logits; or (B, T, V), all logits."""
         states.append(hidden)
         if linear is None:
             logits: Tensor = call_head(hidden)
             return logits
-        multiply = choose_linear(hidden)
+        multiply = _Tf32Linear.apply if linear is F.linear and _uses_tf32(hidden, head.weight) else linear
+        # Logits of 16 bits round by more than an update moves a log-prob. So the output layer computes in
+        # float32, under autocast and with weights that FSDP2 or DeepSpeed hold in 16 bits too.
         with torch.autocast(hidden.device.type, enabled=False):
-            weight, bias = float32_weights()
-            return multiply(hidden.to(weight.dtype), weight, bias)
+            weight = at_least_float32(head.weight)  # within the layer, where a sharded weight is whole
+            bias = None if head.bias is None else at_least_float32(head.bias)
+            if makes_all:
+                return multiply(hidden.to(weight.dtype), weight, bias)
+            hidden = batch.predicting(hidden).to(weight.dtype)  # (N, H)
+            stats = _chunked_stats(
+                hidden, weight, bias, labels, temperature, entropy_grad, multiply
+            )  # (N, 3)
+        padded = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
+        padded = torch.cat([padded, padded.new_zeros(len(mask), 1, 3)], dim=1)
+        outputs.append((padded.detach(), padded._version))
+        return padded
 
-    with replace_forward(head, plain_logits if makes_all else packed_stats):
+    with replace_forward(head, forward):
         out = model(
             input_ids=batch.query_response,
             attention_mask=batch.attention_mask,
@@ -121,8 +109,8 @@ def token_stats(
     if makes_all:
         logits = batch.predicting(out.logits)  # (N, V)
         return _left_aligned(_stats(logits, labels, temperature, entropy_grad), batch, states[0])
-    own, version = given[0]
-    if out.logits.data_ptr() != own.data_ptr() or out.logits._version > version:  # the model changed them
+    output, version = outputs[0]
+    if out.logits.data_ptr() != output.data_ptr() or out.logits._version > version:  # the model changed them
         _ADJUSTED.add(head)
         return token_stats(model, batch, temperature, entropy_grad=entropy_grad)
     return _left_aligned(out.logits[:, :-1][mask], batch, states[0])
@@ -234,11 +222,11 @@ def _left_aligned(stats: Tensor, batch: Batch, states: Tensor) -> TokenStats:
 @contextmanager
 def replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Within the block the module computes `forward` instead; its hooks stay."""
-    own: Any = vars(module).get("forward")
+    before: Any = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
-        if own is not None:
-            module.forward = own
+        if before is not None:
+            module.forward = before

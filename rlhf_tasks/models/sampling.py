@@ -294,21 +294,20 @@ def sample_responses(
 def sample_texts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
+    prompt: str,
     *,
     temperature: float,
     max_new_tokens: int,
     num_samples: int,
     seed: int,
-) -> list[list[str]]:
-    """Sample `num_samples` texts of a model for each prompt; a plain one is a turn, as in its data."""
-    repeated = [p for p in read_plain(tokenizer, prompts) for _ in range(num_samples)]
+) -> list[str]:
+    """Sample texts of a model for a prompt; a plain one is a turn, as in its data."""
+    prompts = read_plain(tokenizer, [prompt]) * num_samples
     responses = sample_responses(
-        model, tokenizer, repeated, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+        model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
     )
     responses = close_responses(tokenizer, responses, ends_of(model, tokenizer))
-    texts = response_texts(tokenizer, encode(tokenizer, repeated), responses)
-    return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]
+    return response_texts(tokenizer, encode(tokenizer, prompts), responses)
 
 
 def load_for_texts(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

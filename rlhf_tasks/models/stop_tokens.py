@@ -28,13 +28,13 @@ def ends_of(
     config = checkpoint if isinstance(checkpoint, GenerationConfig | None) else checkpoint.generation_config
     named = None if config is None else config.eos_token_id
     turn = end_of_turn(tokenizer)
-    found = [
+    ids = [
         int(tokenizer.eos_token_id),
         *([named] if isinstance(named, int) else named or []),
         *([] if turn is None else [turn]),
         *(end for end in others if end != "eos"),
     ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(ids))
 
 
 def has_ended(response: Ids, ends: Collection[int]) -> bool:

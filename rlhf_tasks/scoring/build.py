@@ -98,15 +98,15 @@ class WeightedSum:
         """
         # Reward models come first: where they are sharded, all processes make their passes together, and a
         # part that raises must not keep one process from them.
-        found = {part.name: part.scorer(rows).float() for part in [*self._rewards, *self._others]}
+        scores = {part.name: part.scorer(rows).float() for part in [*self._rewards, *self._others]}
         for name in self._names:
-            wrong = (~found[name].isfinite()).nonzero().flatten().tolist()
+            wrong = (~scores[name].isfinite()).nonzero().flatten().tolist()
             if wrong:
                 raise NonFiniteScore(
-                    f"ppo.scorers: {name} gave {float(found[name][wrong[0]])} for response {wrong[0]} of "
+                    f"ppo.scorers: {name} gave {float(scores[name][wrong[0]])} for response {wrong[0]} of "
                     f"{len(rows)} ({len(wrong)} of them are not finite)"
                 )
-        return {name: found[name] for name in self._names}
+        return {name: scores[name] for name in self._names}
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
         """(B,): Σ weight · score."""

@@ -19,8 +19,8 @@ from rlhf_tasks.config.scorers import ChatModel
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.scoring.http import read_key
+from rlhf_tasks.scoring.protocol import shorten
 
-SHOWN_CHARACTERS = 200
 LONGEST_WAIT_SECONDS = 120.0  # the client library never waits longer for `Retry-After`
 # Errors that every other request would meet too.
 REFUSED = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
@@ -163,10 +163,10 @@ class ChatClient:
                 response = await client.chat.completions.with_raw_response.create(**request)
             record = self._read_body(response.text)
         except REFUSED as error:
-            given = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
+            login = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
             raise UserError(
                 f"{self._name}: {settings.base_url} returned status {error.status_code} for model "
-                f"{settings.model!r}, {given}: {shorten(error.message)}"
+                f"{settings.model!r}, {login}: {shorten(error.message)}"
             ) from None
         except openai.APIStatusError as error:
             is_temporary = error.status_code == 429 or error.status_code >= 500
@@ -226,11 +226,6 @@ def last_line(record: Record) -> str:
 def describe_reply(record: Record) -> str:
     """The beginning of a reply, or of a refusal, for a message."""
     return shorten(f"a refusal: {record['refusal']}" if record["refusal"] else repr(record["text"]))
-
-
-def shorten(text: str) -> str:
-    """The beginning of a text, short enough for a message."""
-    return text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")
 
 
 class Cache(dict[str, Record]):

@@ -9,14 +9,14 @@ A function gets lists of texts by the names of its parameters:
 
 The singular names mean the same. Where no parameter has the name of a text that must be given, the parameters
 without default that are left take it, in the order prompts, responses (or a, b); the prompts may be missing.
-Parameters that have no names for a caller (`*args`, `x, /`, functions of C) get the texts by position.
+`*args` take all texts that are left then, and so do functions of C, whose parameters are not known.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from inspect import Parameter, Signature
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,17 @@ class ColumnsFunction:
     ) -> None:
         self.name, self._function = f"{key}: function {function}", load_function(function, key, root)
         self._texts = list(dict.fromkeys(texts.values()))
-        self._signature = signature = _signature(self._function)
+        try:
+            self._signature = inspect.signature(self._function)
+        except ValueError:  # a function of C
+            self._signature = inspect.signature(lambda *texts: None)
+        parameters = self._signature.parameters
         meanings = {**texts, **{name: name for name in columns}}
         try:
-            self._by_position, self._by_name = _arguments(signature, self._texts, columns, meanings)
+            self._takes = _match([*parameters.values()], self._texts, columns, meanings)
         except TypeError as error:
             raise UserError(
-                f"{self.name}({', '.join(signature.parameters)}): {error}; a parameter gets what its name "
+                f"{self.name}({', '.join(parameters)}): {error}; a parameter gets what its name "
                 f"says, of {', '.join(meanings)}. Rename it, give it a default, or keep the column "
                 "(data.columns.keep)"
             ) from None
@@ -70,59 +74,51 @@ class ColumnsFunction:
     def __call__(self, *lists: Sequence[str], columns: Columns = NONE) -> Any:
         """What the function returns for the prompts and one list of responses, or two."""
         values = {**columns, **dict(zip(self._texts, lists, strict=True))}
-        by_position = [list(values[what]) for what in self._by_position]
-        named = {name: list(values[what]) for name, what in self._by_name.items() if what in values}
-        given = self._signature.bind_partial(*by_position, **named)  # by position where both are possible
+        given = self._signature.bind_partial()  # by position where both are possible
+        for name, what in self._takes.items():
+            lists_of = {one: list(values[one]) for one in what if one in values}
+            match self._signature.parameters[name].kind:
+                case Parameter.VAR_POSITIONAL:
+                    given.arguments[name] = tuple(lists_of.values())
+                case Parameter.VAR_KEYWORD:
+                    given.arguments[name] = lists_of
+                case _ if lists_of:
+                    (given.arguments[name],) = lists_of.values()
         returned = call(self.name, self._function, *given.args, **given.kwargs)
         return call(self.name, list, returned) if isinstance(returned, Iterator) else returned
 
 
-def _signature(function: Callable[..., Any]) -> Signature:
-    """The parameters of a function; of a decorated one, those of the decorator's own where it has names."""
-    try:
-        own = inspect.signature(function, follow_wrapped=False)
-        kinds = {one.kind for one in own.parameters.values()}
-        if {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds:
-            return inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions have none
-        return inspect.signature(lambda *texts: None)
-    return own
+def _match(
+    parameters: Sequence[Parameter], texts: list[str], columns: Collection[str], meanings: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """The text or column that each parameter takes, several for `*args` and `**rest`.
 
-
-def _arguments(
-    signature: Signature, texts: list[str], columns: Collection[str], meanings: Mapping[str, str]
-) -> tuple[list[str], dict[str, str]]:
-    """What a function gets by position, and what by name; `meanings` are the names that it may use.
+    `meanings` are the names that they may have.
 
     Raises:
-        TypeError: if it cannot be called so.
+        TypeError: if something is left on either side.
     """
-    parameters = signature.parameters.values()
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    if any(one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL) for one in parameters):
-        for what, one in zip(texts, parameters, strict=False):
-            if one.kind is one.POSITIONAL_OR_KEYWORD and meanings.get(one.name, what) != what:
-                raise TypeError(f"it takes texts by position, where {one.name} would get the {what}")
-        free = [
-            one.name for i, one in enumerate(parameters) if i >= len(texts) or one.kind is one.KEYWORD_ONLY
-        ]
-        takes = {name: name for name in columns if takes_all or name in free}
-        signature.bind(*texts, **takes)
-        return texts, takes
-    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
-    takes = {one.name: meanings[one.name] for one in named if one.name in meanings}
-    left = [one.name for one in named if one.name not in meanings and one.default is one.empty]
-    missing = [what for what in texts[1:] if what not in takes.values()]
-    if missing and len(left) == len(missing) + 1 and PROMPTS not in takes:
+    star = next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), None)
+    rest = next((one.name for one in parameters if one.kind is one.VAR_KEYWORD), None)
+    named = [one for one in parameters if one.name not in (star, rest)]
+    takes = {one.name: [meanings[one.name]] for one in named if one.name in meanings}
+    left = [one for one in named if one.name not in meanings and one.default is one.empty]
+    missing = [what for what in texts[1:] if [what] not in takes.values()]
+    has_room = star is not None or (missing and len(left) == len(missing) + 1)
+    if has_room and [PROMPTS] not in takes.values():
         missing.insert(0, PROMPTS)
-    if len(left) > len(missing):
-        raise TypeError(f"nothing is left for {', '.join(left)}")
-    if len(left) < len(missing):
+    is_behind_star = star is not None and any(one.kind is one.KEYWORD_ONLY for one in left)
+    if is_behind_star or len(left) > len(missing):
+        raise TypeError(f"nothing is left for {', '.join(one.name for one in left)}")
+    if len(left) < len(missing) and star is None:
         raise TypeError(f"it takes no {' and '.join(missing)}")
-    takes |= dict(zip(left, missing, strict=True))
-    if takes_all:
-        takes |= {name: name for name in (PROMPTS, *columns) if name not in takes.values()}
-    return [], takes
+    takes |= {one.name: [what] for one, what in zip(left, missing, strict=False)}
+    if star is not None:
+        takes[star] = missing[len(left) :]
+    if rest is not None:
+        taken = {what for whats in takes.values() for what in whats}
+        takes[rest] = [name for name in (PROMPTS, *columns) if name not in taken]
+    return takes
 
 
 class ImportedScorer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -29,7 +30,7 @@ def read_key(variable: str, subject: str) -> str:
         UserError: if the variable holds no key that a request can carry.
     """
     key = os.environ.get(variable, "").strip()
-    if not key or not key.isascii():
+    if not key or not (key.isascii() and key.isprintable()):
         raise UserError(
             f"{subject}: the environment variable {variable} holds no key; export it, or set key_variable to "
             "null for a server that needs none"
@@ -44,7 +45,7 @@ class ScoringService:
 
     A request is tried NUM_TRIES times, after 429, 5xx, a timeout or a broken connection. The wait doubles
     from try to try, or is that of `Retry-After`. Any other status or content is an error at once.
-    `timeout_seconds` limits the connection, each pause, and the whole reply.
+    `timeout_seconds` limits each try as a whole.
     """
 
     def __init__(self, settings: config.HttpScorer) -> None:
@@ -55,17 +56,15 @@ class ScoringService:
 
     def __call__(self, rows: Responses) -> Tensor:
         scores, size = [torch.zeros(0)], self._settings.batch_size
-        # A client for each call: the service would close an idle connection between updates.
-        with httpx.Client(timeout=self._settings.timeout_seconds) as client:
-            for start in range(0, len(rows), size):
-                part = range(len(rows))[start : start + size]
-                request: dict[str, Any] = {
-                    "prompts": [rows.prompts[i] for i in part],
-                    "responses": [rows.texts[i] for i in part],
-                }
-                if rows.columns:
-                    request["columns"] = take(rows.columns, part)
-                scores.append(self._read(self._request(client, request), len(part)))
+        for start in range(0, len(rows), size):
+            part = range(len(rows))[start : start + size]
+            request: dict[str, Any] = {
+                "prompts": [rows.prompts[i] for i in part],
+                "responses": [rows.texts[i] for i in part],
+            }
+            if rows.columns:
+                request["columns"] = take(rows.columns, part)
+            scores.append(self._read(self._request(request), len(part)))
         return torch.cat(scores)
 
     def _read(self, body: bytes, count: int) -> Tensor:
@@ -77,34 +76,30 @@ class ScoringService:
             raise UnusableScores(f'{self._name} must return {{"scores": […]}}, but returned {excerpt(body)}')
         return read_scores(self._name, reply["scores"], count)
 
-    def _request(self, client: httpx.Client, request: Mapping[str, Any]) -> bytes:
+    def _request(self, request: Mapping[str, Any]) -> bytes:
         """The body of a successful reply, after at most NUM_TRIES tries."""
         problem = ""
         for number in range(NUM_TRIES):
             wait = BACK_OFF_SECONDS * 2**number
             try:
-                status, headers, body = self._post(client, request)
+                reply = asyncio.run(self._post(request))
+            except TimeoutError:
+                problem = f"no complete reply after {self._settings.timeout_seconds:g} s"
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
-                if 200 <= status < 300:
-                    return body
-                problem = f"status {status}: {excerpt(body)}"
-                if status != 429 and status < 500:
+                if reply.is_success:
+                    return reply.content
+                problem = f"status {reply.status_code}: {excerpt(reply.content)}"
+                if reply.status_code != 429 and reply.status_code < 500:
                     raise UnusableScores(f"{self._name} rejected the request: {problem}")
-                seconds = headers.get("Retry-After", "")  # RFC 9110, 10.2.3; its dates are not read
+                seconds = reply.headers.get("Retry-After", "")  # RFC 9110, 10.2.3; its dates are not read
                 wait = float(seconds) if seconds.isdecimal() else wait
             if number < NUM_TRIES - 1:
                 time.sleep(min(wait, LONGEST_WAIT_SECONDS))
         raise ScorerError(f"{self._name} returned no scores in {NUM_TRIES} tries; the last error: {problem}")
 
-    def _post(self, client: httpx.Client, request: Mapping[str, Any]) -> tuple[int, httpx.Headers, bytes]:
-        """Limits the whole reply; the timeout of httpx limits only each pause in it."""
-        limit, body = self._settings.timeout_seconds, b""
-        deadline = time.monotonic() + limit
-        with client.stream("POST", self._settings.url, json=request, headers=self._headers) as response:
-            for chunk in response.iter_bytes():
-                body += chunk
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout(f"the reply was not complete after {limit} s")
-        return response.status_code, response.headers, body
+    async def _post(self, request: Mapping[str, Any]) -> httpx.Response:
+        limit = self._settings.timeout_seconds  # httpx itself limits only each pause in a reply
+        async with httpx.AsyncClient(timeout=None) as client, asyncio.timeout(limit):
+            return await client.post(self._settings.url, json=request, headers=self._headers)

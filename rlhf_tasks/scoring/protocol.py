@@ -129,5 +129,8 @@ def read_scores(
 
 def excerpt(value: Any) -> str:
     """The beginning of a value, for a message."""
-    text = value.decode(errors="replace") if isinstance(value, bytes) else repr(value)
+    return shorten(value.decode(errors="replace") if isinstance(value, bytes) else repr(value))
+
+
+def shorten(text: str) -> str:
     return text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")

@@ -41,14 +41,14 @@ class Retokenizer:
     ) -> None:
         """`longest`: the number of tokens that the model can read; None: no limit."""
         self._own, self._policy, self._folder, self._longest = own, policy, folder, longest
-        self._has_cut = self._has_warned = False
+        self._said = set[str]()
         if (date := policy.init_kwargs.get(DATE)) is not None:
             own.init_kwargs[DATE] = date
         self._reads, self._given = ready_rendering(own, str(folder)), ready_rendering(policy, "the policy")
         turn = end_of_turn(own)
         self._end = int(own.eos_token_id) if turn is None else turn
         theirs, ours = (template_source(one) if one.chat_template else None for one in (policy, own))
-        self._has_own_template = ours not in (None, theirs)
+        self._chat = None if ours in (None, theirs) else self._reads.chat
         self._special = special_names(own)
 
     def __call__(self, rows: Responses) -> tuple[list[Ids], list[Ids]]:
@@ -57,9 +57,9 @@ class Retokenizer:
         Raises:
             UserError: for a response that is longer than the model can read.
         """
-        if self._has_own_template:
+        if self._chat is not None:
             pairs = zip(rows.prompts, rows.texts, strict=True)
-            ids = encode(self._own, [self._conversation(*pair) for pair in pairs])
+            ids = encode(self._own, [self._conversation(self._chat, *pair) for pair in pairs])
             queries, responses = [row[:-1] for row in ids], [row[-1:] for row in ids]  # whose score is read
         else:
             prompts = [self._begin(prompt) for prompt in rows.prompts]
@@ -71,24 +71,20 @@ class Retokenizer:
         if self._longest is None or max(lengths, default=0) <= self._longest:
             return queries, responses
         wholes = responses
-        if self._reads.chat is not None and self._has_own_template:
+        if self._chat is not None:
             # What must be left of a conversation is the response with what the template writes after it.
-            text = self._reads.chat(_conversation_of(MARKS[1:3]), False)
-            end_of_turn = text.partition(MARKS[2])[2]
-            turns = [remove_names(text, self._special) + end_of_turn for text in rows.texts]
-            wholes = encode(self._own, turns)
+            end = self._chat(_conversation_of(MARKS[1:3]), False).partition(MARKS[2])[2]
+            wholes = encode(self._own, [remove_names(text, self._special) + end for text in rows.texts])
         most = max(map(min, map(len, wholes), lengths))
         if most > self._longest:
             raise UserError(
                 f"{self._folder} can read {self._longest} tokens, and a response has {most} in its "
                 "tokenizer; lower ppo.response_length"
             )
-        if not self._has_cut:
-            self._has_cut = True
-            console.say(
-                f"{self._folder} can read {self._longest} tokens; where a prompt with its "
-                "response has more, it reads the end of the prompt only"
-            )
+        self._say_once(
+            f"{self._folder} can read {self._longest} tokens; where a prompt with its response has more, it "
+            "reads the end of the prompt only"
+        )
         excesses = [max(0, length - self._longest) for length in lengths]
         return [query[excess:] for query, excess in zip(queries, excesses, strict=True)], responses
 
@@ -101,20 +97,23 @@ class Retokenizer:
         has_bos = bool(written) and prompt.startswith(written)
         return str(self._own.bos_token or "") * has_bos + prompt.removeprefix(written)
 
-    def _conversation(self, prompt: str, response: str) -> str:
-        """The conversation in the model's own template."""
-        assert self._reads.chat is not None
+    def _conversation(self, chat: Chat, prompt: str, response: str) -> str:
+        """The conversation in the model's own template, `chat`."""
         found = None if self._given.chat is None else messages_of(prompt, self._given.chat)
-        if found is None and self._given.chat is not None and not self._has_warned:
-            self._has_warned = True
-            console.say(
+        if found is None and self._given.chat is not None:
+            self._say_once(
                 f"Warning: ppo.scorers: {self._folder} has a chat template of its own, and some prompts are "
                 "no conversation in the policy's; it reads each of them as one message of the user"
             )
         messages = found or [{"role": "user", "content": prompt.removeprefix(self._given.bos)}]
         turns = [*messages, {"role": "assistant", "content": response}]
         plain = [turn | {"content": remove_names(str(turn["content"]), self._special)} for turn in turns]
-        return self._reads.chat(plain, False)
+        return chat(plain, False)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            console.say(text)
 
 
 def special_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:

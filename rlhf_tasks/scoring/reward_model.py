@@ -100,7 +100,7 @@ def load_foreign(
     Raises:
         ContractError: if the folder holds no reward model with a trained head, or a tokenizer that does not
             fit it.
-        ModelFault: if the scores of a padded batch are not those of each row alone.
+        UserError: if the scores of a padded batch are not those of each row alone.
     """
     own, model = load_tokenizer(folder), load_reward(folder).requires_grad_(False)
     contracts.check_fits(model.model, own, str(folder))

@@ -42,7 +42,7 @@ class RubricScorer:
             self._name,
             paths.home / FILE,
             read_body=read_completion,
-            find_problem=lambda record: "" if self._read(record) is not None else self._describe(record),
+            find_problem=self._find_problem,
             keeps_unusable=False,
         )
 
@@ -54,8 +54,8 @@ class RubricScorer:
             UserError: if a reply is no score, the budget is spent, or the server refuses.
         """
         replies = self._client.ask([self._fill(rows, i) for i in range(len(rows))], self._stop)
-        scores = [None if isinstance(one, Failure) else self._read(one) for one in replies]
-        assert None not in scores, "a failure ends the work"
+        scores = [self._read(one) for one in replies if not isinstance(one, Failure)]
+        assert len(scores) == len(rows), "a failure ends the work"
         return torch.tensor(scores)
 
     def _fill(self, rows: Responses, number: int) -> str:
@@ -63,33 +63,33 @@ class RubricScorer:
         values = {"prompt": rows.prompts[number], "response": rows.texts[number]}
         values |= {"lowest": f"{settings.lowest:g}", "highest": f"{settings.highest:g}"}
         if settings.column is not None:
-            given = rows.columns[settings.column][number]
-            if given is None:
+            reference = rows.columns[settings.column][number]
+            if reference is None:
                 raise UnusableScores(
                     f"{self._name}: the column {settings.column} is null for the prompt "
                     f"{rows.prompts[number][:80]!r}; give every prompt a right answer"
                 )
-            values["reference"] = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            is_text = isinstance(reference, str)
+            values["reference"] = reference if is_text else json.dumps(reference, ensure_ascii=False)
         return remove_names(fill_template(self._prompt, values), self._special)
 
-    def _read(self, record: Record) -> float | None:
-        """The number on the last line, where nothing else stands but a word such as `Score:`; None without.
+    def _read(self, record: Record) -> float | str:
+        """The number on the last line, where nothing else stands but a word such as `Score:`, or a problem.
 
         A number beside the scale is none, and so is one that may lack digits.
         """
+        settings = self._settings
         if record.get("is_cut"):
-            return None
+            return f"the reply was cut at {settings.max_reply_tokens} tokens; raise max_reply_tokens"
         match = _SCORE.fullmatch(last_line(record))
-        score = None if match is None else float(match[1])
-        return (
-            score if score is not None and self._settings.lowest <= score <= self._settings.highest else None
-        )
-
-    def _describe(self, record: Record) -> str:
-        if record.get("is_cut"):
-            return f"the reply was cut at {self._settings.max_reply_tokens} tokens; raise max_reply_tokens"
-        scale = f"{self._settings.lowest:g} to {self._settings.highest:g}"
+        if match is not None and settings.lowest <= (score := float(match[1])) <= settings.highest:
+            return score
+        scale = f"{settings.lowest:g} to {settings.highest:g}"
         return f"the reply does not end with a number from {scale}: {describe_reply(record)}"
+
+    def _find_problem(self, record: Record) -> str:
+        score = self._read(record)
+        return score if isinstance(score, str) else ""
 
     def _stop(self, failures: Sequence[Failure]) -> ScorerError:
         reason, is_temporary = failures[0]

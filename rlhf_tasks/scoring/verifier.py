@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_tasks.config.scorers import Check, Format
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.scoring.protocol import Responses, excerpt
+from rlhf_tasks.scoring.protocol import Responses, excerpt, shorten
 
 MAX_SHOWN = 10
 _NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?([eE][-+]?\d{1,3})?")
@@ -38,11 +38,11 @@ class Verifier:
 
     def __call__(self, rows: Responses) -> Tensor:
         """(B,) float64: the weights of the checks that pass, and the format's weight where it matches."""
-        passed, formatted = self._run_checks(rows.texts, rows.columns), self.match_format(rows.texts)
-        weights = [check.weight for check in self._checks]
+        weights, answers = [check.weight for check in self._checks], self.read_answers(rows.texts)
         scores = [
-            sum(w for w, passes in zip(weights, row, strict=True) if passes) + self._format_weight * matches
-            for row, matches in zip(passed, formatted, strict=True)
+            sum(w for w, passes in zip(weights, row, strict=True) if passes)
+            + self._format_weight * (answer is not None)
+            for answer, row in zip(answers, self._run_checks(answers, rows.columns), strict=True)
         ]
         return torch.tensor(scores, dtype=torch.float64)
 
@@ -57,15 +57,15 @@ class Verifier:
 
     def correct(self, responses: Sequence[str], columns: Columns) -> list[bool]:
         """Whether each response passes every check."""
-        return [all(row) for row in self._run_checks(responses, columns)]
+        return [all(row) for row in self._run_checks(self.read_answers(responses), columns)]
 
-    def _run_checks(self, responses: Sequence[str], columns: Columns) -> list[list[bool]]:
+    def _run_checks(self, answers: Sequence[str | None], columns: Columns) -> list[list[bool]]:
         return [
             [
                 answer is not None and self._test(number, columns[check.column][i])(answer)
                 for number, check in enumerate(self._checks)
             ]
-            for i, answer in enumerate(self.read_answers(responses))
+            for i, answer in enumerate(answers)
         ]
 
     def _test(self, number: int, value: Any) -> Test:
@@ -142,33 +142,12 @@ def _json_schema(value: Any) -> Test:
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema_specifications import REGISTRY  # the published meta-schemas; it fetches nothing
     from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import DRAFT202012
-
-    seen: set[int] = set()
-
-    def check_references(schema: Any, resolver: Any) -> None:
-        """Check that every reference of a schema, and of what it refers to, leads to a schema."""
-        if not isinstance(schema, dict) or id(schema) in seen:
-            return
-        seen.add(id(schema))
-        for reference in (schema[keyword] for keyword in ("$ref", "$dynamicRef") if keyword in schema):
-            try:
-                found = resolver.lookup(reference)
-            except (Unresolvable, TypeError):
-                raise ValueError(
-                    f"the reference {reference!r} leads nowhere in it, and nothing is fetched"
-                ) from None
-            Draft202012Validator.check_schema(found.contents)
-            check_references(found.contents, found.resolver)
-        for inner in DRAFT202012.create_resource(schema).subresources():
-            check_references(inner.contents, resolver.in_subresource(inner))
 
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, dict | bool):
             raise ValueError("a schema is an object")
         Draft202012Validator.check_schema(schema)
-        check_references(schema, REGISTRY.resolver_with_root(DRAFT202012.create_resource(schema)))
     except (ValueError, RecursionError, SchemaError) as error:
         raise ValueError(f"{excerpt(value)} is not a JSON Schema: {str(error).splitlines()[0]}") from None
     validator = Draft202012Validator(schema, registry=REGISTRY)
@@ -176,6 +155,11 @@ def _json_schema(value: Any) -> Test:
     def test(answer: str) -> bool:
         try:
             return bool(validator.is_valid(json.loads(answer)))
+        except Unresolvable as error:
+            raise UserError(
+                f"a verifier: a reference in the JSON Schema {excerpt(value)} leads nowhere, and nothing is "
+                f"fetched ({shorten(str(error))}); correct this row"
+            ) from None
         except (ValueError, RecursionError, ArithmeticError):
             return False
 

@@ -267,9 +267,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Calls:
         loaded.append(folder)
         return folder, None
 
-    def sample_texts(model: Path, tokenizer: None, prompts: list[str], **settings: object) -> list[list[str]]:
-        calls.append((prompts[0], settings))
-        return [[prompt.upper()] * int(str(settings["num_samples"])) for prompt in prompts]
+    def sample_texts(model: Path, tokenizer: None, prompt: str, **settings: object) -> list[str]:
+        calls.append((prompt, settings))
+        return [prompt.upper()] * int(str(settings["num_samples"]))
 
     module.sample_texts = sample_texts  # type: ignore[attr-defined]
     module.loaded = loaded  # type: ignore[attr-defined]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import checks, sampling
-from rlhf_tasks.models.checks import CheckResult, ModelFault
+from rlhf_tasks.models.checks import CheckResult
 from tests import families, small
 from tests.small import PAD
 
@@ -157,7 +158,7 @@ def test_a_model_that_cannot_be_computed_is_named_with_its_error() -> None:
     def refuse(_: dict[str, Any]) -> None:
         raise ValueError("only for images")
 
-    with pytest.raises(ModelFault, match="LlamaForCausalLM could not be computed: ValueError: only"):
+    with pytest.raises(UserError, match="LlamaForCausalLM could not be computed: ValueError: only"):
         checks.require(check(wrap(small.causal(), refuse)), "models/sft")
 
 
@@ -168,5 +169,5 @@ def test_nan_passes_no_check() -> None:
 def test_a_model_that_ignores_its_cache_is_found_and_said_with_how_much_and_why() -> None:
     message = r"models/sft fails the check before training[^√]*sampling and training agree: off by .*likely "
     message += "cause: the model's cache does not hold all that it has read"
-    with pytest.raises(ModelFault, match=message):
+    with pytest.raises(UserError, match=message):
         checks.require(check(wrap(small.causal(), forget)), "models/sft")

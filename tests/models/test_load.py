@@ -16,9 +16,9 @@ from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.contracts import ContractError
-from rlhf_tasks.models.foreign import ANY_WEIGHTS
 from rlhf_tasks.models.heads import score_head
 from rlhf_tasks.models.load import (
+    ANY_WEIGHTS,
     add_score_head,
     load_causal,
     load_reward,
@@ -303,14 +303,11 @@ def test_layers_with_tied_weights_get_no_adapter() -> None:
     assert len(names) == 2 * 2 * (LINEAR["llama"] - 1)
 
 
-def test_a_model_without_a_layer_for_adapters_or_that_cannot_be_computed_is_refused() -> None:
+def test_a_model_without_a_layer_for_adapters_is_refused() -> None:
     model: Any = small.causal()
     for layer in model.base_model.layers:
         layer.forward = torch.no_grad()(layer.forward)
     with pytest.raises(UserError, match="lora: LlamaForCausalLM has no linear layer that could learn"):
-        add_lora(model, LORA, seed=1)
-    model.base_model.layers[0].forward = lambda hidden, **_: [][0]
-    with pytest.raises(UserError, match="lora: LlamaForCausalLM could not be computed: IndexError"):
         add_lora(model, LORA, seed=1)
 
 

@@ -192,6 +192,10 @@ def made(folder: Path, signature: str, texts: Mapping[str, str] = ONE) -> Column
         ("p, r, /, **rest", {"p": PROMPTS, "r": RESPONSES, "rest": COLUMNS}),
         ("p, *texts, answer", {"p": PROMPTS, "texts": (RESPONSES,), "answer": [1, "2"]}),
         ("*texts", {"texts": (PROMPTS, RESPONSES)}),
+        ("*texts, **rest", {"texts": (PROMPTS, RESPONSES), "rest": COLUMNS}),
+        ("responses, *more", {"responses": RESPONSES, "more": (PROMPTS,)}),
+        ("responses, prompts, /", {"responses": RESPONSES, "prompts": PROMPTS}),
+        ("p, /", {"p": RESPONSES}),
     ],
 )
 def test_a_parameter_gets_what_its_name_says_and_others_the_texts_that_are_left(
@@ -232,9 +236,9 @@ def test_a_pairwise_judge_gets_prompts_and_both_responses_in_the_same_way(
         ("prompts, responses, *, label, answer", ONE, "nothing is left for label"),
         ("prompts, x, y", ONE, "nothing is left for x, y"),
         ("x, y, z", ONE, "nothing is left for x, y, z"),
-        ("responses, *more", ONE, "it takes texts by position, where responses would get the prompts"),
-        ("p, /", ONE, "too many positional arguments"),
-        ("p, r, /, label", ONE, "missing a required argument: 'label'"),
+        ("prompt, x, y", ONE, "nothing is left for x, y"),
+        ("*texts, label", ONE, "nothing is left for label"),
+        ("p, r, /, label", ONE, "nothing is left for p, r, label"),
         ("prompts, a", TWO, "it takes no b"),
         ("prompts, x", TWO, "it takes no a and b"),
         ("x, y, z, label", TWO, "nothing is left for x, y, z, label"),

@@ -69,7 +69,11 @@ def test_requests_are_repeated_after_temporary_faults(
 
 @pytest.mark.parametrize(
     ("fault", "why"),
-    [(status(429), "status 429: not now"), (status(502), "status 502: not now"), (hung, "ReadTimeout")],
+    [
+        (status(429), "status 429: not now"),
+        (status(502), "status 502: not now"),
+        (hung, "no complete reply after 0.1 s"),
+    ],
 )
 def test_a_permanent_fault_is_an_error_after_the_last_try(
     server: Server, fault: Callable[[Handler], None], why: str
@@ -132,6 +136,9 @@ def test_a_key_of_the_environment_is_sent_and_never_shown(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SCORER_KEY", raising=False)
+    with pytest.raises(UserError, match="the environment variable SCORER_KEY holds no key"):
+        http(server.url, key_variable="SCORER_KEY")
+    monkeypatch.setenv("SCORER_KEY", "two\nlines")  # no request can carry it, and its error would show it
     with pytest.raises(UserError, match="the environment variable SCORER_KEY holds no key"):
         http(server.url, key_variable="SCORER_KEY")
     monkeypatch.setenv("SCORER_KEY", "planted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from typing import Any
 
@@ -78,7 +79,6 @@ def test_the_format_is_weighted_apart_and_gives_the_answer() -> None:
         ("json_schema", {"type": "no"}, ".* is not a JSON Schema: 'no' is not valid"),
         ("json_schema", "{", r"'\{' is not a JSON Schema"),
         ("json_schema", [1], r"\[1\] is not a JSON Schema"),
-        ("json_schema", {"$ref": "#/$defs/missing"}, ".*the reference '#/.defs/missing' leads nowhere"),
         ("json_schema", "[" * 100_000, ".* is not a JSON Schema"),
     ],
 )
@@ -94,11 +94,11 @@ def test_a_value_that_a_check_cannot_use_is_refused_with_its_row(kind: str, valu
 
 def test_a_schema_is_never_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was opened"))
-    schema, verifier = {"$ref": "http://127.0.0.1:9/schema"}, Verifier([check("json_schema")], None)
-    with pytest.raises(UserError, match=r"answer: .* leads nowhere in it, and nothing is fetched"):
-        verifier.check([{"source": "mine.jsonl:7"}], {"answer": [schema]}, "a verifier")
-    with pytest.raises(ValueError, match="nothing is fetched"):
-        verifier.correct(["1"], {"answer": [schema]})
+    for reference in ("http://127.0.0.1:9/schema", "#/$defs/missing"):
+        with pytest.raises(
+            UserError, match=rf"{re.escape(reference)}.* leads nowhere, and nothing is fetched"
+        ):
+            Verifier([check("json_schema")], None).correct(["1"], {"answer": [{"$ref": reference}]})
 
 
 def test_a_column_that_is_not_kept_is_refused_by_name() -> None:
