@@ -76,7 +76,7 @@ def weights(place: Path) -> list[Path]:
     if place.is_file():
         return [place]
     shards = sorted(place.glob("*.safetensors")) or sorted(place.glob("pytorch_model*.bin"))
-    return [*shards, *sorted(place.glob("*.index.json")), *sorted(place.glob("value_head.bin"))]
+    return [*shards, *sorted(place.glob("*.index.json"))]
 
 
 def describe(folder: Path, place: Path, source: Ready, fingerprint: str | None) -> dict[str, Any]:
