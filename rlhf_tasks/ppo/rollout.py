@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,37 +115,19 @@ class Rollout:
         return MicroBatch(*(getattr(self, name)[rows, :width] for name in MicroBatch._fields))
 
 
-class Reference(Protocol):
-    """The model from which the KL of the policy is measured."""
+@dataclass(frozen=True)
+class Reference:
+    """The model from which the KL of the policy is measured: a copy, or the policy without its adapters."""
 
-    moves: bool
-    """Whether its weights change, so that a resumed run cannot read them from models/sft."""
+    model: PreTrainedModel
+    """With LoRA the policy itself: its adapters are switched off here, so that no second copy is needed."""
+    moves: bool = False
+    """Whether its weights change (`ppo.reference_sync`), so that a snapshot must hold them."""
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """(B, R) log-probs of the response tokens."""
-
-
-class ReferenceCopy:
-    """A copy of the SFT model, fixed unless it `moves` (`ppo.reference_sync`)."""
-
-    def __init__(self, model: PreTrainedModel, *, moves: bool) -> None:
-        self.model, self.moves = model, moves
-
-    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        return response_logprobs(self.model, batch, temperature)
-
-
-class AdapterOff:
-    """The policy itself with its LoRA adapters switched off: no second copy of the weights."""
-
-    moves = False
-
-    def __init__(self, policy: PreTrainedModel) -> None:
-        self._policy = policy
-
-    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        with disable_adapters(self._policy):
-            return response_logprobs(self._policy, batch, temperature)
+        with disable_adapters(self.model):
+            return response_logprobs(self.model, batch, temperature)
 
 
 def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:

@@ -239,9 +239,9 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 state.kl_coef = adapt_kl_coef(
                     state.kl_coef, rollout_metrics["objective/kl_k1"], batch_size, config.adaptive_kl
                 )
-                sync, moving = config.reference_sync, state.moving_reference
-                if sync is not None and moving is not None and state.update % sync.every == 0:
-                    sharding.move_toward(moving.model, state.actor_critic.policy, sync.alpha)
+                sync = config.reference_sync
+                if sync is not None and state.update % sync.every == 0:
+                    sharding.move_toward(state.reference.model, state.actor_critic.policy, sync.alpha)
 
                 # 11. Metrics, an evaluation and samples when they are due, and what the guards say of them.
                 end = setup.clock()

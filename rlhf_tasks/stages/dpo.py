@@ -33,7 +33,7 @@ from rlhf_tasks.models.stop_tokens import ends_of, has_ended
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.measure import measure_kl, score_ends, score_heldout
 from rlhf_tasks.ppo.metrics import Metrics, standard_error
-from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy, interleave
+from rlhf_tasks.ppo.rollout import Prompts, Reference, interleave
 from rlhf_tasks.ppo.sampler import LocalSampler
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
@@ -90,10 +90,10 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     tasks = {
         split: _read_pairs(dist, config, paths, tokenizer, frozen, split) for split in ("train", "validation")
     }
-    reference: Reference = ReferenceCopy(frozen, moves=False)
+    reference = Reference(frozen)
     if settings.lora is not None:  # then no second copy of the weights stays in memory
         policy = add_lora(policy, settings.lora, seed=config.seed)
-        reference = AdapterOff(policy)
+        reference = Reference(policy)
     del frozen
 
     # 2. The training. An evaluation samples responses, which decide what weights are kept.

@@ -39,7 +39,7 @@ from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, call_user_estimator
 from rlhf_tasks.ppo.critic import new_critic
 from rlhf_tasks.ppo.evaluate import Evaluator, selection_judge
 from rlhf_tasks.ppo.losses import PolicyLoss, call_user_loss, ppo_clip
-from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy
+from rlhf_tasks.ppo.rollout import Prompts, Reference
 from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.ppo.vllm import Sampling, open_server
@@ -246,10 +246,9 @@ def load_models(
     policy = load_causal(paths.start)
     if settings.gradient_checkpointing:
         recompute_activations(policy)
-    reference: Reference
     if settings.lora is not None:
         policy = add_lora(policy, settings.lora, seed=config.seed)
-        reference = AdapterOff(policy)
+        reference = Reference(policy)
     else:
         frozen = load_causal(paths.start)
         moves = settings.reference_sync is not None
@@ -261,7 +260,7 @@ def load_models(
                 "launch.precision: fp32"
             )
         dist.freeze(frozen, moves=moves)
-        reference = ReferenceCopy(frozen, moves=moves)
+        reference = Reference(frozen, moves=moves)
     reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None
     critic = _critic(dist, config, paths, policy, reward)
     return ActorCritic(policy, critic), reference, reward
@@ -273,7 +272,7 @@ def _sft_model(dist: Distributed, paths: Paths) -> Reference | None:
         return None
     frozen = load_causal(paths.sft)
     dist.freeze(frozen)
-    return ReferenceCopy(frozen, moves=False)
+    return Reference(frozen)
 
 
 def _critic(

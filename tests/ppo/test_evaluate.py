@@ -26,7 +26,7 @@ from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, WinRate, selection_judge
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.reporting import rollout_rows
-from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy, Rollout, interleave
+from rlhf_tasks.ppo.rollout import Prompts, Reference, Rollout, interleave
 from rlhf_tasks.ppo.sampler import LocalSampler
 from rlhf_tasks.ppo.state import PpoState, Setup
 from rlhf_tasks.project.paths import Paths
@@ -125,8 +125,8 @@ class Evaluations:
         return rollout_rows(cast(Setup, setup), cast(PpoState, state), rollout, prompts, kl)
 
 
-def copy_of(seed: int) -> ReferenceCopy:
-    return ReferenceCopy(small.causal(seed=seed), moves=False)
+def copy_of(seed: int) -> Reference:
+    return Reference(small.causal(seed=seed))
 
 
 def kl_of_rows(policy: Any, reference: Any, responses: Sequence[Ids]) -> list[float]:
@@ -166,7 +166,7 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
             if "lora_B" in name:
                 weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     scorers = Recorder()
-    metrics = Evaluations(policy, AdapterOff(policy), scorer=scorers).evaluate(0)
+    metrics = Evaluations(policy, Reference(policy), scorer=scorers).evaluate(0)
     expected = kl_of_rows(policy, small.causal(), scorers.calls[0])
     assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
     assert metrics["eval/kl"] > 0.01
@@ -176,14 +176,14 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
 def test_out_of_memory_makes_the_passes_of_later_evaluations_smaller_too() -> None:
     passes = list[int]()
 
-    class Limited(ReferenceCopy):
+    class Limited(Reference):
         def logprobs(self, batch: Batch, temperature: float) -> Tensor:
             passes.append(batch.query_response.numel())
             if passes[-1] > 60:
                 raise torch.OutOfMemoryError
             return super().logprobs(batch, temperature)
 
-    one = Evaluations(reference=Limited(small.causal(seed=7), moves=False), micro_batch_tokens=400)
+    one = Evaluations(reference=Limited(small.causal(seed=7)), micro_batch_tokens=400)
     first = one.evaluate(0)
     assert one.budget.max_tokens < 100 < max(passes)
     passes.clear()
@@ -205,7 +205,7 @@ def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
     assert scorers.calls == [expected]
 
 
-class Impossible(ReferenceCopy):
+class Impossible(Reference):
     def logprobs(self, batch: Any, temperature: float) -> Tensor:
         return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
 
@@ -213,7 +213,7 @@ class Impossible(ReferenceCopy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (lambda: {"reference": Impossible(small.causal(), moves=False)}, "the KL to the reference is NaN or"),
+        (lambda: {"reference": Impossible(small.causal())}, "the KL to the reference is NaN or"),
         (lambda: {"heldout": lambda rows: length(*rows.given) * math.nan}, "models/reward_heldout gave NaN"),
     ],
     ids=["kl", "heldout"],
