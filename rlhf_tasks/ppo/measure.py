@@ -5,8 +5,8 @@ B responses · R response length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.rollout import Prompts, Reference, interleave, raise_on_all_ranks
 from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.training.distributed import Distributed
+
+T = TypeVar("T")
 
 
 def score_ends(
@@ -55,7 +57,6 @@ def measure_kl(
     Raises:
         NonFiniteError: on all ranks, if a KL is NaN or infinite.
     """
-    local_responses = dist.shard_rows(responses)
 
     def kl_of(batch: Batch) -> Tensor:
         with dist.autocast():
@@ -63,25 +64,47 @@ def measure_kl(
             ref_logprobs = reference.logprobs(batch, temperature).float()
         return k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
 
-    result = read_rows(
+    local = read_rows(
         kl_of,
         dist.shard_rows(prompts.queries),
-        local_responses,
+        dist.shard_rows(responses),
         pad=pad,
         device=dist.device,
         budget=budget,
         run=dist.run_batches,
     )
-    if dist.max(int(not bool(result.isfinite().all()))):
+    kl: Tensor = interleave(dist.all_gather_object(local))
+    if not bool(kl.isfinite().all()):
         raise NonFiniteError(
             "the KL to the reference is NaN or infinite at the selection prompts",
-            {"prompts": dist.shard_rows(prompts.texts), "responses": local_responses},
+            {"prompts": list(prompts.texts), "responses": responses},
         )
-    whole: Tensor = interleave(dist.all_gather_object(result))
-    return whole
+    return kl
 
 
 @torch.no_grad()
+def score_on_all_ranks(
+    dist: Distributed,
+    score: Callable[[Responses], T],
+    prompts: Prompts,
+    responses: Sequence[Ids],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: StopTokens,
+) -> T:
+    """What `score` gives for all rows: a tensor, or a dict of them, (B,) each. Each rank scores a share.
+
+    Raises:
+        NonFiniteError, UserError: on all ranks, if it raises one on any; this rank's responses are its
+            `batch`.
+    """
+    prompts, responses = prompts.take(dist.shard_rows(range(len(prompts)))), dist.shard_rows(responses)
+    rows = prompts.responses(close_responses(tokenizer, responses, ends), tokenizer)
+    batch = {"prompts": prompts.texts, "responses": responses}
+    local = raise_on_all_ranks(dist, lambda: score(rows), batch)
+    whole: T = interleave(dist.all_gather_object(local))
+    return whole
+
+
 def score_heldout(
     dist: Distributed,
     heldout: Scorer,
@@ -95,26 +118,8 @@ def score_heldout(
     Raises:
         NonFiniteError: on all ranks, if a score is NaN or infinite; the responses are its `batch`.
     """
-    rows, batch = shard_responses(dist, prompts, responses, tokenizer, ends)
-
-    def score() -> Tensor:
-        scores = heldout(rows)
-        if not bool(scores.isfinite().all()):
-            raise NonFiniteError("models/reward_heldout gave NaN or infinity")
-        return scores
-
-    whole: Tensor = interleave(dist.all_gather_object(raise_on_all_ranks(dist, score, batch)))
-    return whole
-
-
-def shard_responses(
-    dist: Distributed,
-    prompts: Prompts,
-    responses: Sequence[Ids],
-    tokenizer: PreTrainedTokenizerBase,
-    ends: StopTokens,
-) -> tuple[Responses, dict[str, Any]]:
-    """This rank's share of the rows, and what a failure writes down of them."""
-    prompts, responses = prompts.take(dist.shard_rows(range(len(prompts)))), dist.shard_rows(responses)
-    batch = {"prompts": prompts.texts, "responses": responses}
-    return prompts.responses(close_responses(tokenizer, responses, ends), tokenizer), batch
+    scores = score_on_all_ranks(dist, heldout, prompts, responses, tokenizer, ends)
+    if not bool(scores.isfinite().all()):
+        batch = {"prompts": list(prompts.texts), "responses": responses}
+        raise NonFiniteError("models/reward_heldout gave NaN or infinity", batch)
+    return scores

@@ -43,7 +43,7 @@ from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
 from rlhf_tasks.ppo.losses import MicroBatch, merge_metrics, token_weights, value_loss
-from rlhf_tasks.ppo.measure import shard_responses
+from rlhf_tasks.ppo.measure import score_on_all_ranks
 from rlhf_tasks.ppo.metrics import (
     Metrics,
     TokenSums,
@@ -56,7 +56,7 @@ from rlhf_tasks.ppo.metrics import (
 )
 from rlhf_tasks.ppo.reporting import measure_work, report_start, report_update, report_warmup
 from rlhf_tasks.ppo.rewards import bootstrap_values, token_rewards, truncated_scores
-from rlhf_tasks.ppo.rollout import Prompts, Rollout, interleave, pad_rows, raise_on_all_ranks
+from rlhf_tasks.ppo.rollout import Prompts, Rollout, pad_rows
 from rlhf_tasks.ppo.state import PpoState, Setup, handle_trips, stop_at_non_finite
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import MicroRows
@@ -328,9 +328,7 @@ def score_rollout(
     ref_logprobs, values, *own_logprobs = (dist.sum(x.to(dist.device)).cpu() for x in computed)
     last_values = values.gather(1, lengths[:, None]).squeeze(1)
 
-    local, batch = shard_responses(dist, prompts, responses, tokenizer, setup.ends)
-    local_parts = raise_on_all_ranks(dist, lambda: setup.scorers.parts(local), batch)
-    parts: dict[str, Tensor] = interleave(dist.all_gather_object(local_parts))
+    parts = score_on_all_ranks(dist, setup.scorers.parts, prompts, responses, tokenizer, setup.ends)
     rollout = replace(
         rollout,
         logprobs=own_logprobs[0] if recomputes else pad_rows(samples.logprobs, config.response_length),

@@ -109,15 +109,16 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         dist.put(model)
 
     # 3. What the scorers pay for, before anything is trained on them.
+    references = [row["reference"] for row in validation[: settings.num_selection_prompts]]
     evaluator = Evaluator(
-        dist,
-        settings,
-        policy,
-        reference,
-        tokenizer,
-        ends,
-        selection_prompts,
-        [row["reference"] for row in validation[: settings.num_selection_prompts]],
+        dist=dist,
+        config=settings,
+        policy=policy,
+        reference=reference,
+        tokenizer=tokenizer,
+        ends=ends,
+        prompts=selection_prompts.take(range(len(references))),
+        references=references,
         scorers=scorers,
         heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, dist),
         win_rate=win_rate,

@@ -38,8 +38,6 @@ from tests.ppo.toy import Planted, log_p_alone, rollout_of
 from tests.small import EOS
 
 PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
-LLM = {"kind": "llm", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
-HTTP = {"kind": "http", "weight": 1.0, "url": "http://127.0.0.1:9/", "timeout_seconds": 1.0, "batch_size": 4}
 
 
 def length(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
@@ -99,14 +97,14 @@ class Evaluations:
             pad=tokenizer.pad_token_id,
         )
         self.evaluator = Evaluator(
-            dist,
-            config,
-            self.policy,
-            reference or copy_of(7),
-            tokenizer,
-            ends,
-            Prompts(PROMPTS, encode(tokenizer, PROMPTS), {}),
-            ["w1 w2"] * len(PROMPTS),
+            dist=dist,
+            config=config,
+            policy=self.policy,
+            reference=reference or copy_of(7),
+            tokenizer=tokenizer,
+            ends=ends,
+            prompts=Prompts(PROMPTS, encode(tokenizer, PROMPTS), {}),
+            references=["w1 w2"] * len(PROMPTS),
             scorers=scorer or Planted(length),
             heldout=heldout,
             win_rate=judge and judge(dist),
@@ -308,12 +306,10 @@ FUNCTION = {"kind": "function", "name": "shorter", "function": f"{__name__}:shor
 SECTION = Selection.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
 
 
-@pytest.mark.parametrize("outside", [None, HTTP, LLM], ids=["here", "http", "llm"])
-def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: dict[str, Any] | None) -> None:
-    """Scorers that send requests, and the judge, are called by the first rank alone."""
+def test_two_ranks_share_the_prompts_and_agree_on_the_result() -> None:
+    """The judge is called by the first rank alone."""
     JUDGED.clear()
     scorers = [Recorder(), Recorder()]
-    changes: dict[str, Any] = {"scorers": [outside]} if outside else {}
 
     def make(dist: Distributed) -> Evaluations:
         judge = lambda dist: selection_judge(dist, SECTION, Paths())  # noqa: E731
@@ -322,7 +318,6 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: dict[str, 
             scorer=scorers[dist.rank],
             heldout=lambda rows: length(*rows.given),
             judge=judge,
-            **changes,
         )
 
     def evaluate(one: Evaluations) -> tuple[Metrics, EvaluationState]:
@@ -335,7 +330,7 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: dict[str, 
     assert [row["prompt"] for row in state.responses] == PROMPTS
     everything = responses_alone()
     own = [everything[rank::2] for rank in range(2)]
-    assert [one.calls for one in scorers] == ([[everything], []] if outside else [[own[0]], [own[1]]])
+    assert [one.calls for one in scorers] == [[own[0]], [own[1]]]
     kl = kl_of_rows(small.causal(), small.causal(seed=7), everything)
     assert first["eval/kl"] == pytest.approx(statistics.fmean(kl), abs=1e-4)
     assert [len(PROMPTS)] * 2 == JUDGED, "responses and references, once each"
