@@ -114,9 +114,7 @@ class LocalSampler:
                 )
 
         found = raise_on_all_ranks(dist, sample_local, {"queries": local})
-        parts = dist.all_gather_object((found.responses, found.logprobs))
-        responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
-        return Samples(responses, logprobs)
+        return Samples(**interleave(dist.all_gather_object(vars(found))))
 
 
 class ServedSampler:
@@ -185,12 +183,11 @@ class ServedSampler:
         self._make_room()
         with sharding.to_save(self._policy) as plain:
 
-            def load() -> str:
-                assert self._server is not None
-                self._server.load(merge_adapter(plain))
-                return self._server.name
+            def load(server: VllmServer) -> str:
+                server.load(merge_adapter(plain))
+                return server.name
 
-            self.name = on_rank0(self._dist, load)
+            self.name = self._on_rank0(load)
         self._loaded, self._load_seconds = update, time.perf_counter() - start
 
     def _make_room(self) -> None:
@@ -203,28 +200,22 @@ class ServedSampler:
         self._make_room()
         drawn = torch.randint(MAX_SEED, (len(queries),), generator=generator, device=generator.device)
         seeds: list[int] = drawn.tolist()
+        return self._on_rank0(lambda server: server.sample(queries, n, seeds))
 
-        def sample() -> Samples:
-            assert self._server is not None
-            return self._server.sample(queries, n, seeds)
+    def _on_rank0(self, call: Callable[[VllmServer], T]) -> T:
+        """The result of a call to the server, which the first rank makes; on all ranks.
 
-        return on_rank0(self._dist, sample)
-
-
-def on_rank0(dist: Distributed, compute: Callable[[], T]) -> T:
-    """What `compute` returns on the first rank, which alone runs it; on all ranks.
-
-    Raises:
-        OutsideFault, UserError: on all ranks, if it raises one there. Any other error ends the first rank,
-            and so all of them.
-    """
-    outcome: tuple[Any, Exception | None] = None, None
-    if dist.is_main:
-        try:
-            outcome = compute(), None
-        except (OutsideFault, UserError) as error:
-            outcome = None, error
-    result, failure = dist.broadcast_object(outcome)
-    if failure is not None:
-        raise failure
-    return cast(T, result)
+        Raises:
+            OutsideFault, UserError: on all ranks, if it raises one. Any other error ends the first rank, and
+                so all of them.
+        """
+        result, failure = None, None
+        if self._server is not None:
+            try:
+                result = call(self._server)
+            except (OutsideFault, UserError) as error:
+                failure = error
+        result, failure = self._dist.broadcast_object((result, failure))
+        if failure is not None:
+            raise failure
+        return cast(T, result)
