@@ -159,12 +159,8 @@ class GuardChecks:
         return longer or metrics["val/repetition"] > repetition + MORE_REPETITION
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "failures": dict(self._failures),
-            "first": list(self._first),
-            "most_ended": self._most_ended,
-        }
+        return {"failures": self._failures, "first": self._first, "most_ended": self._most_ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._failures, self._most_ended = dict(state["failures"]), state["most_ended"]
-        self._first = list(state["first"])
+        self._failures, self._first = state["failures"], state["first"]
+        self._most_ended = state["most_ended"]

@@ -113,23 +113,16 @@ def token_weights(mask: Tensor, reduction: Literal["token_mean", "response_mean"
     return tokens / (reduction.constant * len(mask))
 
 
-class TokenLoss(NamedTuple):
-    """A loss of each token, and where its clip took hold; (b, R) each."""
-
-    loss: Tensor
-    clipped: Tensor
-    """bool: the clipped term is the loss, and this token has no gradient."""
-
-
 def clipped_surrogate(
     log_ratio: Tensor,
     advantages: Tensor,
     cliprange: float,
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
-) -> TokenLoss:
+) -> tuple[Tensor, Tensor]:
     """max(−A·ratio, −A·clip(ratio, 1 − cliprange, 1 + cliprange_high)), ratio = exp(log_ratio).
 
+    The second result, bool, is True where the clipped term is the loss: this token has no gradient.
     Schulman et al. 2017, arXiv 1707.06347, eq. 7. With `dual_clip`, where A < 0 the loss is at most
     dual_clip · |A|: an unlikely bad token that became likely must not dominate the step
     (arXiv 1912.09729, eq. 5).
@@ -141,7 +134,7 @@ def clipped_surrogate(
     if dual_clip is not None:
         ceiling = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
         loss, is_clipped = torch.minimum(loss, ceiling), is_clipped | (loss > ceiling)
-    return TokenLoss(loss, is_clipped)
+    return loss, is_clipped
 
 
 def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
@@ -156,16 +149,17 @@ def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -
 
 def value_loss(
     new_values: Tensor, values: Tensor, returns: Tensor, cliprange_value: float | None
-) -> TokenLoss:
+) -> tuple[Tensor, Tensor]:
     """½·max((V − G)², (V_old + clip(V − V_old, ±cliprange_value) − G)²), G the return; None: no clip.
 
-    The ½ is included, vf_coef is not, as in lm-human-preferences.
+    The second result, bool, is True where the clipped term is the loss. The ½ is included, vf_coef is not, as
+    in lm-human-preferences.
     """
     unclipped = (new_values - returns) ** 2
     if cliprange_value is None:
-        return TokenLoss(0.5 * unclipped, torch.zeros_like(unclipped, dtype=torch.bool))
+        return 0.5 * unclipped, torch.zeros_like(unclipped, dtype=torch.bool)
     value_change = new_values - values
     clipped = (values + value_change.clamp(-cliprange_value, cliprange_value) - returns) ** 2
     # within the range the two differ by rounding only, which is no clip
     is_clipped = (clipped > unclipped) & (value_change.abs() > cliprange_value)
-    return TokenLoss(0.5 * torch.maximum(unclipped, clipped), is_clipped)
+    return 0.5 * torch.maximum(unclipped, clipped), is_clipped

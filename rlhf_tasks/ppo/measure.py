@@ -35,10 +35,10 @@ def score_ends(
 
     With `is_raw` they are not scaled as in training, where the rule's score is in standard deviations.
     """
+    if is_raw or rule.kind.startswith("bootstrap"):  # no critic is here to value an unfinished response
+        return scores
     ended = torch.tensor([has_ended(response, ends) for response in responses])
-    # there is no critic here to value an unfinished response
-    kind = "none" if is_raw or rule.kind.startswith("bootstrap") else rule.kind
-    return truncated_scores(scores, ended, kind, missing_eos_score=rule.missing_eos_score)
+    return truncated_scores(scores, ended, rule)
 
 
 def measure_kl(

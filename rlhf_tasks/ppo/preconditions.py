@@ -110,16 +110,13 @@ def _check_selection_judge(judge: Judge, scorers: Sequence[Scorer], paths: Paths
 
 
 def _warn_of_bootstrapping(settings: Ppo) -> None:
-    critic, rule = settings.critic, f"ppo.truncation.kind={settings.truncation.kind}"
-    if getattr(critic, "warmup", None) is None:
-        shared = critic is not None and critic.kind == "shared"
+    rule = f"ppo.truncation.kind={settings.truncation.kind}"
+    if getattr(settings.critic, "warmup", None) is None:
         console.say(
-            f"{rule} rewards unfinished responses with the critic's value, and this critic "
-            f"{'starts at zero' if shared else 'is not warmed up'}: "
-            f"{'set ppo.advantages.critic.kind to separate, and ' if shared else ''}"
-            "set ppo.advantages.critic.warmup"
+            f"{rule} rewards unfinished responses with the value of a critic that has not learned yet: set "
+            "ppo.advantages.critic.warmup, which a critic of kind separate has"
         )
-    if getattr(settings.advantages, "gamma", 1.0) == 1:
+    if settings.gamma == 1:
         console.say(
             f"{rule} with ppo.advantages.gamma=1 does not determine the value of a response that never ends, "
             "and the critic may value it highest: set ppo.advantages.gamma below 1, say 0.99"

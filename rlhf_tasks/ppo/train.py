@@ -130,12 +130,8 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
             # 4. Scores become token rewards: scaled, under the rule for responses without an end, and on the
             # last token. The KL penalty from the reference is on every token: r_t = −kl_coef · kl_t
             # (+ score). Two other KLs, of `kl_penalty` and `target_kl`, are from the rollout's policy.
-            scores = truncated_scores(
-                state.score_scaler(rollout.scores),
-                rollout.ended,
-                config.truncation.kind,
-                missing_eos_score=config.truncation.missing_eos_score,
-            )  # (B,)
+            scores = state.score_scaler(rollout.scores)  # (B,)
+            scores = truncated_scores(scores, rollout.ended, config.truncation)
             kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
             reward_kl_coef = state.kl_coef if config.kl.kind == "in_reward" else 0.0
             rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B, R)
@@ -209,8 +205,10 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                         meter.advance()
                     num_epochs += 1
                     # Early stopping: no more epochs once the policy is too far from the rollout's.
-                    if is_too_far(setup, steps[first_step:]):
-                        break
+                    if config.target_kl is not None and len(steps) > first_step:
+                        means = TokenSums.means(steps[first_step:], dist.sum)
+                        if means["policy/approxkl_avg"] > config.target_kl:
+                            break
 
             # 9. What the epochs have measured, in means over the tokens of all minibatches.
             metrics = Metrics()
@@ -334,7 +332,7 @@ def score_rollout(
         logprobs=own_logprobs[0] if recomputes else pad_rows(samples.logprobs, config.response_length),
         ref_logprobs=ref_logprobs,
         values=torch.where(rollout.mask, values[:, :-1], 0),
-        bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
+        bootstrap_values=bootstrap_values(last_values, ended, config.truncation),
         scores=setup.scorers.total(parts),
         parts=parts,
     )
@@ -553,14 +551,6 @@ def take_step(setup: Setup, state: PpoState, rollout: Rollout, rows: Sequence[in
     except NonFiniteError as error:
         error.batch = vars(rollout) | {"rows": rows}
         raise
-
-
-def is_too_far(setup: Setup, steps: Sequence[TokenSums]) -> bool:
-    """Whether the approximate KL of an epoch's steps exceeds `target_kl`."""
-    target = setup.config.target_kl
-    if target is None or not steps:
-        return False
-    return TokenSums.means(steps, setup.dist.sum)["policy/approxkl_avg"] > target
 
 
 def _is_warm(warmup: CriticWarmup, losses: Sequence[float]) -> bool:

@@ -15,8 +15,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config.ppo import PolicySampler, VllmSampler
+from rlhf_tasks.config.ppo import VllmSampler
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.sampling import Samples
@@ -207,24 +207,6 @@ VARIABLES = dict.fromkeys(
     ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1"
 )
 WEIGHTS, OWNER = "weights-", "owner"  # a folder's name begins so; the file in it with its process's name
-
-
-@contextmanager
-def open_server(
-    settings: PolicySampler | VllmSampler | None,
-    home: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-) -> Iterator[VllmServer | None]:
-    """The server, which is closed at the end of the block; None if this rank or PPO needs none.
-
-    Its logs, and by default its weights, are below `home`.
-    """
-    if not isinstance(settings, VllmSampler):
-        yield None
-        return
-    with closing(VllmServer(settings, home / "vllm", tokenizer, sampling)) as server:
-        yield server
 
 
 class VllmServer:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 import shutil
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from rlhf_tasks.ppo.losses import PolicyLoss, call_user_loss, ppo_clip
 from rlhf_tasks.ppo.rollout import Prompts, Reference
 from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
 from rlhf_tasks.ppo.train import train
-from rlhf_tasks.ppo.vllm import Sampling, open_server
+from rlhf_tasks.ppo.vllm import Sampling, VllmServer
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.imports import load_function
@@ -136,16 +137,18 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         tracker.table("reward_audit", [{"response": name, **found} for name, found in earnings.items()])
 
     # 4. The training.
-    sampling = Sampling(
-        temperature=settings.temperature,
-        ends=ends,
-        max_tokens=settings.response_length,
-        longest_query=max(map(len, every_query)),
-        is_float32=dist.is_float32,
-    )
+    server = None
+    if settings.sampler.kind == "vllm" and dist.is_main:  # the first rank alone has the server
+        sampling = Sampling(
+            temperature=settings.temperature,
+            ends=ends,
+            max_tokens=settings.response_length,
+            longest_query=max(map(len, every_query)),
+            is_float32=dist.is_float32,
+        )
+        server = VllmServer(settings.sampler, paths.home / "vllm", tokenizer, sampling)
     with (
-        # the first rank alone has the server
-        open_server(settings.sampler if dist.is_main else None, paths.home, tokenizer, sampling) as server,
+        nullcontext() if server is None else closing(server),
         checkpoint.open_snapshots(dist, paths, config, "ppo") as snapshots,
     ):
         setup = Setup(
