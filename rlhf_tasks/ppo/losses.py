@@ -65,24 +65,23 @@ def call_user_loss(
         UserError: if it raises, or does not return what `ppo_clip` does.
     """
     returned = call(name, function, logprobs, batch, config)
-    shape, problem = list(logprobs.shape), ""
     if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise UserError(
             f"{name} must return (losses, metrics), a tensor and a dict, but gave {returned!r:.80}"
         )
     losses, metrics = returned
+    shape = list(logprobs.shape)
+    must_be = f"must be a tensor with a number for each token, {shape}"
     if not isinstance(losses, Tensor) or list(losses.shape) != shape:
         given = list(losses.shape) if isinstance(losses, Tensor) else f"{losses!r:.80}"
-        problem = f"the losses must be a tensor with a number for each token, {shape}, and not {given}"
+        raise UserError(f"{name}: the losses {must_be}, and not {given}")
     for key, value in metrics.items():
         try:
             torch.broadcast_to(value, shape)
         except (TypeError, RuntimeError) as error:
-            problem = f"metric {key!r} must be a tensor with a number for each token, {shape}: {error}"
-    if not problem and logprobs.requires_grad and not losses.requires_grad:
-        problem = "the losses do not depend on the log-probs: nothing would be learned"
-    if problem:
-        raise UserError(f"{name}: {problem}")
+            raise UserError(f"{name}: metric {key!r} {must_be}: {error}") from None
+    if logprobs.requires_grad and not losses.requires_grad:
+        raise UserError(f"{name}: the losses do not depend on the log-probs: nothing would be learned")
     return losses, metrics
 
 

@@ -152,10 +152,8 @@ def rollout_rows(
     num_prompts, mask = len(prompts) // num_samples, rollout.mask
     rows = [i + num_prompts * j for i in range(num_prompts) for j in range(num_samples)][:NUM_ROLLOUTS]
     asked, ids = prompts.take(rows), [rollout.responses[i] for i in rows]
-    scores, heldout = (
-        evaluator.under_eos_rule(rollout.scores[rows], ids),
-        evaluator.heldout_scores(asked, ids),
-    )
+    scores = evaluator.under_eos_rule(rollout.scores[rows], ids)
+    heldout = evaluator.heldout_scores(asked, ids)
     gaps = None if heldout is None else standardized_gaps(scores, heldout, *state.evaluation.start)
     numbers = {
         "score": scores,
@@ -167,7 +165,7 @@ def rollout_rows(
     }
     cap = config.sampler.importance_cap if config.sampler.kind == "vllm" else None
     equal = torch.zeros(len(prompts), dtype=torch.bool)
-    if config.critic is None and num_samples > 1:  # the returns of a response's tokens are all its own
+    if config.advantages.kind in ("rloo", "group"):  # the returns of a response's tokens are all its own
         equal = equal_groups(rollout.returns[:, 0].double(), num_samples)
     table = []
     for at, (i, response) in enumerate(zip(rows, evaluator.texts(asked.queries, ids), strict=True)):

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import CPU, Batch, collate_groups, group_rows, group_sizes
@@ -136,23 +138,20 @@ def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mappi
     Raises:
         NonFiniteError, UserError: on all ranks; `batch` is what the result was to be computed from.
     """
+    result: T | None = None
     fault: UserError | None = None
-    result = None
     try:
         result = compute()
     except UserError as error:  # a NonFiniteError is one
         if dist.shards and not isinstance(error, NonFiniteError):
             raise  # the others may wait for this rank's weights: the launch ends them
         fault = error
-    if dist.max(int(fault is not None)):
-        own = None if fault is None else (str(fault), isinstance(fault, NonFiniteError))
-        found = [one for one in dist.all_gather_object(own) if one is not None]
-        message, is_nan = own or found[0]
-        if not is_nan:
-            raise UserError(message) from fault
-        raise NonFiniteError("NaN on another rank" if own is None else message, dict(batch)) from fault
-    assert result is not None
-    return result
+    own = None if fault is None else (str(fault), isinstance(fault, NonFiniteError))
+    found = [one for one in dist.all_gather_object(own) if one is not None]
+    if not found:
+        return cast(T, result)
+    message, is_nan = own or found[0]
+    raise (NonFiniteError(message, dict(batch)) if is_nan else UserError(message)) from fault
 
 
 def interleave(parts: Sequence[Any]) -> Any:
@@ -171,7 +170,5 @@ def interleave(parts: Sequence[Any]) -> Any:
 
 def pad_rows(rows: Sequence[Tensor], width: int) -> Tensor:
     """Tensors of different lengths as (B, width), zero on padding."""
-    result = torch.zeros((len(rows), width))
-    for i, row in enumerate(rows):
-        result[i, : len(row)] = row
-    return result
+    padded = pad_sequence(list(rows), batch_first=True)
+    return F.pad(padded, (0, width - padded.shape[1]))

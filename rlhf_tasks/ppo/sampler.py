@@ -209,7 +209,8 @@ class ServedSampler:
             OutsideFault, UserError: on all ranks, if it raises one. Any other error ends the first rank, and
                 so all of them.
         """
-        result, failure = None, None
+        result: T | None = None
+        failure: Exception | None = None
         if self._server is not None:
             try:
                 result = call(self._server)

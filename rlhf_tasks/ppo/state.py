@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +82,6 @@ class Setup:
     snapshots: Snapshots
     faults: Path
     """The folder for batches from which NaN or infinity came."""
-    clock: Callable[[], float] = time.perf_counter
 
     @property
     def num_updates(self) -> int:

@@ -22,6 +22,7 @@ b rows of a micro-batch · r its longest response. A tensor's row starts with th
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,12 +48,16 @@ from rlhf_tasks.ppo.measure import score_on_all_ranks
 from rlhf_tasks.ppo.metrics import (
     Metrics,
     TokenSums,
+    add_sums,
     explained_variance,
     objective_metrics,
+    padding_sums,
     prompt_share,
     ratio_metrics,
     ratio_sums,
     response_metrics,
+    token_means,
+    token_sums,
 )
 from rlhf_tasks.ppo.reporting import measure_work, report_start, report_update, report_warmup
 from rlhf_tasks.ppo.rewards import bootstrap_values, token_rewards, truncated_scores
@@ -99,7 +104,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
 
             # 1. At first the critic may train alone, at a constant rate (arXiv 2307.04964, section 5.3.4).
             # Then the learning rate follows its schedule.
-            start = setup.clock()
+            start = time.perf_counter()
             is_warmup = warmup is not None and not _is_warm(warmup, state.warmup_losses)
             rate = config.learning_rate if is_warmup else learning_rate(config, state.update, num_updates)
             if not is_warmup and state.update == 0 and state.warmup_losses:
@@ -117,7 +122,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
             prompts = setup.prompts.take(state.prompt_order.take(num_prompts))
             samples = state.sampler.sample(prompts.queries, state.update)
             prompts = prompts.repeat(num_samples)
-            generated = setup.clock()
+            generated = time.perf_counter()
 
             # 3. Scores, log-probs of policy and reference, and the critic's values. They are computed in the
             # micro-batches of the first epoch, so that its ratios start at exactly 1 in bf16 too.
@@ -125,7 +130,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
             rollout = score_rollout(setup, state, prompts, samples, minibatches)
             rollout, sampler_metrics = state.sampler.correct(rollout)
             mask = rollout.mask  # (B, R)
-            scored = setup.clock()
+            scored = time.perf_counter()
 
             # 4. Scores become token rewards: scaled, under the rule for responses without an end, and on the
             # last token. The KL penalty from the reference is on every token: r_t = −kl_coef · kl_t
@@ -206,16 +211,15 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                     num_epochs += 1
                     # Early stopping: no more epochs once the policy is too far from the rollout's.
                     if config.target_kl is not None and len(steps) > first_step:
-                        means = TokenSums.means(steps[first_step:], dist.sum)
+                        means = token_means(steps[first_step:], dist.sum)
                         if means["policy/approxkl_avg"] > config.target_kl:
                             break
 
             # 9. What the epochs have measured, in means over the tokens of all minibatches.
             metrics = Metrics()
             if steps:  # else no response is read, and nothing has changed
-                metrics = ratio_metrics(
-                    TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
-                )
+                first = token_means(steps[:1], dist.sum)
+                metrics = ratio_metrics(token_means(steps, dist.sum), first)
             metrics |= {
                 "train/grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
                 "train/num_epochs": num_epochs,
@@ -242,7 +246,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                     sharding.move_toward(state.reference.model, state.actor_critic.policy, sync.alpha)
 
                 # 11. Metrics, an evaluation and samples when they are due, and what the guards say of them.
-                end = setup.clock()
+                end = time.perf_counter()
                 metrics = merge_metrics(metrics, rollout_metrics) | sampler_metrics
                 metrics |= {
                     "time/generate_seconds": generated - start,
@@ -407,7 +411,7 @@ def accumulate_gradients(
     for attempt in dist.attempts(state.budget, state.optimizer):
         with attempt:
             # What a failed attempt has added counts nowhere, and its graph is dropped.
-            sums, loss = TokenSums(), torch.empty(0)
+            passes, loss = list[TokenSums](), torch.empty(0)
             # The responses to a prompt are side by side, and stay on one rank, whose models read it once.
             work = [
                 ppo_losses(setup, state, rollout, micro, weights, is_warmup, critic_only=critic_only)
@@ -420,10 +424,10 @@ def accumulate_gradients(
                 work += [ptx_losses(setup, state, micro, num_tokens) for micro in parts]
             for losses in dist.passes(state.wrapped, work):
                 for loss, part in losses:
-                    sums.update(part)
+                    passes.append(part)
                     if loss.requires_grad:  # the policy's alone has none while the critic warms up
                         dist.backward(state.wrapped, loss)
-    return sums
+    return add_sums(passes)
 
 
 def ppo_losses(
@@ -458,13 +462,12 @@ def ppo_losses(
         losses, metrics = token_losses(setup, state, stats, old)  # (b, r)
         if is_warmup or critic_only:  # under data parallelism every weight needs a gradient, if one of zero
             losses = losses.detach() if splits else 0 * losses
-        total, sums = (weight * losses).sum(), TokenSums()
+        total = (weight * losses).sum()
         if config.critic is not None and not splits:
             loss, of_critic = critic_loss(config.critic, values, old, weight)
             total, metrics = total + loss, metrics | of_critic
-        sums.add(metrics, old.mask, micro.scale)
-        sums.count_padding(batch.is_real, micro.scale)
-        return total, sums
+        sums = token_sums(metrics, old.mask, micro.scale)
+        return total, sums | padding_sums(batch.is_real, micro.scale)
 
     if not (critic_only and splits):
         yield sum_policy_loss()
@@ -472,9 +475,7 @@ def ppo_losses(
         with dist.autocast():
             values = state.actor_critic.values(batch)  # (b, r + 1)
         loss, metrics = critic_loss(config.critic, values, old, weight)
-        sums = TokenSums()
-        sums.add(metrics, old.mask, micro.scale)
-        yield loss, sums
+        yield loss, token_sums(metrics, old.mask, micro.scale)
 
 
 def critic_has_own_pass(setup: Setup, state: PpoState) -> bool:
@@ -509,12 +510,10 @@ def ptx_losses(
             entropy_grad=config.entropy_coef > 0,
             with_values=not critic_has_own_pass(setup, state),
         )  # (b, r) each, and (b, r + 1) or None
-    sums = TokenSums()
-    sums.add({"loss/ptx_avg": -stats.logprobs}, batch.mask, micro.scale)
     total: Tensor = -config.ptx.coef * micro.scale * stats.logprobs.sum() / num_tokens
     if values is not None:
         total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
-    yield total, sums
+    yield total, token_sums({"loss/ptx_avg": -stats.logprobs}, batch.mask, micro.scale)
 
 
 def token_losses(
@@ -571,9 +570,8 @@ def measure_divergence(setup: Setup, state: PpoState, rollout: Rollout) -> float
         return [response_logprobs(state.actor_critic.policy, batch, setup.config.temperature)]
 
     rollout.read(dist, rows, state.budget, compute, [logprobs])
-    sums = TokenSums()
-    sums.add({"divergence": k3(rollout.logprobs[rows], logprobs[rows])}, rollout.mask[rows])
-    return TokenSums.means([sums], lambda x: dist.sum(x.to(dist.device)))["divergence"]
+    sums = token_sums({"divergence": k3(rollout.logprobs[rows], logprobs[rows])}, rollout.mask[rows])
+    return token_means([sums], lambda x: dist.sum(x.to(dist.device)))["divergence"]
 
 
 def require_finite(metrics: Metrics, rollout: Rollout) -> None:
