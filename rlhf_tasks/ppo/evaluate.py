@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
@@ -26,14 +25,13 @@ from rlhf_tasks.judging import statistics
 from rlhf_tasks.judging.judges.build import build_judge
 from rlhf_tasks.judging.judges.comparisons import check_failures
 from rlhf_tasks.models.passes import TokenBudget
-from rlhf_tasks.models.stop_tokens import StopTokens, close_responses, has_ended
-from rlhf_tasks.ppo.measure import measure_kl, score_ends, score_heldout, score_on_all_ranks
+from rlhf_tasks.models.stop_tokens import close_responses, has_ended
+from rlhf_tasks.ppo.measure import ResponseMeasures, score_on_all_ranks
 from rlhf_tasks.ppo.metrics import Metrics, moments, standard_error, standardized_gaps
 from rlhf_tasks.ppo.rollout import Prompts, Reference
 from rlhf_tasks.ppo.sampler import Sampler
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import WeightedSum
-from rlhf_tasks.scoring.protocol import Scorer
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed
 
@@ -91,23 +89,17 @@ def selection_judge(
 
 
 @dataclass(kw_only=True)
-class Evaluator:
+class Evaluator(ResponseMeasures):
     """Evaluates the policy on the selection prompts."""
 
-    dist: Distributed
     config: Ppo
-    policy: PreTrainedModel
     reference: Reference
     """The one in use, which `reference_sync` may have moved."""
     sft: Reference | None = None
     """Where that is not the SFT model: `selected_kl` is the KL from this one."""
-    tokenizer: PreTrainedTokenizerBase
-    ends: StopTokens
-    prompts: Prompts
     references: Sequence[str]
-    """The responses of the data to these prompts."""
+    """The responses of the data to the prompts."""
     scorers: WeightedSum
-    heldout: Scorer | None
     win_rate: WinRate | None
     seed: int
 
@@ -133,7 +125,7 @@ class Evaluator:
         ids = sampler.respond(prompts.queries, self.seed, update)
         scores, _ = self._score(prompts, ids)  # (B,)
         heldout = self.heldout_scores(prompts, ids)  # (B,)
-        kl = self._kl(self.reference, ids, budget)  # (B,)
+        kl = self.kl(self.reference, ids, budget)  # (B,)
         texts = self.texts(prompts.queries, ids)
         state.responses += [
             {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
@@ -167,7 +159,7 @@ class Evaluator:
         if name is None or metrics[name] > state.best:
             frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
             state.weights = sharding.weights_of(self.policy, but=frozen)
-            kl = kl if self.sft is None else self._kl(self.sft, ids, budget)
+            kl = kl if self.sft is None else self.kl(self.sft, ids, budget)
             mean = float(kl.mean())
             state.metrics = {
                 "selected_episode": float(episode),
@@ -204,8 +196,6 @@ class Evaluator:
         closed = close_responses(self.tokenizer, responses, self.ends)
         return response_texts(self.tokenizer, queries, closed)
 
-    # ------------------------------------------------------------------------------ scores and KL
-
     def score(self, responses: Sequence[Ids]) -> Tensor:
         """(B,) what PPO's reward gives responses to the first B prompts; errors as in an evaluation."""
         return self._score(self.prompts.take(range(len(responses))), responses)[0]
@@ -216,28 +206,3 @@ class Evaluator:
             self.dist, self.scorers.parts, prompts, responses, self.tokenizer, self.ends
         )
         return self.under_eos_rule(self.scorers.total(parts), responses), parts
-
-    def heldout_scores(self, prompts: Prompts, responses: Sequence[Ids]) -> Tensor | None:
-        """`score_heldout`, `under_eos_rule`, (B,); None without a held-out model."""
-        if self.heldout is None:
-            return None
-        scores = score_heldout(self.dist, self.heldout, prompts, responses, self.tokenizer, self.ends)
-        return self.under_eos_rule(scores, responses)
-
-    def under_eos_rule(self, scores: Tensor, responses: Sequence[Ids]) -> Tensor:
-        """(B,) the scores under the rule for responses that did not end, if they are not scaled."""
-        is_raw = self.config.score_scaling is not None
-        return score_ends(scores, responses, self.ends, self.config.truncation, is_raw=is_raw)
-
-    def _kl(self, reference: Reference, responses: Sequence[Ids], budget: TokenBudget) -> Tensor:
-        """(B,) of responses to the selection prompts, as `measure_kl`."""
-        return measure_kl(
-            self.dist,
-            self.policy,
-            reference,
-            self.prompts,
-            responses,
-            temperature=self.config.temperature,
-            pad=self.tokenizer.pad_token_id,
-            budget=budget,
-        )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import CPU, Batch, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns, take
@@ -28,7 +28,6 @@ from rlhf_tasks.models.lora import disable_adapters
 from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
-from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.distributed import Distributed, MicroRows
 
 T = TypeVar("T")
@@ -53,10 +52,6 @@ class Prompts:
     def repeat(self, num_samples: int) -> Prompts:
         """A row for each response, in the order of `Samples`."""
         return self.take([*range(len(self))] * num_samples)
-
-    def responses(self, ids: Sequence[Ids], tokenizer: PreTrainedTokenizerBase) -> Responses:
-        """Responses to these prompts, for scorers."""
-        return Responses.of_ids(self.texts, self.queries, ids, tokenizer, self.columns)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -34,7 +33,7 @@ from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.stop_tokens import StopTokens
 from rlhf_tasks.project import processes
-from rlhf_tasks.project.atomic import whole, write_text
+from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.processes import HOST, Daemon
 from rlhf_tasks.training import launch
 
@@ -206,7 +205,7 @@ HEALTH_SECONDS = 5.0  # for one answer to whether it is healthy
 VARIABLES = dict.fromkeys(
     ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1"
 )
-WEIGHTS, OWNER = "weights-", "owner"  # a folder's name begins so; the file in it with its process's name
+WEIGHTS = "weights-"  # begins a folder's name, which the name of its process follows
 
 
 class VllmServer:
@@ -230,7 +229,7 @@ class VllmServer:
             self._daemon = Daemon(f"vllm-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}", home)
         place = home if settings.weights_folder is None else Path(settings.weights_folder).absolute()
         remove_abandoned(place)
-        self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
+        self._folder = place / (WEIGHTS + processes.name_of(psutil.Process()).replace(":", "@"))
         self._version, self._vocab = 0, 0
         # an earlier run leaves a server of `url` asleep
         self._is_asleep = settings.sleep and self._daemon is None
@@ -245,7 +244,6 @@ class VllmServer:
         before = self._weights
         self._version += 1
         self._vocab = int(weights.config.get_text_config().vocab_size)
-        write_text(self._folder / OWNER, processes.name_of(psutil.Process()))
         with whole(self._weights) as folder:
             state = None if self._sampling.is_float32 else rounded_state(weights)
             weights.save_pretrained(folder, state_dict=state)
@@ -373,7 +371,6 @@ def rounded_state(model: nn.Module) -> dict[str, Tensor]:
 
 def remove_abandoned(folder: Path) -> None:
     """Remove the weights that killed processes of this machine have left in the folder."""
-    for owner in folder.glob(f"{WEIGHTS}*/{OWNER}"):
-        with suppress(FileNotFoundError):  # its process has just ended and removed it
-            if not processes.is_alive(owner.read_text(encoding="utf-8")):
-                shutil.rmtree(owner.parent, ignore_errors=True)
+    for weights in folder.glob(f"{WEIGHTS}*@*@*"):
+        if not processes.is_alive(weights.name.removeprefix(WEIGHTS).replace("@", ":")):
+            shutil.rmtree(weights, ignore_errors=True)
