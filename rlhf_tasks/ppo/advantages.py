@@ -157,8 +157,7 @@ def call_user_estimator(
             f"{name} must return (advantages, returns), two tensors of {list(rewards.shape)}, but gave "
             f"{given}"
         )
-    advantages, returns = several
-    return advantages, returns
+    return several[0], several[1]
 
 
 Estimator = Callable[[Tensor, "Rollout", Ppo], tuple[Tensor, Tensor]]

@@ -28,16 +28,13 @@ T = TypeVar("T")
 class MicroBatch(NamedTuple):
     """What the rollout holds for the same tokens; zero on padding."""
 
-    mask: Tensor
-    """bool, True on real response tokens, EOS included."""
-    logprobs: Tensor
-    """Of the policy that the rollout was made with, π_old."""
+    mask: Tensor  # bool, True on real response tokens, EOS included
+    logprobs: Tensor  # of the policy that the rollout was made with, π_old
     ref_logprobs: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
-    importance: Tensor
-    """By what the policy loss is multiplied: 1 where the policy itself has sampled."""
+    importance: Tensor  # by what the policy loss is multiplied: 1 where the policy itself has sampled
 
 
 PolicyLoss = Callable[[Tensor, MicroBatch, Ppo], tuple[Tensor, dict[str, Tensor]]]

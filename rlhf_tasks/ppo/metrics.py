@@ -7,7 +7,6 @@ B responses · R response length.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, float]
 REAL, OFF_SQUARED = "real_tokens", "ratio_off_squared"
-LARGEST_NATS = math.log(sys.float_info.max)
+LARGEST_NATS = 700.0  # whose exponential a float still holds
 
 
 def objective_metrics(
@@ -43,8 +42,8 @@ def objective_metrics(
         "objective/kl_k1_standard_error": standard_error(mean_k1, float((kl_k1**2).sum()), count),
         "objective/kl_coef": kl_coef,
         "objective/entropy": nll / count,
-        "objective/perplexity": perplexity(nll / num_tokens),
-        "objective/ref_perplexity": perplexity(ref_nll / num_tokens),
+        "objective/perplexity": math.exp(min(nll / num_tokens, LARGEST_NATS)),
+        "objective/ref_perplexity": math.exp(min(ref_nll / num_tokens, LARGEST_NATS)),
         "objective/non_score_reward": -reward_kl_coef * mean_kl,
         "objective/scores": float(scores.sum()) / count,
         "objective/raw_scores": float(rollout.scores.sum()) / count,
@@ -120,11 +119,6 @@ def standardized_gaps(
     if not deviation or not heldout_deviation:  # all responses had one score
         return None
     return (scores.double() - mean) / deviation - (heldout.double() - heldout_mean) / heldout_deviation
-
-
-def perplexity(nats: float) -> float:
-    """exp of the mean −log p of a token; infinite above some 700 nats, where no float holds it."""
-    return math.exp(nats) if nats < LARGEST_NATS else math.inf
 
 
 def standard_error(mean: float, squares: float, count: float) -> float:

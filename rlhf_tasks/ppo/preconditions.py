@@ -20,8 +20,6 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.distributed import Distributed
 
-SPLITS_USED: tuple[Split, ...] = ("train", "validation")
-
 
 def check(config: PpoView, paths: Paths) -> None:
     """Check the contracts between the checkpoints, the selection judge and the stop token; warn of risks.
@@ -86,7 +84,8 @@ def check_stop_token(stop: int | str, paths: Paths) -> None:
 
 def check_verifiers(scorers: Sequence[Scorer], paths: Paths) -> None:
     verifiers = [Verifier(one.checks, one.format) for one in scorers if one.kind == "verifier"]
-    for split in SPLITS_USED if verifiers else ():
+    splits: tuple[Split, ...] = ("train", "validation") if verifiers else ()
+    for split in splits:
         rows = read_table(paths, "prompts", split)
         for verifier in verifiers:
             verifier.check(rows, columns.of_rows(rows), f"ppo.scorers: a verifier (data/prompts, {split})")
@@ -133,10 +132,9 @@ def check_models(
 ) -> None:
     """Check that policy, reward models and critic compute the same numbers in every way that PPO uses.
 
-    `rewards` are the reward models that read the policy's token ids, by folder.
-    A small policy is written and read back too, by the first process: transformers writes nothing on the
-    others. Models that are to be sharded are still whole, and are checked one after another: on the GPU, or
-    where it has no room on the CPU.
+    `rewards` are the reward models that read the policy's token ids, by folder. A small policy is written and
+    read back too, by the first process: transformers writes nothing on the others. Models that are to be
+    sharded are still whole, and checked one after another.
 
     Raises:
         UserError: naming what differs, by how much, and the likely cause.

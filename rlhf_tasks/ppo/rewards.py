@@ -22,7 +22,7 @@ def truncated_scores(scores: Tensor, ended: Tensor, rule: Truncation) -> Tensor:
     - eos_trick_replace: `missing_eos_score` (Ziegler et al. 2019; arXiv 2403.17031, detail 4.2).
     - eos_trick_subtract: the score plus `missing_eos_score`.
     - bootstrap: none; `bootstrap_values` stand in for it.
-    - bootstrap_add and none: the score, unchanged.
+    - bootstrap_add: the score, beside `bootstrap_values`, which counts one outcome twice; none: the score.
     """
     unfinished = scores
     if rule.kind == "eos_trick_replace":
@@ -38,10 +38,7 @@ def bootstrap_values(last_values: Tensor, ended: Tensor, rule: Truncation) -> Te
     """(B,) the value of the state after the last token, as GAE is to take it; 0 where the episode is over.
 
     The rules `bootstrap` and `bootstrap_add` take `last_values` (B,) where a response did not end, because
-    the episode continues there (Pardo et al. 2018). With `bootstrap_add` the score counts beside it, which
-    counts one outcome twice.
-
-    These are values and no rewards: whitening rewards must not rescale them.
+    the episode continues there (Pardo et al. 2018). Whitening the rewards must not rescale these values.
     """
     if not rule.kind.startswith("bootstrap"):
         return torch.zeros_like(last_values)
@@ -59,8 +56,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 class ScoreScaler:
     """clip((score − μ) / σ, ±clip), μ and σ over all scores so far: PPO-max, arXiv 2307.04964, eq. 18.
 
-    Without `subtract_mean` it is score / σ. The moments, in float64, are the whole state of
-    this object.
+    Without `subtract_mean` it is score / σ.
     """
 
     def __init__(self, settings: ScoreScaling | None) -> None:

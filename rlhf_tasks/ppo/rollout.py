@@ -72,8 +72,7 @@ class Rollout:
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
     pad: int
-    shares_queries: bool
-    """Whether the models read a query once for several of its responses."""
+    shares_queries: bool  # the models read a query once for several of its responses
 
     def split(self, dist: Distributed, rows: Sequence[int], budget: TokenBudget) -> list[MicroRows]:
         """This rank's `rows` as micro-batches, which read a query once for its responses."""

@@ -118,10 +118,7 @@ class LocalSampler:
 
 
 class ServedSampler:
-    """Samples of a server that has the policy's weights.
-
-    The first rank alone has the server. It gives the others what the server returns, or its failure.
-    """
+    """Samples of a server that has the policy's weights; the first rank alone talks to it."""
 
     is_policy = False
 
@@ -180,7 +177,6 @@ class ServedSampler:
         if self._loaded == update:
             return
         start = time.perf_counter()
-        self._make_room()
         with sharding.to_save(self._policy) as plain:
 
             def load(server: VllmServer) -> str:
@@ -190,14 +186,8 @@ class ServedSampler:
             self.name = self._on_rank0(load)
         self._loaded, self._load_seconds = update, time.perf_counter() - start
 
-    def _make_room(self) -> None:
-        """Give back the memory that torch keeps for new tensors, before the server wakes up on this GPU."""
-        if self._settings.sleep and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
     def _sample(self, queries: Sequence[Ids], n: int, generator: torch.Generator) -> Samples:
         """The responses of all ranks."""
-        self._make_room()
         drawn = torch.randint(MAX_SEED, (len(queries),), generator=generator, device=generator.device)
         seeds: list[int] = drawn.tolist()
         return self._on_rank0(lambda server: server.sample(queries, n, seeds))
@@ -209,6 +199,8 @@ class ServedSampler:
             OutsideFault, UserError: on all ranks, if it raises one. Any other error ends the first rank, and
                 so all of them.
         """
+        if self._settings.sleep:  # the server wakes up on this GPU, where torch keeps memory for new tensors
+            torch.cuda.empty_cache()
         result: T | None = None
         failure: Exception | None = None
         if self._server is not None:

@@ -10,10 +10,8 @@ Forward passes of each row in an update of the shipped params.yaml, in float32, 
     scoring    3: reference, critic and reward model. The policy makes one more in bf16, with a shared critic,
                and where vLLM sampled: elsewhere the sampler's own log-probs are exact
     training   4: policy and critic, forward and backward, in each of 2 epochs; 4 optimizer steps an epoch
-    also       with k samples a prompt is read once for all of them in each pass (`Rollout.split`);
-               with `kl_penalty` one of the policy after the epochs; with `ptx` one of its rows in each step;
-               evaluations. The backward pass makes the logits again, and with `gradient_checkpointing` all
-               layers
+    also       with `kl_penalty` one of the policy after the epochs; with `ptx` one of its rows in each step;
+               evaluations. The backward pass makes the logits again, with `gradient_checkpointing` all layers
 
 B responses of a rollout, of all ranks · k responses to each prompt · R longest response
 b rows of a micro-batch · r its longest response. A tensor's row starts with the first token of a response.
@@ -156,14 +154,10 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 advantages = whiten(advantages, mask_read)
             if config.advantage_clip is not None:
                 advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+            # γ·V of a response without an end: instead of its score (bootstrap) or beside it (bootstrap_add)
+            outcomes = scores + config.gamma * rollout.bootstrap_values  # (B,)
             rollout_metrics = objective_metrics(
-                rollout,
-                # γ·V of a response without an end: instead of its score (bootstrap) or beside it
-                # (bootstrap_add)
-                scores + config.gamma * rollout.bootstrap_values,
-                kl,
-                kl_coef=state.kl_coef,
-                reward_kl_coef=reward_kl_coef,
+                rollout, outcomes, kl, kl_coef=state.kl_coef, reward_kl_coef=reward_kl_coef
             )
             rollout_metrics |= response_metrics(rollout) | shares | {"val/advantage_std": deviation}
             if config.critic is not None:
@@ -195,7 +189,10 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                     if num_epochs:
                         minibatches = shuffle()
                     first_step = len(steps)
-                    for rows in select_rows(minibatches, is_read):
+                    for minibatch in minibatches:
+                        rows = [row for row in minibatch if is_read[row]]
+                        if not rows:  # no loss reads any
+                            continue
                         # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
                         ptx_rows = state.ptx.take(len(rows)) if state.ptx and not is_warmup else []
                         steps.append(accumulate_gradients(setup, state, placed, rows, ptx_rows, is_warmup))
@@ -277,10 +274,9 @@ def score_rollout(
 ) -> Rollout:
     """The rollout of all ranks' samples, without advantages: log-probs, values and scores.
 
-    All ranks have all of the `prompts`, one for each sample, and each computes its share.
-    Where the policy in training did not sample by itself, or not in float32, its log-probs come from a pass
-    of their own: the sampler computes a token at a time and rounds otherwise, and the first ratio would
-    differ from 1. The passes read the micro-batches in which the first epoch will train on these
+    There is a prompt for each sample. Where the policy in training did not sample by itself, or not in
+    float32, its log-probs come from a pass of their own: the sampler rounds otherwise, and the first ratio
+    would differ from 1. The passes read the micro-batches in which the first epoch will train on these
     `minibatches`: in bf16 the rows of a pass decide how it rounds.
 
     Raises:
@@ -292,22 +288,19 @@ def score_rollout(
     shape = (len(prompts), config.response_length)
     recomputes = not state.sampler.is_policy or not dist.is_float32
     ended = torch.tensor([has_ended(response, setup.ends) for response in responses])
+    unknown = ("logprobs", "ref_logprobs", "values", "advantages", "returns")  # so far
     rollout = Rollout(
         queries=prompts.queries,
         responses=responses,
         ended=ended,
         mask=torch.arange(config.response_length) < lengths[:, None],
-        logprobs=torch.zeros(shape),
-        ref_logprobs=torch.zeros(shape),
-        values=torch.zeros(shape),
         bootstrap_values=torch.zeros(len(prompts)),
         scores=torch.zeros(len(prompts)),
         parts={},
         importance=torch.ones(shape),
-        advantages=torch.zeros(shape),
-        returns=torch.zeros(shape),
         pad=tokenizer.pad_token_id,
         shares_queries=model.shares_queries,
+        **{name: torch.zeros(shape) for name in unknown},
     )
 
     def compute(batch: Batch) -> list[Tensor]:
@@ -377,16 +370,6 @@ def select_responses(config: Ppo, scores: Tensor, ended: Tensor) -> tuple[Tensor
     if config.skip_equal_groups or config.skip_truncated:
         shares["val/read_share"] = float(is_read.float().mean())
     return is_read, shares
-
-
-def select_rows(minibatches: Sequence[Sequence[int]], is_read: Tensor) -> list[list[int]]:
-    """The rows of each minibatch that the losses read; a minibatch that has none takes no step.
-
-    Its means are over the rows that remain, as if the rollout had no others.
-    """
-    reads = is_read.tolist()
-    remaining = ([row for row in rows if reads[row]] for rows in minibatches)
-    return [rows for rows in remaining if rows]
 
 
 def accumulate_gradients(
@@ -523,8 +506,8 @@ def token_losses(
     config, logprobs, entropy = setup.config, stats.logprobs, stats.entropy
     losses, metrics = setup.loss(logprobs, old, config)
     losses = losses * old.importance
-    metrics = merge_metrics(metrics, ratio_sums(logprobs, old.logprobs))
-    metrics = merge_metrics(metrics, {"loss/policy_avg": losses, "policy/entropy_avg": entropy})
+    own = ratio_sums(logprobs, old.logprobs) | {"loss/policy_avg": losses, "policy/entropy_avg": entropy}
+    metrics = merge_metrics(metrics, own)
     if config.kl.kind == "in_loss":
         metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, old.ref_logprobs)
         losses = losses + state.kl_coef * metrics["loss/kl_avg"]

@@ -1,8 +1,7 @@
 """Responses by vLLM's server, which this process starts and ends, or finds at an address.
 
-In the order of this file: the request for a query's responses and what its reply must hold (`/v1/completions`
-with token ids, of vLLM's OpenAI-compatible server); how requests are sent; and `VllmServer`. What it calls
-besides `/v1/completions` is vLLM's development mode (version 0.32).
+What it calls besides `/v1/completions` of vLLM's OpenAI-compatible server, with token ids, is vLLM's
+development mode (version 0.32).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config.ppo import VllmSampler
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.errors import OutsideFault, UserError
+from rlhf_tasks.errors import OutsideFault
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.stop_tokens import StopTokens
 from rlhf_tasks.project import processes
@@ -66,8 +65,7 @@ class Sampling:
     temperature: float
     ends: StopTokens
     max_tokens: int
-    longest_query: int
-    """In tokens."""
+    longest_query: int  # tokens
     is_float32: bool
 
 
@@ -92,16 +90,15 @@ def completion(query: Ids, n: int, seed: int, sampling: Sampling) -> dict[str, A
     }
 
 
-def read_reply(reply: Any, query: Ids, n: int) -> list[tuple[Ids, list[float]]]:
+def read_reply(reply: Any, n: int) -> list[tuple[Ids, list[float]]]:
     """The token ids and log-probs of the `n` responses to one query, in order.
 
     Raises:
-        VllmError: if the reply has another form, number or prompt.
+        VllmError: if the reply has another form or number.
     """
     try:
         choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
         numbers = [int(choice["index"]) for choice in choices]
-        prompts = [choice.get("prompt_token_ids", query) for choice in choices]
         ids = [[int(token) for token in choice["token_ids"]] for choice in choices]
         # JSON has no NaN: vLLM's server sends null in its place
         logprobs = [
@@ -115,8 +112,6 @@ def read_reply(reply: Any, query: Ids, n: int) -> list[tuple[Ids, list[float]]]:
         ) from None
     if numbers != list(range(n)):
         raise VllmError(f"vLLM gave {len(choices)} responses to a prompt, and {n} are needed")
-    if any(prompt != query for prompt in prompts):
-        raise VllmError("vLLM answered another prompt than the one sent: it changed its token ids")
     return list(zip(ids, logprobs, strict=True))
 
 
@@ -209,10 +204,7 @@ WEIGHTS = "weights-"  # begins a folder's name, which the name of its process fo
 
 
 class VllmServer:
-    """A server that samples from the weights that it was given last.
-
-    Weights reach it through a folder of safetensors for each version.
-    """
+    """A server that samples from the weights it was given last, in a folder of safetensors by version."""
 
     def __init__(
         self, settings: VllmSampler, home: Path, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
@@ -277,7 +269,7 @@ class VllmServer:
         if self._settings.sleep:  # its weights wait in the machine's memory, and its cache is dropped
             self._client.post("/sleep?level=1")
             self._is_asleep = True
-        groups = [read_reply(reply, query, n) for reply, query in zip(replies, queries, strict=True)]
+        groups = [read_reply(reply, n) for reply in replies]
         rows = [group[i] for i in range(n) for group in groups]
         for ids, logprobs in rows:
             check_response(ids, logprobs, self._sampling, self._vocab)
@@ -322,11 +314,6 @@ class VllmServer:
         """
         assert self._settings.command is not None
         console.say(f"ppo: starting vLLM; its log is {daemon.log}")
-        if shutil.which(self._settings.command[0]) is None:
-            raise UserError(
-                f"ppo.sampler.command: {self._settings.command[0]} is no program here; name the server's by "
-                "its path"
-            )
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             port = int(probe.getsockname()[1])

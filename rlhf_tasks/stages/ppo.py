@@ -6,7 +6,7 @@ import copy
 import itertools
 import re
 import shutil
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         tracker.table("reward_audit", [{"response": name, **found} for name, found in earnings.items()])
 
     # 4. The training.
-    server = None
+    server: VllmServer | None = None
+    serving: AbstractContextManager[Any] = nullcontext()
     if settings.sampler.kind == "vllm" and dist.is_main:  # the first rank alone has the server
         sampling = Sampling(
             temperature=settings.temperature,
@@ -147,10 +148,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             is_float32=dist.is_float32,
         )
         server = VllmServer(settings.sampler, paths.home / "vllm", tokenizer, sampling)
-    with (
-        nullcontext() if server is None else closing(server),
-        checkpoint.open_snapshots(dist, paths, config, "ppo") as snapshots,
-    ):
+        serving = closing(server)
+    with serving, checkpoint.open_snapshots(dist, paths, config, "ppo") as snapshots:
         setup = Setup(
             dist=dist,
             config=settings,

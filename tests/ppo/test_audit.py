@@ -84,4 +84,3 @@ def test_a_scorer_that_refuses_the_references_ends_the_run(kind: type[Exception]
 def test_a_constant_reward_has_nothing_to_learn(capsys: pytest.CaptureFixture[str]) -> None:
     audit(of(), lambda responses: torch.zeros(len(responses)))
     assert "every kind of response earns the same" in capsys.readouterr().out
-

@@ -22,7 +22,7 @@ from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.reporting import sample_updates, selection_updates
+from rlhf_tasks.ppo.reporting import report_start, sample_updates, selection_updates
 from rlhf_tasks.ppo.state import ShuffledRows, handle_trips
 from tests import small
 from tests.ppo.toy import (
@@ -222,6 +222,17 @@ class Gaps(NoEvaluator):
 
     def evaluate(self, *_: Any, **given: Any) -> Metrics:
         return {"eval/standardized_gap": 2.0 * (given["episode"] in self._episodes)}
+
+
+@pytest.mark.parametrize(("ended", "warns"), [(0.043, True), (0.5, False)])
+def test_few_ends_before_training_are_warned_of(
+    ended: float, warns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = toy()
+    monkeypatch.setattr(one.setup.evaluator, "evaluate", lambda *_, **__: {"eval/ended": ended})
+    report_start(one.setup, one.state)
+    said = "4.3% of the SFT model's responses end within ppo.response_length=8" in capsys.readouterr().out
+    assert said == warns
 
 
 GAP: dict[str, Any] = {"guards": RAISE_KL | {"gap_max": 1.0}, "total_episodes": 96, "num_selections": 3}
