@@ -24,7 +24,7 @@ from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy
+from rlhf_tasks.ppo.rollout import Prompts, Reference
 from rlhf_tasks.ppo.state import Setup, initial_state
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.scoring.build import WeightedSum
@@ -64,7 +64,6 @@ class Workload:
     dist: Distributed
     settings: Ppo
     actor_critic: ActorCritic
-    reference: Reference
     scorers: WeightedSum
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Ids]
@@ -128,13 +127,12 @@ def of_models(dist: Distributed, settings: Ppo, made: shapes.Models, prompts: Se
     if settings.gradient_checkpointing:
         for model in [policy, critic.model] if isinstance(critic, TokenScores) else [policy]:
             recompute_activations(model)
-    reference: Reference
     if settings.lora is not None:
         policy = add_lora(policy, settings.lora, seed=1)
-        reference = AdapterOff(policy)
+        reference = Reference(policy)
     else:
         dist.freeze(made.reference)
-        reference = ReferenceCopy(made.reference, moves=settings.reference_sync is not None)
+        reference = Reference(made.reference, moves=settings.reference_sync is not None)
     scorer = build_scorers(
         settings.scorers,
         tokenizer,

@@ -115,7 +115,10 @@ def estimate_gae(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor
     if settings.lam_value is not None or settings.lam_length is not None:
         lam_value = settings.lam if settings.lam_value is None else settings.lam_value
         returns = estimate(lam_value, rollout.bootstrap_values)[1]
-    if settings.fallback is not None and not explains_returns(rewards, rollout, settings.gamma):
+    if settings.fallback is None:
+        return advantages, returns
+    by_outcome = monte_carlo_returns(rewards, rollout, settings.gamma)
+    if explained_variance(by_outcome, rollout.values, mask) <= 0:
         whole = response_returns(rewards, mask)
         by_mean = (
             whole - whole.mean() if settings.fallback == "batch" else rloo(whole, config.samples_per_prompt)
@@ -127,12 +130,6 @@ def estimate_gae(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor
 def monte_carlo_returns(rewards: Tensor, rollout: Rollout, gamma: float) -> Tensor:
     """(B, R) discounted sums of the token rewards (B, R) to come: no value enters but that of a cut end."""
     return gae(rewards, rollout.values, rollout.mask, gamma, 1.0, rollout.bootstrap_values)[1]
-
-
-def explains_returns(rewards: Tensor, rollout: Rollout, gamma: float) -> bool:
-    """Whether the critic's values explain any of the variance of the Monte Carlo returns."""
-    returns = monte_carlo_returns(rewards, rollout, gamma)
-    return explained_variance(returns, rollout.values, rollout.mask) > 0
 
 
 def estimate_by_group(
@@ -160,8 +157,7 @@ def call_user_estimator(
             f"{name} must return (advantages, returns), two tensors of {list(rewards.shape)}, but gave "
             f"{given}"
         )
-    advantages, returns = several
-    return advantages, returns
+    return several[0], several[1]
 
 
 Estimator = Callable[[Tensor, "Rollout", Ppo], tuple[Tensor, Tensor]]

@@ -15,7 +15,6 @@ from torch import Tensor
 from rlhf_tasks import console
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.models.tensors import NonFiniteError
 
 REFERENCE = "reference"
 Earnings = dict[str, dict[str, float]]
@@ -52,18 +51,16 @@ def audit(responses: Mapping[str, list[Ids]], score: Callable[[list[Ids]], Tenso
     responses, is named and left out: the policy may never write it.
 
     Raises:
-        UserError: if a scorer refuses the references.
+        UserError: if a scorer refuses the references, or gives NaN or infinity for one.
     """
     scores: dict[str, Tensor] = {}
     for name, found in responses.items():
         try:
             scores[name] = score(found)
-        except (NonFiniteError, UserError) as error:  # the guards handle the first in training
-            if name == REFERENCE and not isinstance(error, NonFiniteError):
+        except UserError as error:  # NaN too
+            if name == REFERENCE:
                 raise
             console.say(f"Warning: {name.replace('_', ' ')} responses have no score: {error}")
-    if REFERENCE not in scores:
-        return {}
     references = scores[REFERENCE]
     earnings = {
         name: {"score": float(found.mean()), "beats_reference": float((found > references).float().mean())}

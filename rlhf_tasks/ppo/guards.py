@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_tasks import console
 from rlhf_tasks.config import ppo as config
 from rlhf_tasks.errors import UserError
 
@@ -20,9 +19,6 @@ ROUNDING = 1e-4
 FLOAT32_RATIO_ERROR, BF16_RATIO_ERROR, SHARDED_BF16_RATIO_ERROR = 1e-3, 0.05, 0.1
 """Tolerated deviation of the first minibatch's ratio from 1. In bf16 it is 0 in the micro-batches of scoring;
 after out-of-memory they are others, which is measured in tests/training/test_first_update.py."""
-
-WARN_ENDED_SHARE = 0.1
-"""A share of responses that end before training, below which PPO learns of ends alone."""
 
 NON_FINITE = "non_finite"  # the guard of NaN and infinity, which stops whatever the action is
 MIN_ENDED_SHARE = 0.2
@@ -47,26 +43,15 @@ class GuardTripped(UserError):
     """A guard has stopped the training."""
 
 
-def warn_of_endless(response_length: int, ended: float) -> None:
-    """Warn where few responses end before training: most scores are then those of the truncation rule."""
-    if ended < WARN_ENDED_SHARE:
-        console.say(
-            f"Warning: {ended:.1%} of the SFT model's responses end within ppo.response_length="
-            f"{response_length} tokens. Raise it, train stage sft longer, or name the token that "
-            "ends them in ppo.stop_token."
-        )
-
-
 class GuardChecks:
-    """Checks each update; a guard trips when its condition fails for `patience` updates in a row."""
+    """Checks each update; a guard trips when its condition fails for `patience` updates in a row.
+
+    `num_episodes` is the size of a rollout; `ratio_error` the largest val/first_ratio_error by rounding.
+    """
 
     def __init__(
         self, settings: config.Guards, num_episodes: int, *, ratio_error: float = FLOAT32_RATIO_ERROR
     ) -> None:
-        """`num_episodes` is the size of a rollout: the smaller it is, the noisier are its shares.
-
-        `ratio_error` is the largest val/first_ratio_error that rounding may cause.
-        """
         self.settings, self._num_episodes, self._ratio_error = settings, num_episodes, ratio_error
         self._failures: dict[str, int] = {}
         """Updates in a row at which each condition has failed."""
@@ -75,7 +60,7 @@ class GuardChecks:
         self._most_ended = 0.0
 
     def begin(self, ended: float) -> None:
-        """Note the share of responses that end before training, with which the first update is compared."""
+        """Note the share of responses that end before training."""
         self._most_ended = max(self._most_ended, ended)
 
     def check(self, metrics: Mapping[str, float]) -> list[GuardTrip]:
@@ -84,9 +69,9 @@ class GuardChecks:
         A condition that keeps failing trips its guard once, but with `raise_kl` again after as many updates.
         `gap` trips at each evaluation above the bound: it is a mean over all selection prompts.
         """
-        failed = {trip.name: trip for trip in self._find_failures(metrics)}
         self._most_ended = max(self._most_ended, 1 - metrics["val/truncated_share"])
         self._first = self._first or [metrics["val/response_length"], metrics["val/repetition"]]
+        failed = {trip.name: trip for trip in self._find_failures(metrics)}
         self._failures = {name: self._failures.get(name, 0) + 1 for name in failed}
         patience, acts_again = self.settings.patience, self.settings.action == "raise_kl"
         return [
@@ -152,19 +137,13 @@ class GuardChecks:
 
     def _drifts(self, metrics: Mapping[str, float]) -> bool:
         """Whether responses are longer, or repeat themselves more, than in the first rollout."""
-        if not self._first:
-            return False
         length, repetition = self._first
         longer = metrics["val/response_length"] > LONGER * length
         return longer or metrics["val/repetition"] > repetition + MORE_REPETITION
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "failures": dict(self._failures),
-            "first": list(self._first),
-            "most_ended": self._most_ended,
-        }
+        return {"failures": self._failures, "first": self._first, "most_ended": self._most_ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._failures, self._most_ended = dict(state["failures"]), state["most_ended"]
-        self._first = list(state["first"])
+        self._failures, self._first = state["failures"], state["first"]
+        self._most_ended = state["most_ended"]

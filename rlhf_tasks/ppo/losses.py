@@ -28,16 +28,13 @@ T = TypeVar("T")
 class MicroBatch(NamedTuple):
     """What the rollout holds for the same tokens; zero on padding."""
 
-    mask: Tensor
-    """bool, True on real response tokens, EOS included."""
-    logprobs: Tensor
-    """Of the policy that the rollout was made with, π_old."""
+    mask: Tensor  # bool, True on real response tokens, EOS included
+    logprobs: Tensor  # of the policy that the rollout was made with, π_old
     ref_logprobs: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
-    importance: Tensor
-    """By what the policy loss is multiplied: 1 where the policy itself has sampled."""
+    importance: Tensor  # by what the policy loss is multiplied: 1 where the policy itself has sampled
 
 
 PolicyLoss = Callable[[Tensor, MicroBatch, Ppo], tuple[Tensor, dict[str, Tensor]]]
@@ -65,24 +62,23 @@ def call_user_loss(
         UserError: if it raises, or does not return what `ppo_clip` does.
     """
     returned = call(name, function, logprobs, batch, config)
-    shape, problem = list(logprobs.shape), ""
     if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise UserError(
             f"{name} must return (losses, metrics), a tensor and a dict, but gave {returned!r:.80}"
         )
     losses, metrics = returned
+    shape = list(logprobs.shape)
+    must_be = f"must be a tensor with a number for each token, {shape}"
     if not isinstance(losses, Tensor) or list(losses.shape) != shape:
         given = list(losses.shape) if isinstance(losses, Tensor) else f"{losses!r:.80}"
-        problem = f"the losses must be a tensor with a number for each token, {shape}, and not {given}"
+        raise UserError(f"{name}: the losses {must_be}, and not {given}")
     for key, value in metrics.items():
         try:
             torch.broadcast_to(value, shape)
         except (TypeError, RuntimeError) as error:
-            problem = f"metric {key!r} must be a tensor with a number for each token, {shape}: {error}"
-    if not problem and logprobs.requires_grad and not losses.requires_grad:
-        problem = "the losses do not depend on the log-probs: nothing would be learned"
-    if problem:
-        raise UserError(f"{name}: {problem}")
+            raise UserError(f"{name}: metric {key!r} {must_be}: {error}") from None
+    if logprobs.requires_grad and not losses.requires_grad:
+        raise UserError(f"{name}: the losses do not depend on the log-probs: nothing would be learned")
     return losses, metrics
 
 
@@ -113,23 +109,16 @@ def token_weights(mask: Tensor, reduction: Literal["token_mean", "response_mean"
     return tokens / (reduction.constant * len(mask))
 
 
-class TokenLoss(NamedTuple):
-    """A loss of each token, and where its clip took hold; (b, R) each."""
-
-    loss: Tensor
-    clipped: Tensor
-    """bool: the clipped term is the loss, and this token has no gradient."""
-
-
 def clipped_surrogate(
     log_ratio: Tensor,
     advantages: Tensor,
     cliprange: float,
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
-) -> TokenLoss:
+) -> tuple[Tensor, Tensor]:
     """max(−A·ratio, −A·clip(ratio, 1 − cliprange, 1 + cliprange_high)), ratio = exp(log_ratio).
 
+    The second result, bool, is True where the clipped term is the loss: this token has no gradient.
     Schulman et al. 2017, arXiv 1707.06347, eq. 7. With `dual_clip`, where A < 0 the loss is at most
     dual_clip · |A|: an unlikely bad token that became likely must not dominate the step
     (arXiv 1912.09729, eq. 5).
@@ -141,7 +130,7 @@ def clipped_surrogate(
     if dual_clip is not None:
         ceiling = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
         loss, is_clipped = torch.minimum(loss, ceiling), is_clipped | (loss > ceiling)
-    return TokenLoss(loss, is_clipped)
+    return loss, is_clipped
 
 
 def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
@@ -156,16 +145,17 @@ def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -
 
 def value_loss(
     new_values: Tensor, values: Tensor, returns: Tensor, cliprange_value: float | None
-) -> TokenLoss:
+) -> tuple[Tensor, Tensor]:
     """½·max((V − G)², (V_old + clip(V − V_old, ±cliprange_value) − G)²), G the return; None: no clip.
 
-    The ½ is included, vf_coef is not, as in lm-human-preferences.
+    The second result, bool, is True where the clipped term is the loss. The ½ is included, vf_coef is not, as
+    in lm-human-preferences.
     """
     unclipped = (new_values - returns) ** 2
     if cliprange_value is None:
-        return TokenLoss(0.5 * unclipped, torch.zeros_like(unclipped, dtype=torch.bool))
+        return 0.5 * unclipped, torch.zeros_like(unclipped, dtype=torch.bool)
     value_change = new_values - values
     clipped = (values + value_change.clamp(-cliprange_value, cliprange_value) - returns) ** 2
     # within the range the two differ by rounding only, which is no clip
     is_clipped = (clipped > unclipped) & (value_change.abs() > cliprange_value)
-    return TokenLoss(0.5 * torch.maximum(unclipped, clipped), is_clipped)
+    return 0.5 * torch.maximum(unclipped, clipped), is_clipped

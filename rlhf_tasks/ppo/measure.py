@@ -1,17 +1,19 @@
 """What is measured of a policy's responses to fixed prompts, in stages dpo and ppo: KL and held-out score.
 
-B responses · R response length.
+Each rank computes its share, and all of them get the whole. B responses · R response length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_tasks.config import DpoView, Ppo
 from rlhf_tasks.config.ppo import Truncation
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.data.tokenizer import Ids
@@ -25,96 +27,105 @@ from rlhf_tasks.ppo.rollout import Prompts, Reference, interleave, raise_on_all_
 from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.training.distributed import Distributed
 
-
-def score_ends(
-    scores: Tensor, responses: Sequence[Ids], ends: StopTokens, rule: Truncation, *, is_raw: bool = False
-) -> Tensor:
-    """(B,) the scores under the rule for responses that did not end.
-
-    With `is_raw` they are not scaled as in training, where the rule's score is in standard deviations.
-    """
-    ended = torch.tensor([has_ended(response, ends) for response in responses])
-    # there is no critic here to value an unfinished response
-    kind = "none" if is_raw or rule.kind.startswith("bootstrap") else rule.kind
-    return truncated_scores(scores, ended, kind, missing_eos_score=rule.missing_eos_score)
+T = TypeVar("T")
 
 
-def measure_kl(
-    dist: Distributed,
-    policy: PreTrainedModel,
-    reference: Reference,
-    prompts: Prompts,
-    responses: Sequence[Ids],
-    *,
-    temperature: float,
-    pad: int,
-    budget: TokenBudget,
-) -> Tensor:
-    """(B,) float64: Σ_t log π − log π_ref of each response, in nats; each rank measures its share.
+@dataclass(kw_only=True)
+class ResponseMeasures:
+    """KL and held-out score of a policy's responses to `prompts`, or to some of them."""
 
-    Raises:
-        NonFiniteError: on all ranks, if a KL is NaN or infinite.
-    """
-    local_responses = dist.shard_rows(responses)
+    dist: Distributed
+    config: Ppo | DpoView
+    policy: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    ends: StopTokens
+    prompts: Prompts
+    heldout: Scorer | None
+    """models/reward_heldout."""
 
-    def kl_of(batch: Batch) -> Tensor:
-        with dist.autocast():
-            logprobs = response_logprobs(policy, batch, temperature).float()
-            ref_logprobs = reference.logprobs(batch, temperature).float()
-        return k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
+    def kl(self, reference: Reference, responses: Sequence[Ids], budget: TokenBudget) -> Tensor:
+        """(B,) float64: Σ_t log π − log π_ref of a response to each prompt, in nats.
 
-    result = read_rows(
-        kl_of,
-        dist.shard_rows(prompts.queries),
-        local_responses,
-        pad=pad,
-        device=dist.device,
-        budget=budget,
-        run=dist.run_batches,
-    )
-    if dist.max(int(not bool(result.isfinite().all()))):
-        raise NonFiniteError(
-            "the KL to the reference is NaN or infinite at the selection prompts",
-            {"prompts": dist.shard_rows(prompts.texts), "responses": local_responses},
+        Raises:
+            NonFiniteError: on all ranks, if a KL is NaN or infinite.
+        """
+        dist, temperature = self.dist, self.config.temperature
+
+        def kl_of(batch: Batch) -> Tensor:
+            with dist.autocast():
+                logprobs = response_logprobs(self.policy, batch, temperature).float()
+                ref_logprobs = reference.logprobs(batch, temperature).float()
+            return k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
+
+        local = read_rows(
+            kl_of,
+            dist.shard_rows(self.prompts.queries),
+            dist.shard_rows(responses),
+            pad=self.tokenizer.pad_token_id,
+            device=dist.device,
+            budget=budget,
+            run=dist.run_batches,
         )
-    whole: Tensor = interleave(dist.all_gather_object(result))
-    return whole
+        kl: Tensor = interleave(dist.all_gather_object(local))
+        message = "the KL to the reference is NaN or infinite at the selection prompts"
+        return _finite(kl, message, self.prompts, responses)
+
+    def heldout_scores(self, prompts: Prompts, responses: Sequence[Ids]) -> Tensor | None:
+        """(B,) by models/reward_heldout, `under_eos_rule`; None without it.
+
+        Raises:
+            NonFiniteError: on all ranks, if a score is NaN or infinite.
+        """
+        if self.heldout is None:
+            return None
+        scores = score_on_all_ranks(
+            self.dist, self.heldout, prompts, responses, self.tokenizer, self.ends
+        )
+        scores = _finite(scores, "models/reward_heldout gave NaN or infinity", prompts, responses)
+        return self.under_eos_rule(scores, responses)
+
+    def under_eos_rule(self, scores: Tensor, responses: Sequence[Ids]) -> Tensor:
+        """(B,) the scores under the rule for responses that did not end.
+
+        With `score_scaling` they stay as they are: the rule's score is then in standard deviations.
+        """
+        if self.config.score_scaling is not None:
+            return scores
+        return score_ends(scores, responses, self.ends, self.config.truncation)
+
+
+def score_ends(scores: Tensor, responses: Sequence[Ids], ends: StopTokens, rule: Truncation) -> Tensor:
+    """(B,) the scores under the rule for responses that did not end, where no critic can value these."""
+    if rule.kind.startswith("bootstrap"):
+        return scores
+    return truncated_scores(scores, torch.tensor([has_ended(ids, ends) for ids in responses]), rule)
+
+
+def _finite(numbers: Tensor, message: str, prompts: Prompts, responses: Sequence[Ids]) -> Tensor:
+    if not bool(numbers.isfinite().all()):
+        raise NonFiniteError(message, {"prompts": list(prompts.texts), "responses": responses})
+    return numbers
 
 
 @torch.no_grad()
-def score_heldout(
+def score_on_all_ranks(
     dist: Distributed,
-    heldout: Scorer,
+    score: Callable[[Responses], T],
     prompts: Prompts,
     responses: Sequence[Ids],
     tokenizer: PreTrainedTokenizerBase,
     ends: StopTokens,
-) -> Tensor:
-    """(B,) by models/reward_heldout; each rank scores a share.
+) -> T:
+    """What `score` gives for all rows: a tensor, or a dict of them, (B,) each. Each rank scores a share.
 
     Raises:
-        NonFiniteError: on all ranks, if a score is NaN or infinite; the responses are its `batch`.
+        NonFiniteError, UserError: on all ranks, if it raises one on any; this rank's responses are its
+            `batch`.
     """
-    rows, batch = shard_responses(dist, prompts, responses, tokenizer, ends)
-
-    def score() -> Tensor:
-        scores = heldout(rows)
-        if not bool(scores.isfinite().all()):
-            raise NonFiniteError("models/reward_heldout gave NaN or infinity")
-        return scores
-
-    whole: Tensor = interleave(dist.all_gather_object(raise_on_all_ranks(dist, score, batch)))
-    return whole
-
-
-def shard_responses(
-    dist: Distributed,
-    prompts: Prompts,
-    responses: Sequence[Ids],
-    tokenizer: PreTrainedTokenizerBase,
-    ends: StopTokens,
-) -> tuple[Responses, dict[str, Any]]:
-    """This rank's share of the rows, and what a failure writes down of them."""
     prompts, responses = prompts.take(dist.shard_rows(range(len(prompts)))), dist.shard_rows(responses)
+    closed = close_responses(tokenizer, responses, ends)
+    rows = Responses.of_ids(prompts.texts, prompts.queries, closed, tokenizer, prompts.columns)
     batch = {"prompts": prompts.texts, "responses": responses}
-    return prompts.responses(close_responses(tokenizer, responses, ends), tokenizer), batch
+    local = raise_on_all_ranks(dist, lambda: score(rows), batch)
+    whole: T = interleave(dist.all_gather_object(local))
+    return whole

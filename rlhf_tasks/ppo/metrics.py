@@ -7,9 +7,7 @@ B responses · R response length.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, float]
 REAL, OFF_SQUARED = "real_tokens", "ratio_off_squared"
-LARGEST_NATS = math.log(sys.float_info.max)
+LARGEST_NATS = 700.0  # whose exponential a float still holds
 
 
 def objective_metrics(
@@ -44,8 +42,8 @@ def objective_metrics(
         "objective/kl_k1_standard_error": standard_error(mean_k1, float((kl_k1**2).sum()), count),
         "objective/kl_coef": kl_coef,
         "objective/entropy": nll / count,
-        "objective/perplexity": perplexity(nll / num_tokens),
-        "objective/ref_perplexity": perplexity(ref_nll / num_tokens),
+        "objective/perplexity": math.exp(min(nll / num_tokens, LARGEST_NATS)),
+        "objective/ref_perplexity": math.exp(min(ref_nll / num_tokens, LARGEST_NATS)),
         "objective/non_score_reward": -reward_kl_coef * mean_kl,
         "objective/scores": float(scores.sum()) / count,
         "objective/raw_scores": float(rollout.scores.sum()) / count,
@@ -123,11 +121,6 @@ def standardized_gaps(
     return (scores.double() - mean) / deviation - (heldout.double() - heldout_mean) / heldout_deviation
 
 
-def perplexity(nats: float) -> float:
-    """exp of the mean −log p of a token; infinite above some 700 nats, where no float holds it."""
-    return math.exp(nats) if nats < LARGEST_NATS else math.inf
-
-
 def standard_error(mean: float, squares: float, count: float) -> float:
     """The standard error of a mean of `count` numbers with that sum of squares; |mean| for a single one."""
     return abs(mean) if count == 1 else (max(0.0, squares / count - mean**2) / count) ** 0.5
@@ -150,43 +143,40 @@ def sampler_metrics(rollout: Rollout, sampler_logprobs: Tensor, cap: float | Non
     return means | {"sampler/logprob_diff_max": float(log_ratio.abs().max())}
 
 
-@dataclass
-class TokenSums:
-    """Sums of numbers per token, and their counts of tokens: means over micro-batches of different sizes."""
+TokenSums = dict[str, Tensor]
+"""By metric, (2,) float64 on the device: a sum over tokens and the number of them. So there are means over
+micro-batches of different sizes."""
 
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    """By metric, scalars in float64 on the device."""
-    counts: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, values: Mapping[str, Tensor], mask: Tensor, scale: float = 1.0) -> None:
-        """Add (b, R) numbers at the real tokens of one micro-batch; those elsewhere do not matter."""
-        count = scale * mask.sum().double()
-        for name, value in values.items():
-            self._add(name, scale * masked_sum(value.detach(), mask).double(), count)
+def token_sums(values: Mapping[str, Tensor], mask: Tensor, scale: float = 1.0) -> TokenSums:
+    """Of (b, R) numbers at the real tokens of one micro-batch; those elsewhere do not matter."""
+    count = scale * mask.sum().double()
+    totals = {name: scale * masked_sum(value.detach(), mask).double() for name, value in values.items()}
+    return {name: torch.stack([total, count]) for name, total in totals.items()}
 
-    def count_padding(self, is_real: Tensor, scale: float) -> None:
-        """Count the tokens of a pass, (b, T), and those of them that are not padding."""
-        real = scale * is_real.sum().double()
-        self._add(REAL, real, torch.full_like(real, scale * is_real.numel()))
 
-    def update(self, other: TokenSums) -> None:
-        """Add the sums of another pass."""
-        for name, total in other.sums.items():
-            self._add(name, total, other.counts[name])
+def padding_sums(is_real: Tensor, scale: float) -> TokenSums:
+    """The tokens of a pass, (b, T), that are not padding, and all of them."""
+    real = scale * is_real.sum().double()
+    return {REAL: torch.stack([real, torch.full_like(real, scale * is_real.numel())])}
 
-    def _add(self, name: str, total: Tensor, count: Tensor) -> None:
-        for known, one in ((self.sums, total), (self.counts, count)):
-            known[name] = known[name] + one if name in known else one
 
-    @staticmethod
-    def means(parts: Sequence[TokenSums], reduce: Reduce) -> Metrics:
-        """The means over the tokens of several minibatches and of all ranks."""
-        names = list(dict.fromkeys(name for part in parts for name in part.sums))
-        sums = [torch.stack([part.sums[name] for part in parts if name in part.sums]).sum() for name in names]
-        counts = [sum(part.counts[name] for part in parts if name in part.counts) for name in names]
-        total = reduce(torch.stack([*sums, *map(torch.as_tensor, counts)])).tolist()
-        means = {name: total[i] / total[i + len(names)] for i, name in enumerate(names)}
-        return means if REAL not in means else means | {"time/padding_share": 1 - means.pop(REAL)}
+def add_sums(parts: Sequence[TokenSums]) -> TokenSums:
+    """The sums of several passes."""
+    total: TokenSums = {}
+    for part in parts:
+        for name, x in part.items():
+            total[name] = total[name] + x if name in total else x
+    return total
+
+
+def token_means(parts: Sequence[TokenSums], reduce: Reduce) -> Metrics:
+    """The means over the tokens of several passes or minibatches, and of all ranks."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    columns = [torch.stack([part[name] for part in parts if name in part], dim=1) for name in names]
+    sums, counts = reduce(torch.stack([x[i].sum() for i in range(2) for x in columns])).view(2, -1).tolist()
+    means = {name: total / count for name, total, count in zip(names, sums, counts, strict=True)}
+    return means if REAL not in means else means | {"time/padding_share": 1 - means.pop(REAL)}
 
 
 def ratio_sums(logprobs: Tensor, old_logprobs: Tensor) -> dict[str, Tensor]:

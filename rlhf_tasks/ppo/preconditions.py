@@ -20,8 +20,6 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.distributed import Distributed
 
-SPLITS_USED: tuple[Split, ...] = ("train", "validation")
-
 
 def check(config: PpoView, paths: Paths) -> None:
     """Check the contracts between the checkpoints, the selection judge and the stop token; warn of risks.
@@ -86,7 +84,8 @@ def check_stop_token(stop: int | str, paths: Paths) -> None:
 
 def check_verifiers(scorers: Sequence[Scorer], paths: Paths) -> None:
     verifiers = [Verifier(one.checks, one.format) for one in scorers if one.kind == "verifier"]
-    for split in SPLITS_USED if verifiers else ():
+    splits: tuple[Split, ...] = ("train", "validation") if verifiers else ()
+    for split in splits:
         rows = read_table(paths, "prompts", split)
         for verifier in verifiers:
             verifier.check(rows, columns.of_rows(rows), f"ppo.scorers: a verifier (data/prompts, {split})")
@@ -110,16 +109,13 @@ def _check_selection_judge(judge: Judge, scorers: Sequence[Scorer], paths: Paths
 
 
 def _warn_of_bootstrapping(settings: Ppo) -> None:
-    critic, rule = settings.critic, f"ppo.truncation.kind={settings.truncation.kind}"
-    if getattr(critic, "warmup", None) is None:
-        shared = critic is not None and critic.kind == "shared"
+    rule = f"ppo.truncation.kind={settings.truncation.kind}"
+    if getattr(settings.critic, "warmup", None) is None:
         console.say(
-            f"{rule} rewards unfinished responses with the critic's value, and this critic "
-            f"{'starts at zero' if shared else 'is not warmed up'}: "
-            f"{'set ppo.advantages.critic.kind to separate, and ' if shared else ''}"
-            "set ppo.advantages.critic.warmup"
+            f"{rule} rewards unfinished responses with the value of a critic that has not learned yet: set "
+            "ppo.advantages.critic.warmup, which a critic of kind separate has"
         )
-    if getattr(settings.advantages, "gamma", 1.0) == 1:
+    if settings.gamma == 1:
         console.say(
             f"{rule} with ppo.advantages.gamma=1 does not determine the value of a response that never ends, "
             "and the critic may value it highest: set ppo.advantages.gamma below 1, say 0.99"
@@ -136,10 +132,9 @@ def check_models(
 ) -> None:
     """Check that policy, reward models and critic compute the same numbers in every way that PPO uses.
 
-    `rewards` are the reward models that read the policy's token ids, by folder.
-    A small policy is written and read back too, by the first process: transformers writes nothing on the
-    others. Models that are to be sharded are still whole, and are checked one after another: on the GPU, or
-    where it has no room on the CPU.
+    `rewards` are the reward models that read the policy's token ids, by folder. A small policy is written and
+    read back too, by the first process: transformers writes nothing on the others. Models that are to be
+    sharded are still whole, and checked one after another.
 
     Raises:
         UserError: naming what differs, by how much, and the likely cause.

@@ -14,13 +14,14 @@ from rlhf_tasks import console
 from rlhf_tasks.config.ppo import CriticWarmup
 from rlhf_tasks.console import Meter
 from rlhf_tasks.ppo.advantages import equal_groups
-from rlhf_tasks.ppo.guards import GuardTrip, warn_of_endless
+from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.metrics import Metrics, standardized_gaps
 from rlhf_tasks.ppo.rollout import Prompts, Rollout
 from rlhf_tasks.ppo.state import PpoState, Setup
 from rlhf_tasks.training.throughput import pass_flops, speed
 
 NUM_ROLLOUTS = 32  # of an update, that are kept to be read
+WARN_ENDED_SHARE = 0.1  # of responses before training: below it the truncation rule gives most scores
 UNFINISHED = {
     "eos_trick_replace": "missing_eos_score replaces its score",
     "eos_trick_subtract": "missing_eos_score is added to its score",
@@ -37,7 +38,12 @@ def report_start(setup: Setup, state: PpoState) -> None:
     """Evaluate the policy before training."""
     state.metrics = evaluate_when_due(setup, state)
     ended = state.metrics.get("eval/ended")
-    warn_of_endless(setup.config.response_length, 1.0 if ended is None else ended)
+    if ended is not None and ended < WARN_ENDED_SHARE:
+        console.say(
+            f"Warning: {ended:.1%} of the SFT model's responses end within ppo.response_length="
+            f"{setup.config.response_length} tokens. Raise it, train stage sft longer, or name the token "
+            "that ends them in ppo.stop_token."
+        )
     if state.guards is not None:
         state.guards.begin(ended or 0.0)
     state.was_evaluated = True
@@ -152,10 +158,8 @@ def rollout_rows(
     num_prompts, mask = len(prompts) // num_samples, rollout.mask
     rows = [i + num_prompts * j for i in range(num_prompts) for j in range(num_samples)][:NUM_ROLLOUTS]
     asked, ids = prompts.take(rows), [rollout.responses[i] for i in rows]
-    scores, heldout = (
-        evaluator.under_eos_rule(rollout.scores[rows], ids),
-        evaluator.heldout_scores(asked, ids),
-    )
+    scores = evaluator.under_eos_rule(rollout.scores[rows], ids)
+    heldout = evaluator.heldout_scores(asked, ids)
     gaps = None if heldout is None else standardized_gaps(scores, heldout, *state.evaluation.start)
     numbers = {
         "score": scores,
@@ -167,7 +171,7 @@ def rollout_rows(
     }
     cap = config.sampler.importance_cap if config.sampler.kind == "vllm" else None
     equal = torch.zeros(len(prompts), dtype=torch.bool)
-    if config.critic is None and num_samples > 1:  # the returns of a response's tokens are all its own
+    if config.advantages.kind in ("rloo", "group"):  # the returns of a response's tokens are all its own
         equal = equal_groups(rollout.returns[:, 0].double(), num_samples)
     table = []
     for at, (i, response) in enumerate(zip(rows, evaluator.texts(asked.queries, ids), strict=True)):

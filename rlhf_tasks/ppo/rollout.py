@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import CPU, Batch, collate_groups, group_rows, group_sizes
 from rlhf_tasks.data.columns import Columns, take
@@ -26,7 +28,6 @@ from rlhf_tasks.models.lora import disable_adapters
 from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
-from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.distributed import Distributed, MicroRows
 
 T = TypeVar("T")
@@ -52,10 +53,6 @@ class Prompts:
         """A row for each response, in the order of `Samples`."""
         return self.take([*range(len(self))] * num_samples)
 
-    def responses(self, ids: Sequence[Ids], tokenizer: PreTrainedTokenizerBase) -> Responses:
-        """Responses to these prompts, for scorers."""
-        return Responses.of_ids(self.texts, self.queries, ids, tokenizer, self.columns)
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -75,8 +72,7 @@ class Rollout:
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
     pad: int
-    shares_queries: bool
-    """Whether the models read a query once for several of its responses."""
+    shares_queries: bool  # the models read a query once for several of its responses
 
     def split(self, dist: Distributed, rows: Sequence[int], budget: TokenBudget) -> list[MicroRows]:
         """This rank's `rows` as micro-batches, which read a query once for its responses."""
@@ -115,37 +111,19 @@ class Rollout:
         return MicroBatch(*(getattr(self, name)[rows, :width] for name in MicroBatch._fields))
 
 
-class Reference(Protocol):
-    """The model from which the KL of the policy is measured."""
+@dataclass(frozen=True)
+class Reference:
+    """The model from which the KL of the policy is measured: a copy, or the policy without its adapters."""
 
-    moves: bool
-    """Whether its weights change, so that a resumed run cannot read them from models/sft."""
+    model: PreTrainedModel
+    """With LoRA the policy itself: its adapters are switched off here, so that no second copy is needed."""
+    moves: bool = False
+    """Whether its weights change (`ppo.reference_sync`), so that a snapshot must hold them."""
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """(B, R) log-probs of the response tokens."""
-
-
-class ReferenceCopy:
-    """A copy of the SFT model, fixed unless it `moves` (`ppo.reference_sync`)."""
-
-    def __init__(self, model: PreTrainedModel, *, moves: bool) -> None:
-        self.model, self.moves = model, moves
-
-    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        return response_logprobs(self.model, batch, temperature)
-
-
-class AdapterOff:
-    """The policy itself with its LoRA adapters switched off: no second copy of the weights."""
-
-    moves = False
-
-    def __init__(self, policy: PreTrainedModel) -> None:
-        self._policy = policy
-
-    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        with disable_adapters(self._policy):
-            return response_logprobs(self._policy, batch, temperature)
+        with disable_adapters(self.model):
+            return response_logprobs(self.model, batch, temperature)
 
 
 def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:
@@ -154,23 +132,20 @@ def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mappi
     Raises:
         NonFiniteError, UserError: on all ranks; `batch` is what the result was to be computed from.
     """
+    result: T | None = None
     fault: UserError | None = None
-    result = None
     try:
         result = compute()
     except UserError as error:  # a NonFiniteError is one
         if dist.shards and not isinstance(error, NonFiniteError):
             raise  # the others may wait for this rank's weights: the launch ends them
         fault = error
-    if dist.max(int(fault is not None)):
-        own = None if fault is None else (str(fault), isinstance(fault, NonFiniteError))
-        found = [one for one in dist.all_gather_object(own) if one is not None]
-        message, is_nan = own or found[0]
-        if not is_nan:
-            raise UserError(message) from fault
-        raise NonFiniteError("NaN on another rank" if own is None else message, dict(batch)) from fault
-    assert result is not None
-    return result
+    own = None if fault is None else (str(fault), isinstance(fault, NonFiniteError))
+    found = [one for one in dist.all_gather_object(own) if one is not None]
+    if not found:
+        return cast(T, result)
+    message, is_nan = own or found[0]
+    raise (NonFiniteError(message, dict(batch)) if is_nan else UserError(message)) from fault
 
 
 def interleave(parts: Sequence[Any]) -> Any:
@@ -189,7 +164,5 @@ def interleave(parts: Sequence[Any]) -> Any:
 
 def pad_rows(rows: Sequence[Tensor], width: int) -> Tensor:
     """Tensors of different lengths as (B, width), zero on padding."""
-    result = torch.zeros((len(rows), width))
-    for i, row in enumerate(rows):
-        result[i, : len(row)] = row
-    return result
+    padded = pad_sequence(list(rows), batch_first=True)
+    return F.pad(padded, (0, width - padded.shape[1]))

@@ -114,16 +114,11 @@ class LocalSampler:
                 )
 
         found = raise_on_all_ranks(dist, sample_local, {"queries": local})
-        parts = dist.all_gather_object((found.responses, found.logprobs))
-        responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
-        return Samples(responses, logprobs)
+        return Samples(**interleave(dist.all_gather_object(vars(found))))
 
 
 class ServedSampler:
-    """Samples of a server that has the policy's weights.
-
-    The first rank alone has the server. It gives the others what the server returns, or its failure.
-    """
+    """Samples of a server that has the policy's weights; the first rank alone talks to it."""
 
     is_policy = False
 
@@ -182,49 +177,38 @@ class ServedSampler:
         if self._loaded == update:
             return
         start = time.perf_counter()
-        self._make_room()
         with sharding.to_save(self._policy) as plain:
 
-            def load() -> str:
-                assert self._server is not None
-                self._server.load(merge_adapter(plain))
-                return self._server.name
+            def load(server: VllmServer) -> str:
+                server.load(merge_adapter(plain))
+                return server.name
 
-            self.name = on_rank0(self._dist, load)
+            self.name = self._on_rank0(load)
         self._loaded, self._load_seconds = update, time.perf_counter() - start
-
-    def _make_room(self) -> None:
-        """Give back the memory that torch keeps for new tensors, before the server wakes up on this GPU."""
-        if self._settings.sleep and torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def _sample(self, queries: Sequence[Ids], n: int, generator: torch.Generator) -> Samples:
         """The responses of all ranks."""
-        self._make_room()
         drawn = torch.randint(MAX_SEED, (len(queries),), generator=generator, device=generator.device)
         seeds: list[int] = drawn.tolist()
+        return self._on_rank0(lambda server: server.sample(queries, n, seeds))
 
-        def sample() -> Samples:
-            assert self._server is not None
-            return self._server.sample(queries, n, seeds)
+    def _on_rank0(self, call: Callable[[VllmServer], T]) -> T:
+        """The result of a call to the server, which the first rank makes; on all ranks.
 
-        return on_rank0(self._dist, sample)
-
-
-def on_rank0(dist: Distributed, compute: Callable[[], T]) -> T:
-    """What `compute` returns on the first rank, which alone runs it; on all ranks.
-
-    Raises:
-        OutsideFault, UserError: on all ranks, if it raises one there. Any other error ends the first rank,
-            and so all of them.
-    """
-    outcome: tuple[Any, Exception | None] = None, None
-    if dist.is_main:
-        try:
-            outcome = compute(), None
-        except (OutsideFault, UserError) as error:
-            outcome = None, error
-    result, failure = dist.broadcast_object(outcome)
-    if failure is not None:
-        raise failure
-    return cast(T, result)
+        Raises:
+            OutsideFault, UserError: on all ranks, if it raises one. Any other error ends the first rank, and
+                so all of them.
+        """
+        if self._settings.sleep:  # the server wakes up on this GPU, where torch keeps memory for new tensors
+            torch.cuda.empty_cache()
+        result: T | None = None
+        failure: Exception | None = None
+        if self._server is not None:
+            try:
+                result = call(self._server)
+            except (OutsideFault, UserError) as error:
+                failure = error
+        result, failure = self._dist.broadcast_object((result, failure))
+        if failure is not None:
+            raise failure
+        return cast(T, result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from rlhf_tasks.ppo.guards import (
 from rlhf_tasks.ppo.losses import PolicyLoss
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rewards import ScoreScaler
-from rlhf_tasks.ppo.rollout import Prompts, Reference, ReferenceCopy
+from rlhf_tasks.ppo.rollout import Prompts, Reference
 from rlhf_tasks.ppo.sampler import LocalSampler, Sampler, ServedSampler
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.build import WeightedSum
@@ -82,7 +82,6 @@ class Setup:
     snapshots: Snapshots
     faults: Path
     """The folder for batches from which NaN or infinity came."""
-    clock: Callable[[], float] = time.perf_counter
 
     @property
     def num_updates(self) -> int:
@@ -135,23 +134,16 @@ class PpoState:
         return self.update + len(self.warmup_losses)
 
     @property
-    def moving_reference(self) -> ReferenceCopy | None:
-        """The reference if its weights change, so that a snapshot must hold them."""
-        reference = self.reference
-        return reference if isinstance(reference, ReferenceCopy) and reference.moves else None
-
-    @property
     def num_bytes(self) -> int:
         """The most that a snapshot takes: weights, moments and the best policy."""
         policy = num_bytes(self.actor_critic.policy)
         training = num_bytes(self.actor_critic) + moment_bytes(self.actor_critic)
-        return training + policy + (policy if self.moving_reference is not None else 0)
+        return training + policy + (policy if self.reference.moves else 0)
 
     def state_dict(self, dist: Distributed) -> dict[str, Any]:
         """A snapshot's content: `shared` is equal on all ranks; the generators are each rank's own."""
-        moving = self.moving_reference
         shared = {
-            "reference": {} if moving is None else sharding.weights_of(moving.model),
+            "reference": sharding.weights_of(self.reference.model) if self.reference.moves else {},
             "sampler": self.sampler.name,
             "prompts": self.prompt_order.waiting,
             "ptx": self.ptx.waiting if self.ptx else [],
@@ -170,8 +162,8 @@ class PpoState:
         """Restore `state_dict`."""
         shared = state["shared"]
         dist.load_training_state(self.wrapped, self.optimizer, state["training"])
-        if self.moving_reference is not None:
-            sharding.load_weights(self.moving_reference.model, shared["reference"])
+        if self.reference.moves:
+            sharding.load_weights(self.reference.model, shared["reference"])
         self.sampler.name = shared["sampler"]
         self.prompt_order.waiting = shared["prompts"]
         if self.ptx:

@@ -10,10 +10,8 @@ Forward passes of each row in an update of the shipped params.yaml, in float32, 
     scoring    3: reference, critic and reward model. The policy makes one more in bf16, with a shared critic,
                and where vLLM sampled: elsewhere the sampler's own log-probs are exact
     training   4: policy and critic, forward and backward, in each of 2 epochs; 4 optimizer steps an epoch
-    also       with k samples a prompt is read once for all of them in each pass (`Rollout.split`);
-               with `kl_penalty` one of the policy after the epochs; with `ptx` one of its rows in each step;
-               evaluations. The backward pass makes the logits again, and with `gradient_checkpointing` all
-               layers
+    also       with `kl_penalty` one of the policy after the epochs; with `ptx` one of its rows in each step;
+               evaluations. The backward pass makes the logits again, with `gradient_checkpointing` all layers
 
 B responses of a rollout, of all ranks · k responses to each prompt · R longest response
 b rows of a micro-batch · r its longest response. A tensor's row starts with the first token of a response.
@@ -22,6 +20,7 @@ b rows of a micro-batch · r its longest response. A tensor's row starts with th
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,20 +42,24 @@ from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
 from rlhf_tasks.ppo.losses import MicroBatch, merge_metrics, token_weights, value_loss
-from rlhf_tasks.ppo.measure import shard_responses
+from rlhf_tasks.ppo.measure import score_on_all_ranks
 from rlhf_tasks.ppo.metrics import (
     Metrics,
     TokenSums,
+    add_sums,
     explained_variance,
     objective_metrics,
+    padding_sums,
     prompt_share,
     ratio_metrics,
     ratio_sums,
     response_metrics,
+    token_means,
+    token_sums,
 )
 from rlhf_tasks.ppo.reporting import measure_work, report_start, report_update, report_warmup
 from rlhf_tasks.ppo.rewards import bootstrap_values, token_rewards, truncated_scores
-from rlhf_tasks.ppo.rollout import Prompts, Rollout, interleave, pad_rows, raise_on_all_ranks
+from rlhf_tasks.ppo.rollout import Prompts, Rollout, pad_rows
 from rlhf_tasks.ppo.state import PpoState, Setup, handle_trips, stop_at_non_finite
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import MicroRows
@@ -99,7 +102,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
 
             # 1. At first the critic may train alone, at a constant rate (arXiv 2307.04964, section 5.3.4).
             # Then the learning rate follows its schedule.
-            start = setup.clock()
+            start = time.perf_counter()
             is_warmup = warmup is not None and not _is_warm(warmup, state.warmup_losses)
             rate = config.learning_rate if is_warmup else learning_rate(config, state.update, num_updates)
             if not is_warmup and state.update == 0 and state.warmup_losses:
@@ -117,7 +120,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
             prompts = setup.prompts.take(state.prompt_order.take(num_prompts))
             samples = state.sampler.sample(prompts.queries, state.update)
             prompts = prompts.repeat(num_samples)
-            generated = setup.clock()
+            generated = time.perf_counter()
 
             # 3. Scores, log-probs of policy and reference, and the critic's values. They are computed in the
             # micro-batches of the first epoch, so that its ratios start at exactly 1 in bf16 too.
@@ -125,17 +128,13 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
             rollout = score_rollout(setup, state, prompts, samples, minibatches)
             rollout, sampler_metrics = state.sampler.correct(rollout)
             mask = rollout.mask  # (B, R)
-            scored = setup.clock()
+            scored = time.perf_counter()
 
             # 4. Scores become token rewards: scaled, under the rule for responses without an end, and on the
             # last token. The KL penalty from the reference is on every token: r_t = −kl_coef · kl_t
             # (+ score). Two other KLs, of `kl_penalty` and `target_kl`, are from the rollout's policy.
-            scores = truncated_scores(
-                state.score_scaler(rollout.scores),
-                rollout.ended,
-                config.truncation.kind,
-                missing_eos_score=config.truncation.missing_eos_score,
-            )  # (B,)
+            scores = state.score_scaler(rollout.scores)  # (B,)
+            scores = truncated_scores(scores, rollout.ended, config.truncation)
             kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
             reward_kl_coef = state.kl_coef if config.kl.kind == "in_reward" else 0.0
             rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B, R)
@@ -155,14 +154,10 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 advantages = whiten(advantages, mask_read)
             if config.advantage_clip is not None:
                 advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+            # γ·V of a response without an end: instead of its score (bootstrap) or beside it (bootstrap_add)
+            outcomes = scores + config.gamma * rollout.bootstrap_values  # (B,)
             rollout_metrics = objective_metrics(
-                rollout,
-                # γ·V of a response without an end: instead of its score (bootstrap) or beside it
-                # (bootstrap_add)
-                scores + config.gamma * rollout.bootstrap_values,
-                kl,
-                kl_coef=state.kl_coef,
-                reward_kl_coef=reward_kl_coef,
+                rollout, outcomes, kl, kl_coef=state.kl_coef, reward_kl_coef=reward_kl_coef
             )
             rollout_metrics |= response_metrics(rollout) | shares | {"val/advantage_std": deviation}
             if config.critic is not None:
@@ -194,7 +189,10 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                     if num_epochs:
                         minibatches = shuffle()
                     first_step = len(steps)
-                    for rows in select_rows(minibatches, is_read):
+                    for minibatch in minibatches:
+                        rows = [row for row in minibatch if is_read[row]]
+                        if not rows:  # no loss reads any
+                            continue
                         # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
                         ptx_rows = state.ptx.take(len(rows)) if state.ptx and not is_warmup else []
                         steps.append(accumulate_gradients(setup, state, placed, rows, ptx_rows, is_warmup))
@@ -209,15 +207,16 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                         meter.advance()
                     num_epochs += 1
                     # Early stopping: no more epochs once the policy is too far from the rollout's.
-                    if is_too_far(setup, steps[first_step:]):
-                        break
+                    if config.target_kl is not None and len(steps) > first_step:
+                        means = token_means(steps[first_step:], dist.sum)
+                        if means["policy/approxkl_avg"] > config.target_kl:
+                            break
 
             # 9. What the epochs have measured, in means over the tokens of all minibatches.
             metrics = Metrics()
             if steps:  # else no response is read, and nothing has changed
-                metrics = ratio_metrics(
-                    TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
-                )
+                first = token_means(steps[:1], dist.sum)
+                metrics = ratio_metrics(token_means(steps, dist.sum), first)
             metrics |= {
                 "train/grad_norm": sum(grad_norms) / max(1, len(grad_norms)),
                 "train/num_epochs": num_epochs,
@@ -239,12 +238,12 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
                 state.kl_coef = adapt_kl_coef(
                     state.kl_coef, rollout_metrics["objective/kl_k1"], batch_size, config.adaptive_kl
                 )
-                sync, moving = config.reference_sync, state.moving_reference
-                if sync is not None and moving is not None and state.update % sync.every == 0:
-                    sharding.move_toward(moving.model, state.actor_critic.policy, sync.alpha)
+                sync = config.reference_sync
+                if sync is not None and state.update % sync.every == 0:
+                    sharding.move_toward(state.reference.model, state.actor_critic.policy, sync.alpha)
 
                 # 11. Metrics, an evaluation and samples when they are due, and what the guards say of them.
-                end = setup.clock()
+                end = time.perf_counter()
                 metrics = merge_metrics(metrics, rollout_metrics) | sampler_metrics
                 metrics |= {
                     "time/generate_seconds": generated - start,
@@ -275,10 +274,9 @@ def score_rollout(
 ) -> Rollout:
     """The rollout of all ranks' samples, without advantages: log-probs, values and scores.
 
-    All ranks have all of the `prompts`, one for each sample, and each computes its share.
-    Where the policy in training did not sample by itself, or not in float32, its log-probs come from a pass
-    of their own: the sampler computes a token at a time and rounds otherwise, and the first ratio would
-    differ from 1. The passes read the micro-batches in which the first epoch will train on these
+    There is a prompt for each sample. Where the policy in training did not sample by itself, or not in
+    float32, its log-probs come from a pass of their own: the sampler rounds otherwise, and the first ratio
+    would differ from 1. The passes read the micro-batches in which the first epoch will train on these
     `minibatches`: in bf16 the rows of a pass decide how it rounds.
 
     Raises:
@@ -290,22 +288,19 @@ def score_rollout(
     shape = (len(prompts), config.response_length)
     recomputes = not state.sampler.is_policy or not dist.is_float32
     ended = torch.tensor([has_ended(response, setup.ends) for response in responses])
+    unknown = ("logprobs", "ref_logprobs", "values", "advantages", "returns")  # so far
     rollout = Rollout(
         queries=prompts.queries,
         responses=responses,
         ended=ended,
         mask=torch.arange(config.response_length) < lengths[:, None],
-        logprobs=torch.zeros(shape),
-        ref_logprobs=torch.zeros(shape),
-        values=torch.zeros(shape),
         bootstrap_values=torch.zeros(len(prompts)),
         scores=torch.zeros(len(prompts)),
         parts={},
         importance=torch.ones(shape),
-        advantages=torch.zeros(shape),
-        returns=torch.zeros(shape),
         pad=tokenizer.pad_token_id,
         shares_queries=model.shares_queries,
+        **{name: torch.zeros(shape) for name in unknown},
     )
 
     def compute(batch: Batch) -> list[Tensor]:
@@ -328,15 +323,13 @@ def score_rollout(
     ref_logprobs, values, *own_logprobs = (dist.sum(x.to(dist.device)).cpu() for x in computed)
     last_values = values.gather(1, lengths[:, None]).squeeze(1)
 
-    local, batch = shard_responses(dist, prompts, responses, tokenizer, setup.ends)
-    local_parts = raise_on_all_ranks(dist, lambda: setup.scorers.parts(local), batch)
-    parts: dict[str, Tensor] = interleave(dist.all_gather_object(local_parts))
+    parts = score_on_all_ranks(dist, setup.scorers.parts, prompts, responses, tokenizer, setup.ends)
     rollout = replace(
         rollout,
         logprobs=own_logprobs[0] if recomputes else pad_rows(samples.logprobs, config.response_length),
         ref_logprobs=ref_logprobs,
         values=torch.where(rollout.mask, values[:, :-1], 0),
-        bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
+        bootstrap_values=bootstrap_values(last_values, ended, config.truncation),
         scores=setup.scorers.total(parts),
         parts=parts,
     )
@@ -379,16 +372,6 @@ def select_responses(config: Ppo, scores: Tensor, ended: Tensor) -> tuple[Tensor
     return is_read, shares
 
 
-def select_rows(minibatches: Sequence[Sequence[int]], is_read: Tensor) -> list[list[int]]:
-    """The rows of each minibatch that the losses read; a minibatch that has none takes no step.
-
-    Its means are over the rows that remain, as if the rollout had no others.
-    """
-    reads = is_read.tolist()
-    remaining = ([row for row in rows if reads[row]] for rows in minibatches)
-    return [rows for rows in remaining if rows]
-
-
 def accumulate_gradients(
     setup: Setup,
     state: PpoState,
@@ -411,7 +394,7 @@ def accumulate_gradients(
     for attempt in dist.attempts(state.budget, state.optimizer):
         with attempt:
             # What a failed attempt has added counts nowhere, and its graph is dropped.
-            sums, loss = TokenSums(), torch.empty(0)
+            passes, loss = list[TokenSums](), torch.empty(0)
             # The responses to a prompt are side by side, and stay on one rank, whose models read it once.
             work = [
                 ppo_losses(setup, state, rollout, micro, weights, is_warmup, critic_only=critic_only)
@@ -424,10 +407,10 @@ def accumulate_gradients(
                 work += [ptx_losses(setup, state, micro, num_tokens) for micro in parts]
             for losses in dist.passes(state.wrapped, work):
                 for loss, part in losses:
-                    sums.update(part)
+                    passes.append(part)
                     if loss.requires_grad:  # the policy's alone has none while the critic warms up
                         dist.backward(state.wrapped, loss)
-    return sums
+    return add_sums(passes)
 
 
 def ppo_losses(
@@ -462,13 +445,12 @@ def ppo_losses(
         losses, metrics = token_losses(setup, state, stats, old)  # (b, r)
         if is_warmup or critic_only:  # under data parallelism every weight needs a gradient, if one of zero
             losses = losses.detach() if splits else 0 * losses
-        total, sums = (weight * losses).sum(), TokenSums()
+        total = (weight * losses).sum()
         if config.critic is not None and not splits:
             loss, of_critic = critic_loss(config.critic, values, old, weight)
             total, metrics = total + loss, metrics | of_critic
-        sums.add(metrics, old.mask, micro.scale)
-        sums.count_padding(batch.is_real, micro.scale)
-        return total, sums
+        sums = token_sums(metrics, old.mask, micro.scale)
+        return total, sums | padding_sums(batch.is_real, micro.scale)
 
     if not (critic_only and splits):
         yield sum_policy_loss()
@@ -476,9 +458,7 @@ def ppo_losses(
         with dist.autocast():
             values = state.actor_critic.values(batch)  # (b, r + 1)
         loss, metrics = critic_loss(config.critic, values, old, weight)
-        sums = TokenSums()
-        sums.add(metrics, old.mask, micro.scale)
-        yield loss, sums
+        yield loss, token_sums(metrics, old.mask, micro.scale)
 
 
 def critic_has_own_pass(setup: Setup, state: PpoState) -> bool:
@@ -513,12 +493,10 @@ def ptx_losses(
             entropy_grad=config.entropy_coef > 0,
             with_values=not critic_has_own_pass(setup, state),
         )  # (b, r) each, and (b, r + 1) or None
-    sums = TokenSums()
-    sums.add({"loss/ptx_avg": -stats.logprobs}, batch.mask, micro.scale)
     total: Tensor = -config.ptx.coef * micro.scale * stats.logprobs.sum() / num_tokens
     if values is not None:
         total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
-    yield total, sums
+    yield total, token_sums({"loss/ptx_avg": -stats.logprobs}, batch.mask, micro.scale)
 
 
 def token_losses(
@@ -528,8 +506,8 @@ def token_losses(
     config, logprobs, entropy = setup.config, stats.logprobs, stats.entropy
     losses, metrics = setup.loss(logprobs, old, config)
     losses = losses * old.importance
-    metrics = merge_metrics(metrics, ratio_sums(logprobs, old.logprobs))
-    metrics = merge_metrics(metrics, {"loss/policy_avg": losses, "policy/entropy_avg": entropy})
+    own = ratio_sums(logprobs, old.logprobs) | {"loss/policy_avg": losses, "policy/entropy_avg": entropy}
+    metrics = merge_metrics(metrics, own)
     if config.kl.kind == "in_loss":
         metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, old.ref_logprobs)
         losses = losses + state.kl_coef * metrics["loss/kl_avg"]
@@ -557,14 +535,6 @@ def take_step(setup: Setup, state: PpoState, rollout: Rollout, rows: Sequence[in
         raise
 
 
-def is_too_far(setup: Setup, steps: Sequence[TokenSums]) -> bool:
-    """Whether the approximate KL of an epoch's steps exceeds `target_kl`."""
-    target = setup.config.target_kl
-    if target is None or not steps:
-        return False
-    return TokenSums.means(steps, setup.dist.sum)["policy/approxkl_avg"] > target
-
-
 def _is_warm(warmup: CriticWarmup, losses: Sequence[float]) -> bool:
     """Whether the critic's loss has settled, or the warm-up is at its end."""
     if len(losses) >= warmup.max_updates:
@@ -583,9 +553,8 @@ def measure_divergence(setup: Setup, state: PpoState, rollout: Rollout) -> float
         return [response_logprobs(state.actor_critic.policy, batch, setup.config.temperature)]
 
     rollout.read(dist, rows, state.budget, compute, [logprobs])
-    sums = TokenSums()
-    sums.add({"divergence": k3(rollout.logprobs[rows], logprobs[rows])}, rollout.mask[rows])
-    return TokenSums.means([sums], lambda x: dist.sum(x.to(dist.device)))["divergence"]
+    sums = token_sums({"divergence": k3(rollout.logprobs[rows], logprobs[rows])}, rollout.mask[rows])
+    return token_means([sums], lambda x: dist.sum(x.to(dist.device)))["divergence"]
 
 
 def require_finite(metrics: Metrics, rollout: Rollout) -> None:

@@ -1,8 +1,7 @@
 """Responses by vLLM's server, which this process starts and ends, or finds at an address.
 
-In the order of this file: the request for a query's responses and what its reply must hold (`/v1/completions`
-with token ids, of vLLM's OpenAI-compatible server); how requests are sent; and `VllmServer`. What it calls
-besides `/v1/completions` is vLLM's development mode (version 0.32).
+What it calls besides `/v1/completions` of vLLM's OpenAI-compatible server, with token ids, is vLLM's
+development mode (version 0.32).
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import platform
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config.ppo import PolicySampler, VllmSampler
+from rlhf_tasks.config.ppo import VllmSampler
 from rlhf_tasks.data.tokenizer import Ids
-from rlhf_tasks.errors import OutsideFault, UserError
+from rlhf_tasks.errors import OutsideFault
 from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.models.stop_tokens import StopTokens
 from rlhf_tasks.project import processes
-from rlhf_tasks.project.atomic import whole, write_text
+from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.processes import HOST, Daemon
 from rlhf_tasks.training import launch
 
@@ -67,8 +65,7 @@ class Sampling:
     temperature: float
     ends: StopTokens
     max_tokens: int
-    longest_query: int
-    """In tokens."""
+    longest_query: int  # tokens
     is_float32: bool
 
 
@@ -93,16 +90,15 @@ def completion(query: Ids, n: int, seed: int, sampling: Sampling) -> dict[str, A
     }
 
 
-def read_reply(reply: Any, query: Ids, n: int) -> list[tuple[Ids, list[float]]]:
+def read_reply(reply: Any, n: int) -> list[tuple[Ids, list[float]]]:
     """The token ids and log-probs of the `n` responses to one query, in order.
 
     Raises:
-        VllmError: if the reply has another form, number or prompt.
+        VllmError: if the reply has another form or number.
     """
     try:
         choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
         numbers = [int(choice["index"]) for choice in choices]
-        prompts = [choice.get("prompt_token_ids", query) for choice in choices]
         ids = [[int(token) for token in choice["token_ids"]] for choice in choices]
         # JSON has no NaN: vLLM's server sends null in its place
         logprobs = [
@@ -116,8 +112,6 @@ def read_reply(reply: Any, query: Ids, n: int) -> list[tuple[Ids, list[float]]]:
         ) from None
     if numbers != list(range(n)):
         raise VllmError(f"vLLM gave {len(choices)} responses to a prompt, and {n} are needed")
-    if any(prompt != query for prompt in prompts):
-        raise VllmError("vLLM answered another prompt than the one sent: it changed its token ids")
     return list(zip(ids, logprobs, strict=True))
 
 
@@ -127,21 +121,14 @@ def check_response(ids: Ids, logprobs: Sequence[float], sampling: Sampling, voca
     Raises:
         VllmError: naming the first problem.
     """
-    problem = None
-    if not ids:
-        problem = "without a token"
+    problem, ends, most = None, sampling.ends, sampling.max_tokens
+    has_end, continues = ids[-1:] and ids[-1] in ends, set(ends) & set(ids[:-1])
+    if continues or len(ids) > most or not (has_end or len(ids) == most):
+        problem = f"of {len(ids)} tokens that ends neither at its first stop token nor after {most} tokens"
     elif any(not 0 <= token < vocab for token in ids):
         problem = f"with a token that the model does not have; it has {vocab}"
-    elif len(ids) > sampling.max_tokens:
-        problem = f"of {len(ids)} tokens; {sampling.max_tokens} are allowed"
-    elif found := set(sampling.ends) & set(ids[:-1]):
-        problem = f"that continues after the stop token {min(found)}"
-    elif ids[-1] not in sampling.ends and len(ids) < sampling.max_tokens:
-        problem = f"that was cut after {len(ids)} of {sampling.max_tokens} tokens, without the stop token"
-    elif len(logprobs) != len(ids):
-        problem = f"of {len(ids)} tokens with {len(logprobs)} log-probs"
-    elif not all(math.isfinite(x) and x <= ABOVE_ZERO for x in logprobs):
-        problem = "with a log-prob that is NaN, infinite or above 0"
+    elif len(logprobs) != len(ids) or not all(math.isfinite(x) and x <= ABOVE_ZERO for x in logprobs):
+        problem = "with a log-prob that is missing, NaN, infinite or above 0"
     if problem is not None:
         raise VllmError(f"vLLM gave a response {problem}")
 
@@ -187,26 +174,19 @@ class Client:
         async with httpx.AsyncClient(
             base_url=self._url, timeout=None, limits=limits, trust_env=False, verify=False
         ) as client:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    requests = [client.request(method, path, json=body) for body in bodies]
-                    tasks = [group.create_task(self._read(path, request)) for request in requests]
-            except BaseExceptionGroup as errors:  # one failure ends all requests
-                raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+            requests = [client.request(method, path, json=body) for body in bodies]
+            return await asyncio.gather(*(self._read(path, request) for request in requests))
 
     async def _read(self, path: str, request: Awaitable[httpx.Response]) -> Any:
         reply = await request
         text = reply.content[:SHOWN_CHARACTERS].decode("utf-8", errors="replace")
-        if reply.status_code >= 500:
-            raise VllmError(f"vLLM answered {path} with status {reply.status_code}: {text}{self._advice}")
         if reply.status_code == 404:
             raise VllmError(
                 f"the server at {self._url} has no {path}; it must be vLLM 0.32 or newer, with "
                 "VLLM_SERVER_DEV_MODE=1"
             )
         if not reply.is_success:
-            raise VllmError(f"vLLM refused {path} with status {reply.status_code}: {text}")
+            raise VllmError(f"vLLM answered {path} with status {reply.status_code}: {text}{self._advice}")
         try:
             return reply.json() if reply.content else None
         except ValueError:
@@ -220,49 +200,28 @@ HEALTH_SECONDS = 5.0  # for one answer to whether it is healthy
 VARIABLES = dict.fromkeys(
     ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1"
 )
-WEIGHTS, OWNER = "weights-", "owner"  # a folder's name begins so; the file in it with its process's name
-
-
-@contextmanager
-def open_server(
-    settings: PolicySampler | VllmSampler | None,
-    home: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-) -> Iterator[VllmServer | None]:
-    """The server, which is closed at the end of the block; None if this rank or PPO needs none.
-
-    Its logs, and by default its weights, are below `home`.
-    """
-    if settings is None or settings.kind == "policy":
-        yield None
-        return
-    server = VllmServer(settings, home / "vllm", tokenizer, sampling)
-    try:
-        yield server
-    finally:
-        server.close()
+WEIGHTS = "weights-"  # begins a folder's name, which the name of its process follows
 
 
 class VllmServer:
-    """A server that samples from the weights that it was given last.
-
-    Weights reach it through a folder of safetensors for each version.
-    """
+    """A server that samples from the weights it was given last, in a folder of safetensors by version."""
 
     def __init__(
         self, settings: VllmSampler, home: Path, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
     ) -> None:
         """`home` holds the server's log and, by default, the weights. The first `load` starts the server."""
         self.name = "vLLM"
-        """With its version, once it has started."""
+        """With its version, once it has weights."""
         self._settings, self._tokenizer, self._sampling = settings, tokenizer, sampling
-        name = f"vllm-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
-        self._daemon = None if settings.command is None else Daemon(name, home)
+        self._daemon: Daemon | None = None
+        self._client: Client
+        if settings.url is not None:
+            self._client = Client(settings.url, settings.timeout_seconds)
+        else:
+            self._daemon = Daemon(f"vllm-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}", home)
         place = home if settings.weights_folder is None else Path(settings.weights_folder).absolute()
         remove_abandoned(place)
-        self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
-        self._client: Client | None = None
+        self._folder = place / (WEIGHTS + processes.name_of(psutil.Process()).replace(":", "@"))
         self._version, self._vocab = 0, 0
         # an earlier run leaves a server of `url` asleep
         self._is_asleep = settings.sleep and self._daemon is None
@@ -277,16 +236,18 @@ class VllmServer:
         before = self._weights
         self._version += 1
         self._vocab = int(weights.config.get_text_config().vocab_size)
-        write_text(self._folder / OWNER, processes.name_of(psutil.Process()))
         with whole(self._weights) as folder:
             state = None if self._sampling.is_float32 else rounded_state(weights)
             weights.save_pretrained(folder, state_dict=state)
             self._tokenizer.save_pretrained(folder)
         del state
-        if self._client is None:
-            self._begin()
+        is_first = self._version == 1
+        if self._daemon is not None and is_first:
+            self._start(self._daemon)
         else:
             self._reload()
+        if is_first:
+            self.name = f"vLLM {self._client.get('/version')['version']}"
         shutil.rmtree(before, ignore_errors=True)
 
     def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
@@ -297,13 +258,18 @@ class VllmServer:
         """
         self._wake_up()
         bodies = [completion(q, n, seed, self._sampling) for q, seed in zip(queries, seeds, strict=True)]
-        self._check_version()
-        replies = self._connected.post_all("/v1/completions", bodies)
-        self._check_version()
+        replies = self._client.post_all("/v1/completions", bodies)
+        found = self._client.get("/weight_info")
+        version = found.get("weight_version") if isinstance(found, dict) else found
+        if str(version) != str(self._version):
+            raise VllmError(
+                f"vLLM has weights of version {version!r}, not {self._version}: it was started anew, or "
+                "something else uses it"
+            )
         if self._settings.sleep:  # its weights wait in the machine's memory, and its cache is dropped
-            self._connected.post("/sleep?level=1")
+            self._client.post("/sleep?level=1")
             self._is_asleep = True
-        groups = [read_reply(reply, query, n) for reply, query in zip(replies, queries, strict=True)]
+        groups = [read_reply(reply, n) for reply in replies]
         rows = [group[i] for i in range(n) for group in groups]
         for ids, logprobs in rows:
             check_response(ids, logprobs, self._sampling, self._vocab)
@@ -312,29 +278,21 @@ class VllmServer:
     def close(self) -> None:
         """End the server if it was started here, and remove the weights; its log stays."""
         if self._daemon is not None:
-            _stop(self._daemon)
+            leader = self._daemon.record().get("pid")
+            self._daemon.stop(GRACE_SECONDS)
+            if leader is not None:  # the process that should end its session may have been killed
+                processes.send(processes.others_in_session(leader), signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    # ------------------------------------------------------------------------- requests
-
-    def _check_version(self) -> None:
-        found = self._connected.get("/weight_info")
-        version = found.get("weight_version") if isinstance(found, dict) else found
-        if str(version) != str(self._version):
-            raise VllmError(
-                f"vLLM has weights of version {version!r}, not {self._version}: it was started anew, or "
-                "something else uses it"
-            )
 
     def _wake_up(self) -> None:
         if self._is_asleep:
-            self._connected.post("/wake_up")
+            self._client.post("/wake_up")
             self._is_asleep = False
 
     def _reload(self) -> None:
         """Let the server read the weights of this version while it samples nothing."""
         self._wake_up()
-        client = self._connected
+        client = self._client
         client.post("/pause?mode=wait")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self._weights)}}
         client.post("/collective_rpc", reload)
@@ -348,24 +306,6 @@ class VllmServer:
     def _weights(self) -> Path:
         return self._folder / f"version-{self._version}"
 
-    @property
-    def _connected(self) -> Client:
-        assert self._client is not None, "load comes first"
-        return self._client
-
-    # ------------------------------------------------------------------------ the program
-
-    def _begin(self) -> None:
-        """Connect to the server, which has these weights then; one of `command` is started with them."""
-        if self._daemon is None:
-            assert self._settings.url is not None
-            self._client = Client(self._settings.url, self._settings.timeout_seconds)
-            self._reload()
-        else:
-            self._start(self._daemon)
-        version: Any = self._connected.get("/version")
-        self.name = f"vLLM {version['version'] if isinstance(version, dict) else version}"
-
     def _start(self, daemon: Daemon) -> None:
         """Start the program with the newest weights.
 
@@ -374,11 +314,6 @@ class VllmServer:
         """
         assert self._settings.command is not None
         console.say(f"ppo: starting vLLM; its log is {daemon.log}")
-        if shutil.which(self._settings.command[0]) is None:
-            raise UserError(
-                f"ppo.sampler.command: {self._settings.command[0]} is no program here; name the server's by "
-                "its path"
-            )
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             port = int(probe.getsockname()[1])
@@ -398,25 +333,16 @@ class VllmServer:
         words += [str(word) for option in options.items() for word in option]
         words += ["--enable-sleep-mode"] if self._settings.sleep else []
         daemon.start(processes.attached(words), variables, Path.cwd(), url=url)
-        health = Client(url, HEALTH_SECONDS)
 
         def is_ready() -> bool:
-            with suppress(VllmError):
-                health.get("/health")
-                return daemon.listens(port)
+            with suppress(httpx.TransportError):
+                health = httpx.get(f"{url}/health", timeout=HEALTH_SECONDS, trust_env=False)
+                return health.is_success and daemon.listens(port)
             return False
 
         daemon.wait_until_ready(is_ready, self._settings.start_seconds)
         self._client = Client(url, self._settings.timeout_seconds, daemon.log)
         self._client.post("/update_weight_version", {"new_version": str(self._version)})
-
-
-def _stop(daemon: Daemon) -> None:
-    """End the program with all of its session, even if the process that should do it was killed."""
-    leader = daemon.record().get("pid")
-    daemon.stop(GRACE_SECONDS)
-    if leader is not None:
-        processes.send(processes.others_in_session(leader), signal.SIGKILL)
 
 
 def rounded_state(model: nn.Module) -> dict[str, Tensor]:
@@ -432,7 +358,6 @@ def rounded_state(model: nn.Module) -> dict[str, Tensor]:
 
 def remove_abandoned(folder: Path) -> None:
     """Remove the weights that killed processes of this machine have left in the folder."""
-    for owner in folder.glob(f"{WEIGHTS}*/{OWNER}"):
-        with suppress(FileNotFoundError):  # its process has just ended and removed it
-            if not processes.is_alive(owner.read_text(encoding="utf-8")):
-                shutil.rmtree(owner.parent, ignore_errors=True)
+    for weights in folder.glob(f"{WEIGHTS}*@*@*"):
+        if not processes.is_alive(weights.name.removeprefix(WEIGHTS).replace("@", ":")):
+            shutil.rmtree(weights, ignore_errors=True)

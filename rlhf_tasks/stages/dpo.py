@@ -31,9 +31,9 @@ from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.sampling import BATCH_SIZE
 from rlhf_tasks.models.stop_tokens import ends_of, has_ended
 from rlhf_tasks.ppo import preconditions
-from rlhf_tasks.ppo.measure import measure_kl, score_ends, score_heldout
+from rlhf_tasks.ppo.measure import ResponseMeasures
 from rlhf_tasks.ppo.metrics import Metrics, standard_error
-from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy, interleave
+from rlhf_tasks.ppo.rollout import Prompts, Reference, interleave
 from rlhf_tasks.ppo.sampler import LocalSampler
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
@@ -90,10 +90,10 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     tasks = {
         split: _read_pairs(dist, config, paths, tokenizer, frozen, split) for split in ("train", "validation")
     }
-    reference: Reference = ReferenceCopy(frozen, moves=False)
+    reference = Reference(frozen)
     if settings.lora is not None:  # then no second copy of the weights stays in memory
         policy = add_lora(policy, settings.lora, seed=config.seed)
-        reference = AdapterOff(policy)
+        reference = Reference(policy)
     del frozen
 
     # 2. The training. An evaluation samples responses, which decide what weights are kept.
@@ -259,7 +259,7 @@ class _Prober:
     @torch.no_grad()
     def probe(self, step: int) -> Probe:
         """A response to each prompt, by the same random numbers at every step."""
-        dist, config, pad = self._dist, self._config, self._tokenizer.pad_token_id
+        dist, config = self._dist, self._config
         sampler = LocalSampler(
             dist,
             self._policy,
@@ -268,25 +268,21 @@ class _Prober:
             batch_size=BATCH_SIZE,
             temperature=config.temperature,
             max_new_tokens=config.response_length,
-            pad=pad,
+            pad=self._tokenizer.pad_token_id,
             ends=self.ends,
         )
         responses = sampler.respond(self._prompts.queries, config.seed, step)
-        kl = measure_kl(
-            dist,
-            self._policy,
-            self._reference,
-            self._prompts,
-            responses,
-            temperature=config.temperature,
-            pad=pad,
-            budget=self._budget,
+        measures = ResponseMeasures(
+            dist=dist,
+            config=config,
+            policy=self._policy,
+            tokenizer=self._tokenizer,
+            ends=self.ends,
+            prompts=self._prompts,
+            heldout=self._heldout,
         )
-        scores = None
-        if self._heldout is not None:
-            scores = score_heldout(dist, self._heldout, self._prompts, responses, self._tokenizer, self.ends)
-            is_raw = config.score_scaling is not None
-            scores = score_ends(scores, responses, self.ends, config.truncation, is_raw=is_raw)
+        kl = measures.kl(self._reference, responses, self._budget)
+        scores = measures.heldout_scores(self._prompts, responses)
         ended = sum(has_ended(response, self.ends) for response in responses) / len(responses)
         return Probe(kl, scores, sum(map(len, responses)) / len(responses), ended)
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 import shutil
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,10 @@ from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, call_user_estimator
 from rlhf_tasks.ppo.critic import new_critic
 from rlhf_tasks.ppo.evaluate import Evaluator, selection_judge
 from rlhf_tasks.ppo.losses import PolicyLoss, call_user_loss, ppo_clip
-from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy
+from rlhf_tasks.ppo.rollout import Prompts, Reference
 from rlhf_tasks.ppo.state import PpoState, Setup, initial_state
 from rlhf_tasks.ppo.train import train
-from rlhf_tasks.ppo.vllm import Sampling, open_server
+from rlhf_tasks.ppo.vllm import Sampling, VllmServer
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.imports import load_function
@@ -109,15 +110,16 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         dist.put(model)
 
     # 3. What the scorers pay for, before anything is trained on them.
+    references = [row["reference"] for row in validation[: settings.num_selection_prompts]]
     evaluator = Evaluator(
-        dist,
-        settings,
-        policy,
-        reference,
-        tokenizer,
-        ends,
-        selection_prompts,
-        [row["reference"] for row in validation[: settings.num_selection_prompts]],
+        dist=dist,
+        config=settings,
+        policy=policy,
+        reference=reference,
+        tokenizer=tokenizer,
+        ends=ends,
+        prompts=selection_prompts.take(range(len(references))),
+        references=references,
         scorers=scorers,
         heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, dist),
         win_rate=win_rate,
@@ -135,18 +137,19 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         tracker.table("reward_audit", [{"response": name, **found} for name, found in earnings.items()])
 
     # 4. The training.
-    sampling = Sampling(
-        temperature=settings.temperature,
-        ends=ends,
-        max_tokens=settings.response_length,
-        longest_query=max(map(len, every_query)),
-        is_float32=dist.is_float32,
-    )
-    with (
-        # the first rank alone has the server
-        open_server(settings.sampler if dist.is_main else None, paths.home, tokenizer, sampling) as server,
-        checkpoint.open_snapshots(dist, paths, config, "ppo") as snapshots,
-    ):
+    server: VllmServer | None = None
+    serving: AbstractContextManager[Any] = nullcontext()
+    if settings.sampler.kind == "vllm" and dist.is_main:  # the first rank alone has the server
+        sampling = Sampling(
+            temperature=settings.temperature,
+            ends=ends,
+            max_tokens=settings.response_length,
+            longest_query=max(map(len, every_query)),
+            is_float32=dist.is_float32,
+        )
+        server = VllmServer(settings.sampler, paths.home / "vllm", tokenizer, sampling)
+        serving = closing(server)
+    with serving, checkpoint.open_snapshots(dist, paths, config, "ppo") as snapshots:
         setup = Setup(
             dist=dist,
             config=settings,
@@ -246,10 +249,9 @@ def load_models(
     policy = load_causal(paths.start)
     if settings.gradient_checkpointing:
         recompute_activations(policy)
-    reference: Reference
     if settings.lora is not None:
         policy = add_lora(policy, settings.lora, seed=config.seed)
-        reference = AdapterOff(policy)
+        reference = Reference(policy)
     else:
         frozen = load_causal(paths.start)
         moves = settings.reference_sync is not None
@@ -261,7 +263,7 @@ def load_models(
                 "launch.precision: fp32"
             )
         dist.freeze(frozen, moves=moves)
-        reference = ReferenceCopy(frozen, moves=moves)
+        reference = Reference(frozen, moves=moves)
     reward = load_reward(paths.reward).requires_grad_(False) if config.has_reward_model else None
     critic = _critic(dist, config, paths, policy, reward)
     return ActorCritic(policy, critic), reference, reward
@@ -273,7 +275,7 @@ def _sft_model(dist: Distributed, paths: Paths) -> Reference | None:
         return None
     frozen = load_causal(paths.sft)
     dist.freeze(frozen)
-    return ReferenceCopy(frozen, moves=False)
+    return Reference(frozen)
 
 
 def _critic(

@@ -10,10 +10,7 @@ n prompts · k responses to each.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
@@ -30,10 +27,10 @@ from rlhf_tasks.models.sampling import BATCH_SIZE
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.critic import new_critic
-from rlhf_tasks.ppo.measure import score_ends, shard_responses
+from rlhf_tasks.ppo.measure import score_ends, score_on_all_ranks
 from rlhf_tasks.ppo.metrics import prompt_share
 from rlhf_tasks.ppo.rewards import ScoreScaler
-from rlhf_tasks.ppo.rollout import Prompts, interleave, raise_on_all_ranks
+from rlhf_tasks.ppo.rollout import Prompts
 from rlhf_tasks.ppo.sampler import LocalSampler
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
@@ -174,9 +171,7 @@ def _collect_targets(
         with console.part(f"responses to {split} prompts"):
             responses = sampler.sample(one_each.queries, 0).responses
         rows = one_each.repeat(settings.samples_per_prompt)
-        local, batch = shard_responses(dist, rows, responses, tokenizer, ends)
-        parts = raise_on_all_ranks(dist, partial(scorers.parts, local), batch)
-        scores: Tensor = scorers.total(interleave(dist.all_gather_object(parts)))
+        scores = scorers.total(score_on_all_ranks(dist, scorers.parts, rows, responses, tokenizer, ends))
         outcomes = score_ends(scaler(scores), responses, ends, config.truncation)
         if bool(outcomes.min() == outcomes.max()):
             raise UserError(

@@ -50,7 +50,7 @@ WAITS: Mapping[tuple[str, str], Waits] = {
     ("train", ""): Waits(each=2),  # backward passes
     ("step", "training/distributed.py Distributed.step"): Waits(each=1),
     ("", "ppo/rollout.py Rollout.to"): Waits(7),
-    ("", "ppo/metrics.py TokenSums.means"): Waits(2),
+    ("", "ppo/metrics.py token_means"): Waits(2),
 }
 """By phase and function; whoever changes how often one waits, changes it here."""
 RUNS: Mapping[str, Mapping[str, int]] = {

@@ -26,7 +26,7 @@ from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, WinRate, selection_judge
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.reporting import rollout_rows
-from rlhf_tasks.ppo.rollout import AdapterOff, Prompts, Reference, ReferenceCopy, Rollout, interleave
+from rlhf_tasks.ppo.rollout import Prompts, Reference, Rollout, interleave
 from rlhf_tasks.ppo.sampler import LocalSampler
 from rlhf_tasks.ppo.state import PpoState, Setup
 from rlhf_tasks.project.paths import Paths
@@ -38,8 +38,6 @@ from tests.ppo.toy import Planted, log_p_alone, rollout_of
 from tests.small import EOS
 
 PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
-LLM = {"kind": "llm", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
-HTTP = {"kind": "http", "weight": 1.0, "url": "http://127.0.0.1:9/", "timeout_seconds": 1.0, "batch_size": 4}
 
 
 def length(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
@@ -99,14 +97,14 @@ class Evaluations:
             pad=tokenizer.pad_token_id,
         )
         self.evaluator = Evaluator(
-            dist,
-            config,
-            self.policy,
-            reference or copy_of(7),
-            tokenizer,
-            ends,
-            Prompts(PROMPTS, encode(tokenizer, PROMPTS), {}),
-            ["w1 w2"] * len(PROMPTS),
+            dist=dist,
+            config=config,
+            policy=self.policy,
+            reference=reference or copy_of(7),
+            tokenizer=tokenizer,
+            ends=ends,
+            prompts=Prompts(PROMPTS, encode(tokenizer, PROMPTS), {}),
+            references=["w1 w2"] * len(PROMPTS),
             scorers=scorer or Planted(length),
             heldout=heldout,
             win_rate=judge and judge(dist),
@@ -125,8 +123,8 @@ class Evaluations:
         return rollout_rows(cast(Setup, setup), cast(PpoState, state), rollout, prompts, kl)
 
 
-def copy_of(seed: int) -> ReferenceCopy:
-    return ReferenceCopy(small.causal(seed=seed), moves=False)
+def copy_of(seed: int) -> Reference:
+    return Reference(small.causal(seed=seed))
 
 
 def kl_of_rows(policy: Any, reference: Any, responses: Sequence[Ids]) -> list[float]:
@@ -166,7 +164,7 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
             if "lora_B" in name:
                 weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     scorers = Recorder()
-    metrics = Evaluations(policy, AdapterOff(policy), scorer=scorers).evaluate(0)
+    metrics = Evaluations(policy, Reference(policy), scorer=scorers).evaluate(0)
     expected = kl_of_rows(policy, small.causal(), scorers.calls[0])
     assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
     assert metrics["eval/kl"] > 0.01
@@ -176,14 +174,14 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
 def test_out_of_memory_makes_the_passes_of_later_evaluations_smaller_too() -> None:
     passes = list[int]()
 
-    class Limited(ReferenceCopy):
+    class Limited(Reference):
         def logprobs(self, batch: Batch, temperature: float) -> Tensor:
             passes.append(batch.query_response.numel())
             if passes[-1] > 60:
                 raise torch.OutOfMemoryError
             return super().logprobs(batch, temperature)
 
-    one = Evaluations(reference=Limited(small.causal(seed=7), moves=False), micro_batch_tokens=400)
+    one = Evaluations(reference=Limited(small.causal(seed=7)), micro_batch_tokens=400)
     first = one.evaluate(0)
     assert one.budget.max_tokens < 100 < max(passes)
     passes.clear()
@@ -205,7 +203,7 @@ def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
     assert scorers.calls == [expected]
 
 
-class Impossible(ReferenceCopy):
+class Impossible(Reference):
     def logprobs(self, batch: Any, temperature: float) -> Tensor:
         return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
 
@@ -213,7 +211,7 @@ class Impossible(ReferenceCopy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (lambda: {"reference": Impossible(small.causal(), moves=False)}, "the KL to the reference is NaN or"),
+        (lambda: {"reference": Impossible(small.causal())}, "the KL to the reference is NaN or"),
         (lambda: {"heldout": lambda rows: length(*rows.given) * math.nan}, "models/reward_heldout gave NaN"),
     ],
     ids=["kl", "heldout"],
@@ -308,12 +306,10 @@ FUNCTION = {"kind": "function", "name": "shorter", "function": f"{__name__}:shor
 SECTION = Selection.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
 
 
-@pytest.mark.parametrize("outside", [None, HTTP, LLM], ids=["here", "http", "llm"])
-def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: dict[str, Any] | None) -> None:
-    """Scorers that send requests, and the judge, are called by the first rank alone."""
+def test_two_ranks_share_the_prompts_and_agree_on_the_result() -> None:
+    """The judge is called by the first rank alone."""
     JUDGED.clear()
     scorers = [Recorder(), Recorder()]
-    changes: dict[str, Any] = {"scorers": [outside]} if outside else {}
 
     def make(dist: Distributed) -> Evaluations:
         judge = lambda dist: selection_judge(dist, SECTION, Paths())  # noqa: E731
@@ -322,7 +318,6 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: dict[str, 
             scorer=scorers[dist.rank],
             heldout=lambda rows: length(*rows.given),
             judge=judge,
-            **changes,
         )
 
     def evaluate(one: Evaluations) -> tuple[Metrics, EvaluationState]:
@@ -335,7 +330,7 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: dict[str, 
     assert [row["prompt"] for row in state.responses] == PROMPTS
     everything = responses_alone()
     own = [everything[rank::2] for rank in range(2)]
-    assert [one.calls for one in scorers] == ([[everything], []] if outside else [[own[0]], [own[1]]])
+    assert [one.calls for one in scorers] == [[own[0]], [own[1]]]
     kl = kl_of_rows(small.causal(), small.causal(seed=7), everything)
     assert first["eval/kl"] == pytest.approx(statistics.fmean(kl), abs=1e-4)
     assert [len(PROMPTS)] * 2 == JUDGED, "responses and references, once each"

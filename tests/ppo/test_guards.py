@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.config import ppo as config
-from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, FLOAT32_RATIO_ERROR, GuardChecks, warn_of_endless
+from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, FLOAT32_RATIO_ERROR, GuardChecks
 from tests import small
 
 WELL = {
@@ -137,10 +137,3 @@ def test_the_first_update_is_compared_with_the_responses_before_training() -> No
     guards = GuardChecks(settings(), 256)
     guards.begin(0.9)
     assert [trip.name for trip in guards.check(WELL | {"val/truncated_share": 0.8})] == ["eos"]
-
-
-def test_few_ends_before_training_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    warn_of_endless(48, 0.043)
-    assert "4.3% of the SFT model's responses end within ppo.response_length=48" in capsys.readouterr().out
-    warn_of_endless(48, 0.5)
-    assert not capsys.readouterr().out

@@ -19,7 +19,7 @@ import torch
 from rlhf_tasks.config import Scratch
 from rlhf_tasks.models.heads import ActorCritic
 from rlhf_tasks.models.load import from_scratch
-from rlhf_tasks.ppo.rollout import ReferenceCopy
+from rlhf_tasks.ppo.rollout import Reference
 from rlhf_tasks.ppo.vllm import VllmError, VllmServer
 from tests import small, toy
 from tests.ppo.test_vllm import QUERIES, SEEDS, alive, make_server, of_servers, until
@@ -62,7 +62,7 @@ def test_a_token_is_learned_through_vllm(server: VllmServer) -> None:
         server=server,
         truncation__kind="none",
         actor_critic=ActorCritic(policy, small.scores(seed=3)),
-        reference=ReferenceCopy(reference, moves=False),
+        reference=Reference(reference),
         rollout_batch_size=64,
         total_episodes=20 * 64,
         learning_rate=5e-3,

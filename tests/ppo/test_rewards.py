@@ -7,8 +7,9 @@ import statistics
 import pytest
 import torch
 
-from rlhf_tasks.config.ppo import ScoreScaling
-from rlhf_tasks.ppo.rewards import ScoreScaler, Truncation, bootstrap_values, token_rewards, truncated_scores
+from rlhf_tasks.config.ppo import EosTrickReplace, ScoreScaling
+from rlhf_tasks.ppo.rewards import ScoreScaler, bootstrap_values, token_rewards, truncated_scores
+from tests import small
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 KL = torch.tensor([[1.0, -2.0, 0.5], [3.0, torch.nan, 9.0]])
@@ -25,7 +26,7 @@ def test_the_score_lands_on_the_last_response_token_and_the_kl_on_every_one(
 
 
 @pytest.mark.parametrize(
-    ("rule", "unfinished", "bootstrapped"),
+    ("kind", "unfinished", "bootstrapped"),
     [
         ("none", 5.0, 0.0),
         ("eos_trick_replace", -1.0, 0.0),
@@ -35,17 +36,17 @@ def test_the_score_lands_on_the_last_response_token_and_the_kl_on_every_one(
     ],
 )
 def test_the_rule_applies_only_to_responses_that_did_not_end(
-    rule: Truncation, unfinished: float, bootstrapped: float
+    kind: str, unfinished: float, bootstrapped: float
 ) -> None:
-    ended = torch.tensor([True, False, True])
-    scores = truncated_scores(torch.tensor([2.0, 5.0, -3.0]), ended, rule, missing_eos_score=-1.0)
+    ended, rule = torch.tensor([True, False, True]), small.ppo(truncation={"kind": kind}).truncation
+    scores = truncated_scores(torch.tensor([2.0, 5.0, -3.0]), ended, rule)
     assert scores.tolist() == [2.0, unfinished, -3.0]
     assert bootstrap_values(torch.tensor([7.0, 3.0, 7.0]), ended, rule).tolist() == [0.0, bootstrapped, 0.0]
 
 
 def test_eos_trick_replace_ignores_the_scorers_number() -> None:
     scores, ended = torch.tensor([torch.nan]), torch.tensor([False])
-    assert truncated_scores(scores, ended, "eos_trick_replace", missing_eos_score=-1.0).item() == -1
+    assert truncated_scores(scores, ended, EosTrickReplace()).item() == -1
 
 
 # --------------------------------------------------------------------------------------- scaling

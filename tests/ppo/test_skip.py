@@ -17,7 +17,7 @@ from rlhf_tasks.ppo.advantages import equal_groups
 from rlhf_tasks.ppo.guards import GuardChecks
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import Rollout
-from rlhf_tasks.ppo.train import select_responses, select_rows
+from rlhf_tasks.ppo.train import select_responses
 from tests import small
 from tests.ppo.ranks import run_ranks
 from tests.ppo.toy import ONE_STEP, Memory, Toy, given, toy, untimed, without_critic
@@ -105,9 +105,6 @@ def test_what_is_left_out_is_counted() -> None:
         assert is_read.tolist() == [bool(x) for x in reads]
         assert metrics == pytest.approx(shares)
     assert equal_groups(torch.zeros(4), 2).all(), "scores of 0 are equal"
-    minibatches = [[5, 1], [0, 3], [4, 2]]
-    assert select_rows(minibatches, torch.tensor([True, False, True, False, False, True])) == [[5], [0], [2]]
-    assert select_rows(minibatches, torch.tensor([False, True, False, False, True, False])) == [[1], [4]]
 
 
 def test_a_minibatch_with_nothing_to_read_takes_no_step(rollout: Rollout) -> None:

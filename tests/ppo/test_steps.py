@@ -21,7 +21,7 @@ from rlhf_tasks.models.load import recompute_activations
 from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, GuardTripped
-from rlhf_tasks.ppo.rollout import ReferenceCopy, Rollout
+from rlhf_tasks.ppo.rollout import Reference, Rollout
 from rlhf_tasks.ppo.train import accumulate_gradients
 from tests import families, small
 from tests.ppo.toy import (
@@ -136,7 +136,7 @@ ONE_BIT = 0.01
 def test_in_bf16_the_same_micro_batches_give_ratios_of_1_and_a_kl_of_0(family: small.Family) -> None:
     dist, policy, frozen = small.distributed("bf16"), small.causal(family), small.causal(family)
     dist.freeze(frozen)
-    actor_critic, reference = ActorCritic(policy, small.scores(seed=3)), ReferenceCopy(frozen, moves=False)
+    actor_critic, reference = ActorCritic(policy, small.scores(seed=3)), Reference(frozen)
     one = toy(dist=dist, actor_critic=actor_critic, reference=reference, **ONE_STEP)
     rollout, _ = one.estimate()
     kl = rollout.logprobs - rollout.ref_logprobs

@@ -22,8 +22,7 @@ from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.guards import GuardTrip, GuardTripped
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.reporting import sample_updates, selection_updates
-from rlhf_tasks.ppo.rollout import ReferenceCopy
+from rlhf_tasks.ppo.reporting import report_start, sample_updates, selection_updates
 from rlhf_tasks.ppo.state import ShuffledRows, handle_trips
 from tests import small
 from tests.ppo.toy import (
@@ -225,6 +224,17 @@ class Gaps(NoEvaluator):
         return {"eval/standardized_gap": 2.0 * (given["episode"] in self._episodes)}
 
 
+@pytest.mark.parametrize(("ended", "warns"), [(0.043, True), (0.5, False)])
+def test_few_ends_before_training_are_warned_of(
+    ended: float, warns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = toy()
+    monkeypatch.setattr(one.setup.evaluator, "evaluate", lambda *_, **__: {"eval/ended": ended})
+    report_start(one.setup, one.state)
+    said = "4.3% of the SFT model's responses end within ppo.response_length=8" in capsys.readouterr().out
+    assert said == warns
+
+
 GAP: dict[str, Any] = {"guards": RAISE_KL | {"gap_max": 1.0}, "total_episodes": 96, "num_selections": 3}
 
 
@@ -327,7 +337,6 @@ def test_epochs_end_when_the_policy_exceeds_target_kl() -> None:
 
 def test_the_reference_moves_towards_the_policy_every_so_many_updates() -> None:
     one = toy(reference_sync={"every": 2, "alpha": 0.25}, total_episodes=48, learning_rate=1e-2)
-    assert isinstance(one.state.reference, ReferenceCopy)
     start, reference = small.causal().state_dict(), one.state.reference.model
     updates = one.updates
     next(updates)

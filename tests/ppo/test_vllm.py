@@ -89,7 +89,7 @@ def test_responses_are_in_the_order_of_their_numbers() -> None:
     def choice(index: int) -> dict[str, Any]:
         return {"index": index, "token_ids": [index], "logprobs": {"token_logprobs": [-float(index)]}}
 
-    found = vllm.read_reply({"choices": [choice(1), choice(0)]}, [4], 2)
+    found = vllm.read_reply({"choices": [choice(1), choice(0)]}, 2)
     assert found == [([0], [0.0]), ([1], [-1.0])]
 
 
@@ -98,16 +98,16 @@ def test_responses_are_in_the_order_of_their_numbers() -> None:
     [
         ([5, EOS], [-1.0, -2.0], None),
         ([5] * 8, [-1.0] * 8, None),
-        ([], [], "without a token"),
+        ([], [], "of 0 tokens that ends neither at its first stop token nor after 8 tokens"),
         ([5, 23, EOS], [-1.0] * 3, "a token that the model does not have"),
         ([-1, EOS], [-1.0] * 2, "a token that the model does not have"),
-        ([5] * 9, [-1.0] * 9, "of 9 tokens; 8 are allowed"),
-        ([EOS, 5, EOS], [-1.0] * 3, "continues after the stop token 1"),
-        ([5, 5], [-1.0] * 2, "cut after 2 of 8 tokens"),
-        ([5, EOS], [-1.0], "of 2 tokens with 1 log-probs"),
-        ([5, EOS], [-1.0, float("nan")], "NaN, infinite or above 0"),
-        ([5, EOS], [-1.0, float("-inf")], "NaN, infinite or above 0"),
-        ([5, EOS], [-1.0, 0.1], "NaN, infinite or above 0"),
+        ([5] * 9, [-1.0] * 9, "of 9 tokens that ends neither"),
+        ([EOS, 5, EOS], [-1.0] * 3, "of 3 tokens that ends neither"),
+        ([5, 5], [-1.0] * 2, "of 2 tokens that ends neither"),
+        ([5, EOS], [-1.0], "a log-prob that is missing"),
+        ([5, EOS], [-1.0, float("nan")], "missing, NaN, infinite or above 0"),
+        ([5, EOS], [-1.0, float("-inf")], "missing, NaN, infinite or above 0"),
+        ([5, EOS], [-1.0, 0.1], "missing, NaN, infinite or above 0"),
     ],
 )
 def test_a_response_that_cannot_be_a_sample_is_refused(
@@ -202,13 +202,12 @@ def test_a_server_that_computes_in_bf16_is_given_weights_of_bf16(tmp_path: Path)
     ("fault", "problem"),
     [
         ("count", "0 responses to a prompt, and 1 are needed"),
-        ("prompt", "answered another prompt"),
         ("text", "an unknown form"),
         ("no json", "is no JSON"),
         ("500", "status 500"),
         ("hang", "within 1 s"),
         ("nan", "NaN"),
-        ("cut", "cut after 1 of 8"),
+        ("cut", "of 1 tokens that ends neither"),
         ("token", "does not have"),
         ("version", "weights of version '7', not 1: it was started anew, or something else uses it"),
     ],
@@ -270,7 +269,7 @@ def test_the_server_is_ended_with_all_its_processes_even_if_some_were_killed(
     ("words", "problem"),
     [
         ([*command()[:-1], "end"], "no such architecture"),
-        (["/no/such/vllm", "serve"], r"ppo\.sampler\.command: /no/such/vllm is no program here"),
+        (["/no/such/vllm", "serve"], "No such file or directory: '/no/such/vllm'"),
     ],
     ids=["it ends", "no program"],
 )

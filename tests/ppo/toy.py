@@ -28,10 +28,8 @@ from rlhf_tasks.ppo.advantages import ESTIMATORS
 from rlhf_tasks.ppo.losses import ppo_clip
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import (
-    AdapterOff,
     Prompts,
     Reference,
-    ReferenceCopy,
     Rollout,
     pad_rows,
 )
@@ -246,7 +244,7 @@ def toy(
     state = initial_state(
         setup,
         actor_critic or ActorCritic(small.causal(), critic),
-        reference or ReferenceCopy(frozen, moves="reference_sync" in changes),
+        reference or Reference(frozen, moves="reference_sync" in changes),
         server,
         seed=seed,
     )
@@ -263,12 +261,12 @@ def shared() -> ActorCritic:
     return ActorCritic(small.causal(), ValueHead(small.HIDDEN))
 
 
-def with_lora(value: str | None = "separate") -> tuple[ActorCritic, AdapterOff]:
+def with_lora(value: str | None = "separate") -> tuple[ActorCritic, Reference]:
     policy = add_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
     if value is None:
-        return ActorCritic(policy, NoCritic()), AdapterOff(policy)
+        return ActorCritic(policy, NoCritic()), Reference(policy)
     critic = small.scores(seed=3) if value == "separate" else ValueHead(small.HIDDEN)
-    return ActorCritic(policy, critic), AdapterOff(policy)
+    return ActorCritic(policy, critic), Reference(policy)
 
 
 def rollout_of(

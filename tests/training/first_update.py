@@ -21,7 +21,7 @@ from rlhf_tasks.data.tokenizer import encode, load_tokenizer, read_plain
 from rlhf_tasks.models.heads import ActorCritic, NoCritic
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.models.logprobs import response_logprobs
-from rlhf_tasks.ppo.rollout import ReferenceCopy
+from rlhf_tasks.ppo.rollout import Reference
 from rlhf_tasks.training.distributed import Distributed
 from tests.ppo import toy
 
@@ -51,7 +51,7 @@ def main(layout: str, precision: Any, model: str | None = None) -> None:
         toy.QUERIES[:] = encode(tokenizer, read_plain(tokenizer, INSTRUCTIONS))
         changes |= {
             "actor_critic": ActorCritic(load_causal(model), NoCritic()),
-            "reference": ReferenceCopy(frozen, moves=False),
+            "reference": Reference(frozen),
             "tokenizer": tokenizer,
             "response_length": 64,
             "micro_batch_tokens": 1024,
