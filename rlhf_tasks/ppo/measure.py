@@ -78,9 +78,7 @@ class ResponseMeasures:
         """
         if self.heldout is None:
             return None
-        scores = score_on_all_ranks(
-            self.dist, self.heldout, prompts, responses, self.tokenizer, self.ends
-        )
+        scores = score_on_all_ranks(self.dist, self.heldout, prompts, responses, self.tokenizer, self.ends)
         scores = _finite(scores, "models/reward_heldout gave NaN or infinity", prompts, responses)
         return self.under_eos_rule(scores, responses)
 
