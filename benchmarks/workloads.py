@@ -64,6 +64,7 @@ class Workload:
     dist: Distributed
     settings: Ppo
     actor_critic: ActorCritic
+    reference: Reference
     scorers: WeightedSum
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Ids]

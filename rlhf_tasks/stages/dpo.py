@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from rlhf_tasks.models.heads import supports_shared_prefix
 from rlhf_tasks.models.load import load_causal, load_reward
 from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.passes import TokenBudget
-from rlhf_tasks.models.sampling import BATCH_SIZE
 from rlhf_tasks.models.stop_tokens import ends_of, has_ended
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.measure import ResponseMeasures
@@ -36,7 +35,6 @@ from rlhf_tasks.ppo.metrics import Metrics, standard_error
 from rlhf_tasks.ppo.rollout import Prompts, Reference, interleave
 from rlhf_tasks.ppo.sampler import LocalSampler
 from rlhf_tasks.project import hashing
-from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
@@ -49,15 +47,11 @@ from rlhf_tasks.training.dpo import (
     read_logprobs,
     responses_to_others,
 )
-from rlhf_tasks.training.supervised import evaluate, save, train
+from rlhf_tasks.training.supervised import evaluate, save, save_nothing, train
 from rlhf_tasks.training.tasks import Task
 from rlhf_tasks.training.throughput import pass_flops
 
-NONE_MADE = """\
-# No policy
-
-`dpo.train` of params.yaml is false: PPO starts from models/sft.
-"""
+WHY_NONE = "`dpo.train` of params.yaml is false: PPO starts from models/sft."
 
 
 def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -73,10 +67,7 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """
     dist, settings = Distributed(config.launch, config.seed), config.dpo
     if not settings.train:
-        if dist.is_main:
-            with whole(paths.dpo) as folder:
-                (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
-        dist.barrier()
+        save_nothing(dist, paths.dpo, "No policy", WHY_NONE)
         return {}
 
     # 1. The policy, and the SFT model as its reference; of that all log-probs of the pairs are needed once.
@@ -97,7 +88,8 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     del frozen
 
     # 2. The training. An evaluation samples responses, which decide what weights are kept.
-    prober = _Prober(dist, config, paths, tokenizer, policy, reference, bool(tasks["validation"].sizes))
+    has_loss = bool(tasks["validation"].sizes)
+    prober = _Prober(dist, config, paths, tokenizer, policy, reference, has_loss)
     with checkpoint.open_snapshots(dist, paths, config, "dpo") as snapshots:
         state = train(
             dist,
@@ -116,12 +108,12 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
     # 3. The metrics of the weights that are kept, and the checkpoint.
     metrics: Metrics = {}
-    if tasks["validation"].sizes:
+    if has_loss:
         metrics = evaluate(dist, policy, tasks["validation"], TokenBudget(settings.micro_batch_tokens))
     was_chosen = math.isfinite(state.best_loss)  # else they are the last
     step = state.best_step if was_chosen else state.step
-    probe = prober.known.get(step) or prober.probe(step)  # a resumed run may not know it
-    kl, error = float(probe.kl.mean()), _standard_error(probe.kl)
+    probed, kls = prober.probe(step)
+    kl, error = probed["kl"], standard_error(probed["kl"], float((kls**2).sum()), len(kls))
     if settings.max_kl is not None and not was_chosen and kl > settings.max_kl:
         raise UserError(
             f"dpo.max_kl={settings.max_kl:g}: the KL from the SFT model was higher at every evaluation; "
@@ -131,15 +123,15 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     metrics["compute/forward_tflop"] = 1e-12 * pass_flops(policy) * sum(read)  # of the SFT model's log-probs
     metrics |= {"selected_step": step, "steps_trained": state.step}
     metrics |= {"selected_kl": kl, "selected_kl_standard_error": error}
-    if probe.scores is not None:
-        metrics["selected_heldout_score"] = float(probe.scores.mean())
+    if config.has_reward_model:
+        metrics["selected_heldout_score"] = probed["heldout_scores"]
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/comparisons": hashing.file_hash(paths.rows("comparisons"))}
     identity: dict[str, Any] = contracts.identity("policy", parents)
     identity |= {"method": f"dpo, loss {settings.loss}", "kl": [kl, error]}
     if config.labeler and config.num_labeled:
         identity["labeled_by"] = config.labeler  # which has been optimized, so that it is no judge
-    chosen = "of the lowest validation loss" if was_chosen and prober.has_loss else "the last"
+    chosen = "of the lowest validation loss" if was_chosen and has_loss else "the last"
     if config.has_reward_model:
         identity["chosen_by"] = contracts.fingerprint(paths.reward_heldout)
         chosen = "the best by models/reward_heldout on validation prompts"
@@ -204,15 +196,6 @@ def _read_pairs(
     return PolicyPairs(queries, chosen, rejected, known, pad, settings, loss, shares, sets_of(rows))
 
 
-class Probe(NamedTuple):
-    """Responses of the policy to validation prompts."""
-
-    kl: Tensor  # (B,) nats, from the SFT model
-    scores: Tensor | None  # (B,) by models/reward_heldout
-    mean_length: float
-    ended_share: float
-
-
 class _Prober:
     """Samples responses to validation prompts, and measures their KL and held-out score."""
 
@@ -226,66 +209,64 @@ class _Prober:
         reference: Reference,
         has_loss: bool,
     ) -> None:
-        self._dist, self._config, self._tokenizer = dist, config, tokenizer
-        self._policy, self._reference = policy, reference
+        """`has_loss`: an evaluation has a validation loss, which decides where no held-out score does."""
+        self._config, self._reference, self._has_loss = config, reference, has_loss
         self._budget = TokenBudget(config.dpo.micro_batch_tokens)
-        self.has_loss = has_loss
-        """Whether an evaluation has a validation loss, which decides where no held-out score does."""
-        self.known = dict[int, Probe]()
-        """By the step at which they were made."""
         self.ends = ends_of(policy, tokenizer, [config.stop_token])
         rows = read_table(paths, "prompts", "validation")[: config.dpo.num_selection_prompts]
-        self._prompts = Prompts(rows.texts("prompt"), token_ids(tokenizer, rows)[0], columns.of_rows(rows))
-        self._heldout: RewardModel | None = None
+        heldout: RewardModel | None = None
         if config.has_reward_model:
-            heldout = load_reward(paths.reward_heldout).requires_grad_(False)
-            dist.put(heldout)
-            self._heldout = RewardModel(heldout, tokenizer, config.dpo.micro_batch_tokens, dist)
+            scores = load_reward(paths.reward_heldout).requires_grad_(False)
+            dist.put(scores)
+            heldout = RewardModel(scores, tokenizer, config.dpo.micro_batch_tokens, dist)
+        self._measures = ResponseMeasures(
+            dist=dist,
+            config=config,
+            policy=policy,
+            tokenizer=tokenizer,
+            ends=self.ends,
+            prompts=Prompts(rows.texts("prompt"), token_ids(tokenizer, rows)[0], columns.of_rows(rows)),
+            heldout=heldout,
+        )
+        self._sampler = LocalSampler(
+            dist,
+            policy,
+            torch.Generator(dist.device),
+            num_samples=1,
+            batch_size=None,
+            temperature=config.temperature,
+            max_new_tokens=config.response_length,
+            pad=tokenizer.pad_token_id,
+            ends=self.ends,
+        )
 
     def measure(self, step: int) -> tuple[Metrics, float | None]:
         """Metrics of the policy after so many steps, and what decides which weights are kept."""
-        probe = self.known[step] = self.probe(step)
-        metrics = {"kl": float(probe.kl.mean())}
-        metrics |= {"response_length": probe.mean_length, "ended": probe.ended_share}
-        decisive = None
-        if probe.scores is not None:
-            metrics["heldout_scores"] = float(probe.scores.mean())
-            decisive = -metrics["heldout_scores"]
+        metrics, _ = self.probe(step)
         limit = self._config.dpo.max_kl
-        if limit is not None and decisive is None and not self.has_loss:
-            decisive = -float(step)  # the last weights within the bound
-        return metrics, float("inf") if limit is not None and metrics["kl"] > limit else decisive
+        criterion: float | None = None  # the validation loss decides
+        if limit is not None and metrics["kl"] > limit:
+            criterion = math.inf
+        elif self._measures.heldout is not None:
+            criterion = -metrics["heldout_scores"]
+        elif limit is not None and not self._has_loss:
+            criterion = -float(step)  # the last weights within the bound
+        return metrics, criterion
 
     @torch.no_grad()
-    def probe(self, step: int) -> Probe:
-        """A response to each prompt, by the same random numbers at every step."""
-        dist, config = self._dist, self._config
-        sampler = LocalSampler(
-            dist,
-            self._policy,
-            torch.Generator(dist.device),
-            num_samples=1,
-            batch_size=BATCH_SIZE,
-            temperature=config.temperature,
-            max_new_tokens=config.response_length,
-            pad=self._tokenizer.pad_token_id,
-            ends=self.ends,
-        )
-        responses = sampler.respond(self._prompts.queries, config.seed, step)
-        measures = ResponseMeasures(
-            dist=dist,
-            config=config,
-            policy=self._policy,
-            tokenizer=self._tokenizer,
-            ends=self.ends,
-            prompts=self._prompts,
-            heldout=self._heldout,
-        )
-        kl = measures.kl(self._reference, responses, self._budget)
-        scores = measures.heldout_scores(self._prompts, responses)
-        ended = sum(has_ended(response, self.ends) for response in responses) / len(responses)
-        return Probe(kl, scores, sum(map(len, responses)) / len(responses), ended)
+    def probe(self, step: int) -> tuple[Metrics, Tensor]:
+        """Metrics of a response to each prompt, and the (B,) KLs from the SFT model, in nats.
 
-
-def _standard_error(kl: Tensor) -> float:
-    return standard_error(float(kl.mean()), float((kl**2).sum()), len(kl))
+        The random numbers are the same at every step.
+        """
+        prompts = self._measures.prompts
+        responses = self._sampler.respond(prompts.queries, self._config.seed, step)
+        kl = self._measures.kl(self._reference, responses, self._budget)
+        metrics = {
+            "kl": float(kl.mean()),
+            "response_length": sum(map(len, responses)) / len(responses),
+            "ended": sum(has_ended(response, self.ends) for response in responses) / len(responses),
+        }
+        if (scores := self._measures.heldout_scores(prompts, responses)) is not None:
+            metrics["heldout_scores"] = float(scores.mean())
+        return metrics, kl

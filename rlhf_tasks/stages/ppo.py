@@ -26,14 +26,9 @@ from rlhf_tasks.data.tokenizer import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.heads import ActorCritic, NoCritic, TokenScores, ValueHead
-from rlhf_tasks.models.load import (
-    load_causal,
-    load_reward,
-    recompute_activations,
-    save_checkpoint,
-)
+from rlhf_tasks.models.load import load_causal, load_reward, recompute_activations
 from rlhf_tasks.models.logprobs import head_width
-from rlhf_tasks.models.lora import add_lora, merge_adapter
+from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.stop_tokens import ends_of
 from rlhf_tasks.ppo import audit, preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator, call_user_estimator
@@ -53,6 +48,7 @@ from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker, context
 from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.distributed import Distributed
+from rlhf_tasks.training.supervised import save
 from rlhf_tasks.training.tasks import LanguageModeling, demonstrations, plain_text
 
 PTX_TOKENS = 256
@@ -108,6 +104,11 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     preconditions.check_models(dist, settings, actor_critic, rewards, every_query, tokenizer)
     for model in filter(None, rewards.values()):
         dist.put(model)
+    sft: Reference | None = None  # where PPO starts from another model: the reference of `selected_kl`
+    if paths.start != paths.sft:
+        frozen = load_causal(paths.sft)
+        dist.freeze(frozen)
+        sft = Reference(frozen)
 
     # 3. What the scorers pay for, before anything is trained on them.
     references = [row["reference"] for row in validation[: settings.num_selection_prompts]]
@@ -124,14 +125,14 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, dist),
         win_rate=win_rate,
         seed=config.seed,
-        sft=_sft_model(dist, paths),
+        sft=sft,
     )
     earnings = audit.Earnings()
     audited = validation[: min(settings.audit_prompts, settings.num_selection_prompts)]
     if audited and audited[0]["reference"] is not None:  # else there is nothing to compare with
-        queries, references = token_ids(tokenizer, audited, "reference")
+        queries, answers = token_ids(tokenizer, audited, "reference")
         trivial = audit.trivial_responses(
-            queries, references, end=ends[0], response_length=settings.response_length, seed=config.seed
+            queries, answers, end=ends[0], response_length=settings.response_length, seed=config.seed
         )
         earnings = audit.audit(trivial, evaluator.score)
         tracker.table("reward_audit", [{"response": name, **found} for name, found in earnings.items()])
@@ -172,12 +173,12 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     # 5. The weights that are kept, and what stage judge and the report read of the training.
     evaluation = state.evaluation
     sharding.load_weights(policy, evaluation.weights)
-    with sharding.to_save(policy) as plain:
-        if dist.is_main:
-            _save_policy(config, paths, merge_adapter(plain), setup, state)
-            responses = pa.Table.from_pylist(evaluation.responses)
-            trips = state.trips if state.guards else None
-            _write_training(paths, evaluation.samples, responses, state.rollouts, trips, earnings)
+    identity, card = _describe(config, paths, setup, state)
+    save(dist, policy, tokenizer, paths.policy, identity, card, others=ends)
+    if dist.is_main:
+        responses = pa.Table.from_pylist(evaluation.responses)
+        trips = state.trips if state.guards else None
+        _write_training(paths, evaluation.samples, responses, state.rollouts, trips, earnings)
     dist.barrier()
     return state.metrics | {"guards/trips": float(len(state.trips))} | evaluation.metrics
 
@@ -269,15 +270,6 @@ def load_models(
     return ActorCritic(policy, critic), reference, reward
 
 
-def _sft_model(dist: Distributed, paths: Paths) -> Reference | None:
-    """What the KL of the policy that is kept is measured from, where PPO starts from another model."""
-    if paths.start == paths.sft:
-        return None
-    frozen = load_causal(paths.sft)
-    dist.freeze(frozen)
-    return Reference(frozen)
-
-
 def _critic(
     dist: Distributed, config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
 ) -> TokenScores | ValueHead | NoCritic:
@@ -330,10 +322,8 @@ def ptx_text(
 # --------------------------------------------------------------------------------------------- results
 
 
-def _save_policy(
-    config: PpoView, paths: Paths, policy: PreTrainedModel, setup: Setup, state: PpoState
-) -> None:
-    """Write models/policy with the identities of what made it, and a card that says how."""
+def _describe(config: PpoView, paths: Paths, setup: Setup, state: PpoState) -> tuple[dict[str, Any], str]:
+    """The content of rlhf.json, with the identities of what made the policy, and the card, which says how."""
     settings = config.ppo
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
@@ -388,5 +378,4 @@ def _save_policy(
         inputs=inputs,
         how=f"PPO from the {'DPO' if 'dpo' in parents else 'SFT'} policy; {chosen}.",
     )
-    with whole(paths.policy) as folder:
-        save_checkpoint(policy, setup.tokenizer, folder, identity=identity, card=card, others=setup.ends)
+    return identity, card

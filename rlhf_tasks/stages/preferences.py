@@ -104,7 +104,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                         "equal texts, equal scores or NaN"
                     )
                 names = (*COLUMNS, SET) if any(SET in row for row in made) else COLUMNS
-                tables.append(pa.table({c: pa.array([r.get(c) for r in made], pa.string()) for c in names}))
+                tables.append(pa.Table.from_pylist(made, pa.schema([(name, pa.string()) for name in names])))
             table = pa.concat_tables(tables, promote_options="default")
             # 3. Labels err in training only; those of given pairs are the user's, or of the synthetic task.
             if split == "train" and scorer:
@@ -175,12 +175,11 @@ def _pair(rows: Sequence[Row], texts: Sequence[list[str]], scorer: Scorer | None
         pairs = compare(scorer, rows, *texts)
     else:
         pairs = [(row["reference"], text) for row, text in zip(rows, texts[0], strict=True)]
-    made = [(row, *pair) for row, pair in zip(rows, pairs, strict=True) if pair is not None]
     return [
-        dict(zip(COLUMNS, (row["prompt"], chosen, rejected, row["source"], "sft_samples"), strict=True))
-        | ({SET: row[SET]} if SET in row else {})
-        for row, chosen, rejected in made
-        if chosen.strip() != rejected.strip()
+        {key: row[key] for key in ("prompt", "source", SET) if key in row}
+        | {"chosen": pair[0], "rejected": pair[1], "origin": "sft_samples"}
+        for row, pair in zip(rows, pairs, strict=True)
+        if pair is not None and pair[0].strip() != pair[1].strip()
     ]
 
 
@@ -190,10 +189,8 @@ def compare(scorer: Scorer, rows: Sequence[Row], *texts: list[str]) -> list[tupl
     scores = [scorer(Responses.of_texts(prompts, column, kept)).tolist() for column in texts]
     pairs: list[tuple[str, str] | None] = []
     for of_row, candidates in zip(zip(*scores, strict=True), zip(*texts, strict=True), strict=True):
-        known = [
-            (score, text) for score, text in zip(of_row, candidates, strict=True) if not math.isnan(score)
-        ]
-        known.sort(key=itemgetter(0))
+        scored = zip(of_row, candidates, strict=True)
+        known = sorted(((score, text) for score, text in scored if not math.isnan(score)), key=itemgetter(0))
         decides = bool(known) and known[0][0] < known[-1][0]
         pairs.append((known[-1][1], known[0][1]) if decides else None)
     return pairs

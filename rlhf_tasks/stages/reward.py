@@ -27,22 +27,17 @@ from rlhf_tasks.models.heads import TokenScores, supports_shared_prefix
 from rlhf_tasks.models.load import add_score_head, fetch_tokenizer, load_causal, load_reward
 from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.project import hashing
-from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker, context
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import PATIENCE, Distributed, alone
-from rlhf_tasks.training.supervised import save, train
+from rlhf_tasks.training.supervised import save, save_nothing, train
 from rlhf_tasks.training.tasks import PreferencePairs, RewardLearner
 
 LOCKED = "locked"
-NONE_MADE = """\
-# No reward model
-
-`reward.train` is false: no scorer, critic or judge of params.yaml uses a reward model.
-"""
+WHY_NONE = "`reward.train` is false: no scorer, critic or judge of params.yaml uses a reward model."
 
 
 def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -58,10 +53,8 @@ def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     for out in (paths.reward, paths.reward_heldout):
         if config.reward.train:
             metrics |= _make_reward_model(dist, config, paths, tracker, out)
-        elif dist.is_main:
-            with whole(out) as folder:  # `contracts.has_model` is False for it
-                (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
-    dist.barrier()
+        else:
+            save_nothing(dist, out, "No reward model", WHY_NONE)
     return metrics
 
 

@@ -33,22 +33,20 @@ from rlhf_tasks.ppo.rewards import ScoreScaler
 from rlhf_tasks.ppo.rollout import Prompts
 from rlhf_tasks.ppo.sampler import LocalSampler
 from rlhf_tasks.project import hashing
-from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import build as build_scorers
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.supervised import evaluate, save, train
+from rlhf_tasks.training.supervised import evaluate, save, save_nothing, train
 from rlhf_tasks.training.tasks import EXPLAINED, ValueTargets
 from rlhf_tasks.training.throughput import pass_flops
 
 HELD_OUT_SHARE = 4  # train prompts to one validation prompt
-NONE_MADE = """\
-# No critic
-
-`ppo.advantages.critic.init` of params.yaml is not `value`: PPO's critic, if there is one, starts elsewhere.
-"""
+WHY_NONE = (
+    "`ppo.advantages.critic.init` of params.yaml is not `value`: PPO's critic, if there is one, starts "
+    "elsewhere."
+)
 
 
 def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -61,10 +59,7 @@ def run(config: ValueView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """
     dist, settings = Distributed(config.launch, config.seed), config.value
     if config.critic_init != "value" or not config.train_ppo:
-        if dist.is_main:
-            with whole(paths.value) as folder:
-                (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
-        dist.barrier()
+        save_nothing(dist, paths.value, "No critic", WHY_NONE)
         return {}
 
     # 1. Responses of the model that PPO starts from, and their outcomes.

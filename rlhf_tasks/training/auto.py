@@ -57,15 +57,11 @@ def resolve(
     known, launch, changed = recorded or {}, settings.launch, dict[str, Any]()
     if launch.precision == "auto" and PRECISION in needed:
         number_format = known.get(PRECISION) or choose_precision(settings, root)
-        changed["launch"] = launch.model_copy(update={"precision": number_format})
+        changed["launch"] = launch = launch.model_copy(update={"precision": number_format})
     for name in TRAINED:
         section, key = getattr(settings, name), f"{name}.micro_batch_tokens"
         if section.micro_batch_tokens == AUTO and key in needed:
-            if (tokens := known.get(key)) is None:
-                number_format = changed.get("launch", launch).precision
-                if number_format == "auto":
-                    number_format = choose_precision(settings, root)
-                tokens = choose_tokens(settings, root, number_format, name)
+            tokens = known.get(key) or choose_tokens(settings, root, launch.precision, name)
             changed[name] = section.model_copy(update={"micro_batch_tokens": tokens})
     return settings.model_copy(update=changed)
 
@@ -82,20 +78,13 @@ def resolve_for(paths: Paths, stage: Stage, settings: Config, *, check: bool = T
     `check`: whether the file must hold what the stage would read now. So a stage and its record agree.
 
     Raises:
-        UserError: if something has changed since the file was written, or this machine lacks the precision.
+        UserError: if something has changed since the file was written.
     """
     record = inputs.read_record(paths, stage)
     needed = VIEWS[stage].of(settings).declared
     values = resolve(settings, paths.root, None if record is None else record.values, needed)
     if record is None or not check:
         return values
-    is_auto = settings.launch.precision == "auto"
-    if is_auto and values.launch.precision == "bf16" and not computes_in_bf16():
-        raise UserError(
-            f"{paths.relative(paths.inputs(stage))} records {PRECISION}: bf16, which `auto` stood for where "
-            "it was written, and here neither a GPU nor the CPU computes in it. Run the stage there; or set "
-            f"{PRECISION}, and run `dvc repro`, which starts this stage from the beginning"
-        )
     now = inputs.collect(paths, stage, VIEWS[stage].of(values).declared)
     if now != record:
         raise UserError(
@@ -107,22 +96,21 @@ def resolve_for(paths: Paths, stage: Stage, settings: Config, *, check: bool = T
 
 
 def choose_precision(settings: Config, root: Path) -> Literal["fp32", "bf16"]:
-    """`launch.precision`; `auto` is bf16 where the machine computes in it, and fp32 elsewhere.
+    """What `launch.precision: auto` stands for: bf16 where the machine has units for it, and fp32 elsewhere.
 
-    On a CPU the model must also be wide enough to gain (one of the hub counts as wide), and not sharded:
-    shards would have weights in 16 bits, and not only matmuls.
+    All GPUs that this process may use must have them, or without a GPU the CPU. On a CPU the model must also
+    be wide enough to gain (one of the hub counts as wide), and not sharded: shards would have weights in 16
+    bits, and not only matmuls.
     """
-    if settings.launch.precision != "auto":
-        return settings.launch.precision
-    if not computes_in_bf16():
+    if found := gpus():
+        return "bf16" if min(gpu.major for gpu in found) >= AMPERE else "fp32"
+    if settings.launch.parallelism != "ddp" or not cpu_has_amx():
         return "fp32"
-    is_ddp, (width, *_) = settings.launch.parallelism == "ddp", _shape(settings, root, "sft") or LARGE
-    return "bf16" if gpus() or (is_ddp and width >= LEAST_WIDTH) else "fp32"
+    width, *_ = _shape(settings, root, "sft") or LARGE
+    return "bf16" if width >= LEAST_WIDTH else "fp32"
 
 
-def choose_tokens(
-    settings: Config, root: Path, number_format: Literal["fp32", "bf16"], section: str = "sft"
-) -> int:
+def choose_tokens(settings: Config, root: Path, number_format: str, section: str = "sft") -> int:
     """What `micro_batch_tokens: auto` stands for here in a section of params.yaml, by its model.
 
     A hub id counts as a model of eight billion parameters: nothing is fetched here, and the value must not
@@ -130,15 +118,13 @@ def choose_tokens(
     """
     memory = min((gpu.total_memory for gpu in gpus()), default=None)
     hidden, layers, intermediate = _shape(settings, root, section) or LARGE
-    numbers = layers * (9 * hidden + 3 * intermediate)  # in and out of all linear layers, at most
-    width, launch = 2 if number_format == "bf16" else 4, settings.launch
+    width = 2 if number_format == "bf16" else 4
+    a_token = width * layers * (9 * hidden + 3 * intermediate)  # in and out of all linear layers, at most
     if memory is None:
-        return fit_tokens(machine_memory(), width * numbers, MOST_TOKENS["cpu"])
-    is_sharded = launch.num_shards >= MANY_SHARDS
-    a_token = width * numbers
+        return fit_tokens(machine_memory(), a_token, MOST_TOKENS["cpu"])
     if section in ("value", "ppo") and settings.ppo.gradient_checkpointing:
         a_token = checkpointed_bytes(a_token, hidden, layers)
-    return fit_tokens(memory, a_token, is_sharded=is_sharded)
+    return fit_tokens(memory, a_token, is_sharded=settings.launch.num_shards >= MANY_SHARDS)
 
 
 def checkpointed_bytes(of_token: int, hidden: int, layers: int) -> int:
@@ -193,11 +179,6 @@ def _shape_of_gguf(file: Path, cache: Path) -> tuple[int, int, int]:
 
 
 # ------------------------------------------------------------------------------------------- the machine
-
-
-def computes_in_bf16() -> bool:
-    """Whether all GPUs that this process may use have units for bfloat16, or without a GPU the CPU."""
-    return min((gpu.major for gpu in gpus()), default=AMPERE if cpu_has_amx() else 0) >= AMPERE
 
 
 def cpu_has_amx() -> bool:

@@ -189,16 +189,15 @@ def _show_others(folder: Path, identity: Mapping[str, Any], keys: Sequence[str])
             if manifest is None:
                 continue
             old = manifest["identity"]
+            differing = inputs.differences(old, identity)
             if {**old, **here} == identity:
-                differing = [key for key in here if old.get(key) != here[key]]
-                there, now = (", ".join(f"{key}: {of[key]}" for key in differing) for of in (old, here))
                 raise UserError(
-                    f"an unfinished run of {stage} (in {other}) had {there}, and here `auto` stands for "
-                    f"{now}. Set the former in params.yaml to resume that run, or the latter to begin anew"
+                    f"an unfinished run of {stage} (in {other}) had other values for `auto`: {differing}. "
+                    "Set the former in params.yaml to resume that run, or the latter to begin anew"
                 )
             console.say(
                 f"{stage} starts from the beginning. The snapshots of an unfinished run differ in "
-                f"{inputs.differences(old, identity)}; if you do not need them, remove {other}"
+                f"{differing}; if you do not need them, remove {other}"
             )
 
 
@@ -393,23 +392,18 @@ class SavedSnapshots(Snapshots):
         made = {"made_by": self._made_by, "threads": torch.get_num_threads()}
         manifest = {"step": step, **made, "identity": self._identity}
         size = _num_bytes(state)
-        with self._room(partial, size):
-            if is_sharded := callable(write := together.get(TRAINING)):
+        if is_sharded := callable(write := together.get(TRAINING)):
+            with self._room(partial, size):
                 (partial / TRAINING).mkdir(exist_ok=True)
                 write(partial / TRAINING)
-                del together[TRAINING]
-            is_beside = dist.world_size == 1 and not is_sharded and 2 * size < auto.free_memory()
-            parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": together} if dist.is_main else {})
-            if is_beside:
-                parts = copy_to_cpu(parts)
-                self._writing = self.writer.submit(self._write, parts, partial, snapshot, manifest, size)
-            else:
-                for name, part in parts.items():
-                    torch.save(part, partial / name)
-                    atomic.fsync(partial / name)  # another machine cannot do it for this one
-                dist.barrier()
-                if dist.is_main:
-                    self._complete(partial, snapshot, manifest)
+            del together[TRAINING]
+        parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": together} if dist.is_main else {})
+        is_beside = dist.world_size == 1 and not is_sharded and 2 * size < auto.free_memory()
+        if is_beside:
+            parts = copy_to_cpu(parts)
+            self._writing = self.writer.submit(self._write, parts, partial, snapshot, manifest, size)
+        else:
+            self._write(parts, partial, snapshot, manifest, size)
         dist.barrier()
         self._saved_at, self._step_began_at = began_at, time.monotonic()
         self._save_seconds = self._step_began_at - began_at
@@ -432,23 +426,26 @@ class SavedSnapshots(Snapshots):
         manifest: Mapping[str, Any],
         size: int,
     ) -> float:
-        """In the thread: write the files of a snapshot; returns the seconds that it took."""
+        """Write this rank's files of a snapshot, maybe in the thread; returns the seconds that it took.
+
+        When all ranks have, the first one writes the manifest, gives the snapshot its name, and removes the
+        oldest one.
+        """
         import torch
 
         began_at = time.monotonic()
         with self._room(partial, size):
             for name, part in parts.items():
                 torch.save(part, partial / name)
-            self._complete(partial, snapshot, manifest)
+                atomic.fsync(partial / name)  # another machine cannot do it for this one
+            self._dist.barrier()  # of one process, in the thread, it is nothing
+            if self._dist.is_main:
+                sums = hashing.sha256_of_files(partial)
+                atomic.write_json(partial / MANIFEST, {**manifest, "files": sums})
+                atomic.finish(partial, snapshot)
+                for old in sorted(self.folder.glob("step-*"), reverse=True)[self._settings.keep :]:
+                    shutil.rmtree(old)
         return time.monotonic() - began_at
-
-    def _complete(self, partial: Path, snapshot: Path, manifest: Mapping[str, Any]) -> None:
-        """Give the written files their manifest and their name, and remove the oldest snapshot."""
-        sums = hashing.sha256_of_files(partial)
-        atomic.write_json(partial / MANIFEST, {**manifest, "files": sums})
-        atomic.finish(partial, snapshot)
-        for old in sorted(self.folder.glob("step-*"), reverse=True)[self._settings.keep :]:
-            shutil.rmtree(old)
 
     @contextmanager
     def _room(self, partial: Path, size: int) -> Iterator[None]:

@@ -267,7 +267,11 @@ class Distributed:
         """
         if not self.shards:
             return model.to(self.device)
-        if ROOM * sum(weight.nbytes for weight in model.parameters()) <= free_memory(self.device):
+        free = math.inf
+        if self.device.type == "cuda":  # torch keeps some for new tensors
+            free = torch.cuda.mem_get_info(self.device)[0]
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if ROOM * sum(weight.nbytes for weight in model.parameters()) <= free:
             return copy_to(model, self.device).to(self.device)
         console.say(f"{type(model).__name__} is checked on the CPU: the GPU has no room for all of it")
         return model if self.is_main else None
@@ -473,14 +477,6 @@ def alone(launch: Launch, seed: int) -> Distributed:
         return Distributed(launch, seed)
     finally:
         os.environ.update(known)
-
-
-def free_memory(device: torch.device) -> float:
-    """The free bytes of a GPU, with those that torch keeps for new tensors; infinite on a CPU."""
-    if device.type != "cuda":
-        return math.inf
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def join_gpus() -> None:

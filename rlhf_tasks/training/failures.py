@@ -14,8 +14,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from filelock import FileLock
+
 from rlhf_tasks.errors import LESS_MEMORY, UserError
-from rlhf_tasks.project import disk
+from rlhf_tasks.project import atomic, disk
 from rlhf_tasks.tracking import context
 
 FAILURE = "RLHF_FAILURE_FILE"
@@ -64,23 +66,13 @@ def report_killed(message: str) -> None:
 
 
 def write(failure: Mapping[str, str], *, replace: bool = False) -> None:
-    """Write a report in one step, because other processes read the file."""
+    """Write a report, unless another process has reported a failure and this one does not `replace` it."""
     if FAILURE not in os.environ:
         return
     where = Path(os.environ[FAILURE])
-    whole = where.with_name(f"{where.name}.{os.getpid()}")
-    whole.write_text(json.dumps(failure), encoding="utf-8")
-    if replace or "stage" in read(where):
-        whole.replace(where)
-        return
-    try:
-        where.hardlink_to(whole)  # which no other process replaces
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links
-        if not where.exists():
-            whole.replace(where)
-    whole.unlink(missing_ok=True)
+    with FileLock(f"{where}.lock"):
+        if replace or read_failure() is None:
+            atomic.write_json(where, failure)
 
 
 def read(where: Path) -> dict[str, str]:
@@ -89,12 +81,12 @@ def read(where: Path) -> dict[str, str]:
 
 
 def read_failure(where: Path | None = None) -> dict[str, str] | None:
-    """The failure file of this process or another one; None if nothing has failed."""
+    """The failure file, by default that of this process; None if nothing has failed."""
     report = read(where or Path(os.environ.get(FAILURE, "")))
     return report if "kind" in report else None
 
 
 def has_failed_elsewhere() -> bool:
-    """True in a worker if another one failed first: what fails here then is a consequence."""
+    """True in a worker if another one failed first: what fails or ends here then is a consequence."""
     failure = read_failure() if context.is_worker() else None
     return failure is not None and failure["process"] != str(os.getpid())

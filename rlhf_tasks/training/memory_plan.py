@@ -255,7 +255,7 @@ def candidates(run: Run) -> Iterator[Run]:
         for checkpointing in sorted({run.ppo.gradient_checkpointing, True}):
             ppo = run.ppo.model_copy(update={"gradient_checkpointing": checkpointing})
             for parallelism in get_args(Parallelism):
-                if (parallelism == "ddp" and offload) or parallelism == "hsdp":  # that needs more than fsdp2
+                if parallelism == "ddp" and offload:
                     continue
                 if run.num_gpus > 1 or parallelism == "ddp" or (offload and parallelism != "fsdp2"):
                     yield replace(run, offload=offload, ppo=ppo, parallelism=parallelism)

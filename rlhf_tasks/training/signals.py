@@ -99,8 +99,8 @@ class Listener:
             PeerFailed: instead, in a worker that is ended because another one has failed.
         """
         self._is_ending = True
-        if (failure := _failure_of_peer()) is not None:
-            raise PeerFailed(failure)
+        if failures.has_failed_elsewhere():
+            raise PeerFailed("another process of this stage failed")
         raise Stopped(number)
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
@@ -108,7 +108,7 @@ class Listener:
         if self._is_ending:
             return  # what is being closed may need its time: the thread limits it
         is_again, self.received = bool(self.received) and not context.is_worker(), number
-        if self._plan is None or is_again or _failure_of_peer() is not None:
+        if self._plan is None or is_again or failures.has_failed_elsewhere():
             self.act(number)
         self._tell()
 
@@ -145,7 +145,7 @@ class Listener:
             self._deadline = min(self._deadline, time.monotonic() + AT_ONCE_SECONDS)
             return
         plan, name = self._plan, NAMES[signal.Signals(number)]
-        if plan is None or _failure_of_peer() is not None:
+        if plan is None or failures.has_failed_elsewhere():
             self._deadline = min(self._deadline, time.monotonic() + CLOSING_SECONDS)
         if self._num_heard > 1:
             return
@@ -155,14 +155,9 @@ class Listener:
         self._say(f"{name}: {what}{self.next_run()}")
 
     def _say(self, text: str) -> None:
-        if not console.is_quiet() and _failure_of_peer() is None:
+        if not console.is_quiet() and not failures.has_failed_elsewhere():
             with suppress(OSError, ValueError):  # nobody reads it any more
                 print(f"rlhf: {text}", file=sys.stderr, flush=True)
-
-
-def _failure_of_peer() -> str | None:
-    failure = failures.read_failure() if context.is_worker() else None
-    return None if failure is None else failure["message"]
 
 
 _current: Listener | None = None

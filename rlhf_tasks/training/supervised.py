@@ -221,12 +221,8 @@ def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudge
         UserError: if the memory does not suffice for one row, or on several ranks.
     """
     # 1. The rows of each set, in the order in which the sets first come. Data of one set has no names.
-    everything = range(len(task.sizes))
-    groups: dict[str, Sequence[int]]
-    if task.sets:
-        groups = {name: [i for i in everything if task.sets[i] == name] for name in dict.fromkeys(task.sets)}
-    else:
-        groups = {"": everything}
+    everything, sets = range(len(task.sizes)), task.sets or [""] * len(task.sizes)
+    groups = {name: [i for i in everything if sets[i] == name] for name in dict.fromkeys(sets)}
 
     # 2. Passes over this rank's share of each set: a micro-batch has rows of one set, so that its sums are
     # that set's. After out-of-memory all of them are made again, smaller.
@@ -267,6 +263,14 @@ def add_up(dist: Distributed, parts: Sequence[Sums]) -> Metrics:
 def budget_metrics(budget: TokenBudget) -> Metrics:
     """The metric of a budget that out-of-memory has lowered."""
     return {"train/micro_batch_tokens": budget.max_tokens} if budget.is_lowered else {}
+
+
+def save_nothing(dist: Distributed, out: Path, title: str, why: str) -> None:
+    """Write a folder that holds a README alone, where no model is trained: `contracts.has_model` is False."""
+    if dist.is_main:
+        with whole(out) as folder:
+            (folder / "README.md").write_text(f"# {title}\n\n{why}\n", encoding="utf-8")
+    dist.barrier()
 
 
 def save(

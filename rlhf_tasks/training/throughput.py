@@ -15,7 +15,6 @@ from torch import nn
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.distributed import Distributed
 
-FORWARD, BACKWARD = 2, 4  # FLOPs for each parameter and token; frozen weights take half of the second
 PEAKS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -40,10 +39,9 @@ def pass_flops(*models: nn.Module, gradients: bool = False) -> float:
     total = 0.0
     for model in models:
         whole = sharding.num_parameters(model)
-        total += FORWARD * whole
-        if gradients:  # of the states, and of the weights that train
-            trained = sharding.num_parameters(model, trained=True)
-            total += BACKWARD / 2 * (whole + trained)
+        total += 2 * whole
+        if gradients:  # 2 for those of the states, and 2 for those of the weights that train
+            total += 2 * (whole + sharding.num_parameters(model, trained=True))
     return total
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlhf_tasks import config
+from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.project import inputs
 from rlhf_tasks.project.paths import Paths
@@ -112,7 +113,7 @@ def test_auto_is_bf16_on_gpus_that_have_it_and_on_a_cpu_with_matrix_units_for_a_
     for wanted, chosen in (("auto", expected), ("bf16", "bf16"), ("fp32", "fp32")):
         launch = {"parallelism": parallelism, "precision": wanted}
         settings = config.Config.model_validate({"model": model, "launch": launch})
-        assert auto.choose_precision(settings, tmp_path) == chosen
+        assert auto.resolve(settings, tmp_path, needed=[PRECISION]).launch.precision == chosen
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("avx512f amx_bf16 amx_tile", True), ("avx512_bf16", False)])

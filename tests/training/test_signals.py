@@ -72,7 +72,7 @@ def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
 ) -> None:
     monkeypatch.setattr(context, "is_worker", lambda: True)
     monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
-    failures.report(RuntimeError("another worker failed"))
+    failures.write({"kind": "fault", "message": "it failed", "process": "1"})
     assert loop_with_signals(2) == ["step 1", "PeerFailed"]
 
 
