@@ -123,10 +123,10 @@ def check_response(ids: Ids, logprobs: Sequence[float], sampling: Sampling, voca
     """
     problem, ends, most = None, sampling.ends, sampling.max_tokens
     has_end, continues = ids[-1:] and ids[-1] in ends, set(ends) & set(ids[:-1])
-    if continues or len(ids) > most or not (has_end or len(ids) == most):
-        problem = f"of {len(ids)} tokens that ends neither at its first stop token nor after {most} tokens"
-    elif any(not 0 <= token < vocab for token in ids):
+    if any(not 0 <= token < vocab for token in ids):
         problem = f"with a token that the model does not have; it has {vocab}"
+    elif continues or len(ids) > most or not (has_end or len(ids) == most):
+        problem = f"of {len(ids)} tokens that ends neither at its first stop token nor after {most} tokens"
     elif len(logprobs) != len(ids) or not all(math.isfinite(x) and x <= ABOVE_ZERO for x in logprobs):
         problem = "with a log-prob that is missing, NaN, infinite or above 0"
     if problem is not None:
