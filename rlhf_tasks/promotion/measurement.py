@@ -121,7 +121,7 @@ def collect(candidate: Candidate, stale: str | None) -> Measurements:
     optimized = {**known.results.optimised_judges, **training["optimised_judges"]}
     functions = {contracts.read_identity(candidate.folder).get("labeled_by")}  # dpo optimizes its labels
     if is_own:  # params.yaml counts too, since the cache may lack the record of the training
-        ppo = dvc_files.parameters(paths.root).get("ppo", {})
+        ppo = config.parse(config.read_text(paths.params), "params.yaml").get("ppo", {})
         named = ppo.get("scorers", []) if ppo.get("train", True) else []
         scorers = [*inputs.used(paths.root, "ppo").values.get("ppo.scorers", []), *named]
         functions |= {scorer["function"] for scorer in scorers if "function" in scorer}
