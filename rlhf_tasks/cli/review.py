@@ -109,7 +109,6 @@ def judge(
     from rlhf_tasks.training import auto
 
     view = config.JudgeView.of(auto.resolve(config.load(), Path(), needed=[PRECISION]))
-
     if out is not None:
         check_output_file(out)
     head_to_head.compare_models(

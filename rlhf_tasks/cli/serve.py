@@ -57,8 +57,8 @@ def up(
     try:
         ProjectService.here().up({"prefect": prefect_port, "mlflow": mlflow_port}, gpu_slots, webhook)
     except KeyboardInterrupt:
-        print("rlhf: interrupted; `rlhf down` stops what was started", file=sys.stderr)
-        return 130
+        print("rlhf: `rlhf down` stops what was started", file=sys.stderr)
+        raise
     return 0
 
 

@@ -31,15 +31,12 @@ def whole(path: Path) -> Iterator[Path]:
         shutil.rmtree(stale)
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
     partial.chmod(0o755)
-    free = disk.free(partial)
     try:
-        yield partial
-        finish(partial, path)
-    except BaseException as error:
-        full = disk.is_full(error) and disk.message(path, disk.size(partial), free)
+        with disk.room(path, lambda: disk.size(partial)):
+            yield partial
+            finish(partial, path)
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        if full:
-            raise disk.DiskFullError(full) from error
         raise
 
 

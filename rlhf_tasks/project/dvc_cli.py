@@ -40,7 +40,7 @@ def place(root: Path) -> Path:
     return found
 
 
-def _config(root: Path) -> Any:
+def config(root: Path) -> Any:
     """DVC's settings, without starting a process; UserError if they are not valid."""
     from dvc.config import Config, ConfigError
 
@@ -52,14 +52,14 @@ def _config(root: Path) -> Any:
 
 def cache(root: Path) -> Path:
     """The DVC cache of the project, as `dvc cache dir` prints it."""
-    return Path(_config(root)["cache"].get("dir") or place(root) / "cache")
+    return Path(config(root)["cache"].get("dir") or place(root) / "cache")
 
 
 def check(root: Path) -> None:
     """Check that DVC finds its repository, and git's where it expects one: an archive has none."""
     needs_git = shutil.which("git") is not None  # DVC has its own
     has_git = not needs_git or git.quiet_output(root, "rev-parse", "--git-dir")
-    if not has_git and not _config(root)["core"].get("no_scm"):
+    if not has_git and not config(root)["core"].get("no_scm"):
         raise UserError(
             f"{root.resolve()} is in no git repository, which DVC needs (an archive has none): {git.BEGIN}; "
             "or `dvc config core.no_scm true`, and no run can name its commit"
@@ -68,7 +68,7 @@ def check(root: Path) -> None:
 
 def check_remote(root: Path) -> None:
     """Check that `dvc push` has a default remote, or that outs in dvc.yaml name one of their own."""
-    settings = _config(root)
+    settings = config(root)
     default = settings["core"].get("remote")
     has_own = "remote:" in (root / "dvc.yaml").read_text(encoding="utf-8")
     if default not in settings["remote"] and not (default is None and has_own):
@@ -124,10 +124,8 @@ def read_outs(root: Path, revision: str, *paths: str) -> list[bytes]:
     from dvc.repo.data import DataIndexDirError
 
     files, prefix = DVCFileSystem(str(root), rev=revision, subrepos=True), git.prefix(root)
-    try:
-        return [
-            files.read_bytes(f"{prefix}{path}") for path in paths
-        ]  # of a commit: from the repository's top
+    try:  # of a commit, paths begin at the repository's top
+        return [files.read_bytes(f"{prefix}{path}") for path in paths]
     except (OSError, DataIndexDirError) as error:
         raise UserError(f"{error}: DVC's cache has it no more; `dvc fetch` may bring it") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -100,11 +99,6 @@ def _fill(path: str, values: Mapping[str, Any]) -> str:
     if unknown := [name for name in names if name not in values]:
         raise UserError(f"{path!r} in dvc.yaml needs {', '.join(unknown)}, which params.yaml does not have")
     return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values[match[1]]), path)
-
-
-def parameters(root: Path) -> dict[str, Any]:
-    """The values of params.yaml, unchecked."""
-    return copy.deepcopy(dict(_parse(read_text(root / "params.yaml"), "params.yaml")))
 
 
 def locked(root: Path) -> dict[str, str]:

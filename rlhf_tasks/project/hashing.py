@@ -25,19 +25,17 @@ def dvc_md5(path: Path, known: Path | None = None) -> str:
     `known` keeps the md5 of large files, so that they are read again only after a change.
     """
     if path.is_file():
-        return _known_digest(path, "md5", known)
-    files = (file for file in path.rglob("*") if file.is_file())
+        return file_digest(path, "md5", known)
     listing = [
-        {"md5": _known_digest(file, "md5", known), "relpath": file.relative_to(path).as_posix()}
-        for file in files
-        if not any(part in NOT_DATA for part in file.relative_to(path).parts)
+        {"md5": file_digest(file, "md5", known), "relpath": file.relative_to(path).as_posix()}
+        for file in path.rglob("*")
+        if file.is_file() and not any(part in NOT_DATA for part in file.relative_to(path).parts)
     ]
     listing.sort(key=lambda entry: entry["relpath"])
     return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
 
 
 def _digest(file: Path, name: str) -> str:
-    """The hash of a file by the algorithm of this name, in hex digits."""
     digest = hashlib.new(name)
     megabytes = round(file.stat().st_size / 1e6)
     with file.open("rb") as content, console.part(f"hashing {file.name}", megabytes, "MB") as meter:
@@ -47,13 +45,11 @@ def _digest(file: Path, name: str) -> str:
     return digest.hexdigest()
 
 
-def sha256(file: Path, known: Path | None = None) -> str:
-    """sha256 of a file, 64 hex digits; `known` keeps that of large ones, as for `dvc_md5`."""
-    return _known_digest(file, "sha256", known)
+def file_digest(file: Path, name: str, memory: Path | None = None) -> str:
+    """The hash of a file by the algorithm of this name, in hex digits.
 
-
-def _known_digest(file: Path, name: str, memory: Path | None) -> str:
-    """The hash of a file; that of a large one is kept by its path, size, time of change and inode."""
+    The JSON file `memory` keeps that of a large file by its path, size, time of change and inode.
+    """
     status, path = file.stat(), str(file.resolve())
     if memory is None or status.st_size < LARGE:
         return _digest(file, name)

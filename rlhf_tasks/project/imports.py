@@ -69,13 +69,10 @@ def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object
     yield "the working folder", psutil.Process().cwd, os.chdir  # which may be deleted
     for one in ("stdout", "stderr"):
         yield f"sys.{one}", partial(getattr, sys, one), partial(setattr, sys, one)
-    timer = signal.ITIMER_REAL
-    yield "the alarm", lambda: signal.getitimer(timer)[0] > 0, lambda _: signal.setitimer(timer, 0)
     if threading.current_thread() is threading.main_thread():  # only there signals have handlers
         for number in (signal.SIGINT, signal.SIGTERM):
             read, write = partial(signal.getsignal, number), partial(signal.signal, number)
             yield f"the handler of {number.name}", read, write
-        yield "the wakeup descriptor of signals", _wakeup_descriptor, _set_wakeup_descriptor
     if (torch := sys.modules.get("torch")) is None:
         return
     yield "torch's inference mode", torch.is_inference_mode_enabled, lambda _: None
@@ -88,7 +85,8 @@ def _settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object
         ("detection of anomalies", "is_anomaly_enabled", "set_anomaly_enabled"),
     ):
         yield f"torch's {what}", getattr(torch, reads), getattr(torch, sets)
-    yield "torch's precision of matmuls", _matmul_precision, _set_matmul_precision
+    set_precision = torch.set_float32_matmul_precision
+    yield "torch's precision of matmuls", _matmul_precision, lambda value: value and set_precision(value)
     for device in ("cpu", "cuda"):
         on, switch = torch.is_autocast_enabled, torch.set_autocast_enabled
         yield f"torch's autocast on {device}", partial(on, device), partial(switch, device)
@@ -100,11 +98,6 @@ def _matmul_precision() -> str | None:
         return str(sys.modules["torch"].get_float32_matmul_precision())
     except RuntimeError:
         return None
-
-
-def _set_matmul_precision(value: str | None) -> None:
-    if value is not None:
-        sys.modules["torch"].set_float32_matmul_precision(value)
 
 
 @contextmanager
@@ -135,15 +128,6 @@ def protect(name: str) -> Iterator[None]:
             if (name, what) not in _said:
                 _said.add((name, what))
                 console.say(f"{name} changed {what} of the whole process, which is put back")
-
-
-def _wakeup_descriptor() -> int:
-    _set_wakeup_descriptor(descriptor := signal.set_wakeup_fd(-1))
-    return descriptor
-
-
-def _set_wakeup_descriptor(descriptor: int) -> None:
-    signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
 
 
 def file_of(module: str, root: Path) -> Path | None:

@@ -22,7 +22,7 @@ import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def write(paths: Paths, settings: Config, sizes: Set[str] = frozenset()) -> None
     for stage, (inputs, _) in collected.items():
         known = used(paths.root, stage) if sizes & inputs.values.keys() else inputs
         kept = {**inputs.values, **{key: known.values[key] for key in sizes & known.values.keys()}}
-        if (kept, inputs.files, inputs.packages) == (known.values, known.files, known.packages):
+        if replace(inputs, values=kept) == known:
             inputs = known
         tree = {key: value for key, value in vars(inputs).items() if key != "deps"}
         atomic.write_text(paths.inputs(stage), json.dumps(tree, indent=2, sort_keys=True) + "\n")
@@ -196,7 +196,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
     """What the stage reads, and what is wrong with it."""
     graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
     deps = graph[stage].deps if stage in graph else ()
-    problems, files, missing = list[str](), dict[str, str](), dict[str, list[str]]()
+    problems, files = list[str](), dict[str, str]()
     names = MODEL_PACKAGES if stage in MODEL_STAGES else TOKENIZER_PACKAGES if stage == "prepare" else ()
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
     packages = {name: _version(name) for name in (*names, *harness)}
@@ -207,7 +207,7 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
         try:
             place = paths.root / packaged.locate(path)
         except UserError as error:
-            missing.setdefault(str(error), []).append(key)
+            problems.append(f"{key}: {error}")
             continue
         if maker := next((name for name, node in graph.items() if is_in(path, node.outs)), None):
             problems.append(
@@ -222,7 +222,6 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
             problems.append(f"{key}={path} does not exist below {paths.root.resolve()}; give one that does")
         else:
             files[path] = hashing.dvc_md5(place, paths.home / "hashes.json")
-    problems += [f"{', '.join(keys)}: {error}" for error, keys in missing.items()]
     for key, function in functions_named(named):
         if key == "data.source" and stage != "prepare":
             continue  # the others read its rows
@@ -240,13 +239,9 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
         packages |= {name: _version(name) for name in _distributions(foreign)}
         top = imports.installed_name(module).split(".")[0]
         if imports.file_of(module, paths.root) is None and not _distributions({top}):
-            of_python = f"{top} is a module of Python itself: name a function of your own"
-            advice = (
-                of_python if top in sys.stdlib_module_names else f"write {top}.py, or install its package"
-            )
             problems.append(
                 f"{key}: the module of {function} is neither a file below {paths.root.resolve()} nor in an "
-                f"installed package; {advice}"
+                f"installed package; write {top}.py, or install its package"
             )
     return Fingerprint(values, dict(sorted(files.items())), dict(sorted(packages.items()))), problems
 
@@ -355,27 +350,13 @@ def _distributions(modules: Collection[str]) -> list[str]:
     """
     if not modules:
         return []
-    listed = re.compile(rf"^({'|'.join(map(re.escape, modules))})[/.]", re.MULTILINE)
+    listed = re.compile(rf"^({'|'.join(map(re.escape, modules))})([/.]|$)", re.MULTILINE)
     packages = set()
     for package in importlib.metadata.distributions():
-        names = {*(package.read_text("top_level.txt") or "").split()}
-        if not names and (files := package.read_text("RECORD")) is None:
-            files = "\n".join(map(str, package.files or ()))  # of an egg-info
-        is_listed = bool(names.intersection(modules)) if names else listed.search(files or "") is not None
-        if is_listed and package.name:  # one that was installed by half has no name
+        files = (package.read_text("top_level.txt") or "").strip() or package.read_text("RECORD") or ""
+        if listed.search(files) and package.name:  # one that was installed by half has no name
             packages.add(canonicalize_name(package.name))
     return sorted(packages)
-
-
-def function_files(root: Path, values: Mapping[str, Any]) -> set[str]:
-    """The files of functions that the parameters name, and what these import; `root` may lack some."""
-    files = set[str]()
-    for _, function in functions_named(values):
-        files.add(module_path(function))
-        with suppress(UserError):  # which the stages report
-            own, others = code_of(root, function.partition(":")[0], ("rlhf_tasks",))
-            files |= {*own, *(f"{name}.py" for name in others), *(f"{name}/__init__.py" for name in others)}
-    return files
 
 
 def module_path(function: str) -> str:

@@ -79,7 +79,7 @@ def _of_path(root: Path, path: str, stage: str) -> Chain:
         raise UserError(f"{path} does not exist here; `dvc checkout {path}` restores it from dvc.lock")
     md5 = hashing.dvc_md5(root / path)
     if found := revision_with(root, path, md5):
-        return _of_revision(root, *found, stage, path)
+        return _of_revision(root, *found, path)
     raise UserError(
         f"{path} ({md5}) differs from dvc.lock here, in the commit checked out and in all experiments: `dvc "
         f"commit {stage}` records it, `dvc checkout --force {path}` restores the recorded one"
@@ -112,11 +112,11 @@ def read_lock(root: Path, revision: str | None) -> dict[str, str]:
     return dvc_files.locked_in(_text(root, revision, "dvc.lock") or "{}")
 
 
-def _of_revision(
-    root: Path, revision: str | None, name: str | None, last: str | None = None, path: str | None = None
-) -> Chain:
-    """The chain in a commit, or in the working tree; with `last` only the stages before and after it."""
-    lock, graph = _text(root, revision, "dvc.lock") or "{}", dvc_files.graph(root)
+def _of_revision(root: Path, revision: str | None, name: str | None, path: str | None = None) -> Chain:
+    """The chain in a commit, or in the working tree; with `path`, the stages before and after that out."""
+    lock, params = (_text(root, revision, file) or "{}" for file in ("dvc.lock", "params.yaml"))
+    graph = dvc_files.graph_in(_text(root, revision, "dvc.yaml") or "stages: {}", params)
+    last = next((stage for stage, node in graph.items() if path in node.outs), None)
     read = {stage: hashes for stage, (hashes, _) in dvc_files.read_and_written(lock).items()}
     locked = dvc_files.locked_in(lock)
     written = {out: locked[out] for node in graph.values() for out in node.outs if out in locked}
@@ -134,7 +134,7 @@ def _of_revision(
         lineage = dvc_cli.cached_json(root, locked.get(f"models/lineage/{stage}.json"))
         links.append(Link(stage, deps | records[stage].get("files", {}), outs, lineage))
 
-    # Inputs that other stages have written again since; one without a hash was not yet an input.
+    # Inputs that other stages have written again since.
     changed = {
         link.stage: [dep for dep, md5 in link.inputs.items() if md5 and written.get(dep, md5) != md5]
         for link in links
@@ -154,7 +154,7 @@ def _of_revision(
             notes.append(f"{JUDGE_METRICS} describes other responses, so its win rates are not shown")
         else:
             metrics = config.flatten(json.loads(text))
-    given = config.flatten(config.parse(_text(root, revision, "params.yaml") or "{}", "params.yaml"))
+    given = config.flatten(config.parse(params, "params.yaml"))
     values = records.get("prepare", {}).get("values", given)
     data = {key: value for key, value in values.items() if key.startswith("data.")}
     return Chain(revision, name, path, data, links, metrics, notes, git.prefix(root))

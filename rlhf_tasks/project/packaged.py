@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,6 @@ def locate(source: str) -> str:
     if not source.startswith(PREFIX):
         return source
     name, _, file = source.removeprefix(PREFIX).partition("/")
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise UserError(f"{source}: {name!r} is no name of a package; write {PREFIX}NAME/FILE")
     try:
         package = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):

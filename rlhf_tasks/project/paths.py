@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_tasks.config import Split, Stage
-from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
 
@@ -36,19 +35,12 @@ class Paths:
         """The absolute `.rlhf` folder of the main checkout: nothing in it is lost with a git worktree.
 
         Outside git it is `root/.rlhf`.
-
-        Raises:
-            UserError: if a `?` is in the path, which ends it in the address of a database.
         """
         root = folder = self.root.resolve()
         words = ("rev-parse", "--path-format=absolute", "--git-common-dir", "--show-toplevel")
         common, _, top = git.quiet_output(root, *words).partition("\n")
         if Path(common).name == ".git":
             folder = Path(common).parent / root.relative_to(Path(top).resolve())
-        if "?" in str(folder):
-            raise UserError(
-                f"{folder}: no database of MLflow or Prefect can be in a path with '?'; rename it"
-            )
         return folder / ".rlhf"
 
     # ------------------------------------------------------------------------------------ data

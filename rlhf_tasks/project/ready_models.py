@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ def describe(folder: Path, place: Path, source: Ready, fingerprint: str | None) 
             f"{source.key}={source.name} holds no weights: it refers to another model; name that model"
         )
     root = _project(folder)
-    files = {file.name: hashing.sha256(file, root and _known(root)) for file in weights(place)}
+    files = {file.name: hashing.file_digest(file, "sha256", root and _known(root)) for file in weights(place)}
     hub = {"id": source.name, "revision": source.revision} if source.revision else None
     own = fingerprint or hashing.json_sha256(files)[:16]
     return {"params": source.key, "hub": hub, "fingerprint": own, "files": files}
@@ -116,9 +118,10 @@ def locate(source: str | Path) -> str | Path:
         problem = "params.yaml does not set it"
     if root is not None and value is not None:
         is_of_hub = hub is not None and is_hub_id(value)
-        place, problem = _snapshot(known, root) if is_of_hub else _local(known, root, value)
-        if not problem:
-            return place
+        try:
+            return _snapshot(known, root) if is_of_hub else _local(known, root, value)
+        except UserError as error:
+            problem = str(error)
     wanted = [f"{hub['id']} at revision {hub['revision']}"] if hub else []
     wanted += [f"{name} (sha256 {digest})" for name, digest in known["files"].items()]
     raise UserError(
@@ -134,49 +137,42 @@ def converted(folder: Path, fingerprint: str) -> Path | None:
     return root and Paths(root).home / "models" / fingerprint
 
 
-def _local(known: Mapping[str, Any], root: Path, value: str) -> tuple[Path, str]:
-    """The folder or file that params.yaml names; and what is wrong with it."""
-    try:
-        name = packaged.locate(value)
-    except UserError as error:
-        return Path(), str(error)
+def _local(known: Mapping[str, Any], root: Path, value: str) -> Path:
+    """The folder or file that params.yaml names; UserError if it is not that of the reference."""
     # an isolated run works in a worktree, which lacks what git and DVC do not hold
-    places = [at / name for at in (root, Paths(root).home.parent)]
-    place = next(filter(Path.exists, places), places[0])
-    return place, _difference(place, known["files"], root)
+    places = [at / packaged.locate(value) for at in (root, Paths(root).home.parent)]
+    return _check_files(next(filter(Path.exists, places), places[0]), known, root)
 
 
-def _snapshot(known: Mapping[str, Any], root: Path) -> tuple[Path, str]:
-    """The hub's snapshot in its cache, fetched if it lacks a file; and what is wrong with it."""
+def _snapshot(known: Mapping[str, Any], root: Path) -> Path:
+    """The hub's snapshot in its cache, fetched if it lacks a file; UserError if that fails."""
     from huggingface_hub import snapshot_download
 
-    place, problem, hub = Path(), "", known["hub"]
-    for is_offline in (True, False):
-        try:
-            folder = snapshot_download(
-                hub["id"],
-                revision=hub["revision"],
-                allow_patterns=[*known["files"]],
-                local_files_only=is_offline,
-            )
-        except (OSError, ValueError) as error:
-            problem = f"the hub's cache lacks it, and it cannot be fetched ({str(error).splitlines()[0]})"
-            continue
-        place, problem = Path(folder), _difference(Path(folder), known["files"], root)
-        if not problem:
-            break
-    return place, problem
+    fetch = partial(
+        snapshot_download,
+        known["hub"]["id"],
+        revision=known["hub"]["revision"],
+        allow_patterns=[*known["files"]],
+    )
+    with suppress(OSError, ValueError, UserError):
+        return _check_files(Path(fetch(local_files_only=True)), known, root)
+    try:
+        folder = Path(fetch())
+    except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise UserError(f"the hub's cache lacks it, and it cannot be fetched ({why})") from None
+    return _check_files(folder, known, root)
 
 
-def _difference(place: Path, files: Mapping[str, str], root: Path) -> str:
-    """How the files at a place differ from those of a reference, in words; empty if they do not."""
-    for name, digest in files.items():
+def _check_files(place: Path, known: Mapping[str, Any], root: Path) -> Path:
+    """The place, where its files are those of a reference; else UserError."""
+    for name, digest in known["files"].items():
         file = place if place.is_file() else place / name
         if not file.is_file():
-            return f"{name} is not there"
-        if (other := hashing.sha256(file, _known(root))) != digest:
-            return f"{name} has other bytes (sha256 {other})"
-    return ""
+            raise UserError(f"{name} is not there")
+        if (other := hashing.file_digest(file, "sha256", _known(root))) != digest:
+            raise UserError(f"{name} has other bytes (sha256 {other})")
+    return place
 
 
 def _project(folder: Path) -> Path | None:

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from rlhf_tasks.config import Config, in_force
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, dvc_files, git, hashing, inputs
-from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
+from rlhf_tasks.project.dvc_files import KEPT_BY_GIT
 from rlhf_tasks.project.paths import Paths
 
 LOCK = "dvc.lock"
@@ -55,7 +55,7 @@ class Workspace:
         The name is `instead` if another result of the same commit has this one.
         """
         outs = [out for node in dvc_files.graph(self.folder).values() for out in node.outs]
-        held = [out for out in outs if out.startswith(GIT_HELD) and (self.folder / out).exists()]
+        held = [out for out in outs if out.startswith(KEPT_BY_GIT) and (self.folder / out).exists()]
         # Metrics and curves belong to git but are new in a first run.
         options = [word for out in held for word in ("--include-untracked", out)]
         # DVC writes to refs/exps/exec meanwhile, which all worktrees share.
@@ -132,7 +132,7 @@ def _populate(workspace: Workspace, params: str, revision: str) -> None:
     (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
     if workspace.like is not None:
         known = git.files(workspace.root, workspace.like[0], "")
-        left = [p for p in known if p.startswith(GIT_HELD) or Path(p).name in (LOCK, ".gitignore")]
+        left = [p for p in known if p.startswith(KEPT_BY_GIT) or Path(p).name in (LOCK, ".gitignore")]
         git.output(workspace.folder, "restore", "--source", workspace.like[0], "--worktree", "--", *left)
     _configure(workspace.root, workspace.folder)
     dvc_cli.run(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
@@ -177,8 +177,6 @@ def _configure(root: Path, folder: Path) -> None:
 
     Relative paths in them, as of a remote in `../store`, become absolute.
     """
-    from dvc.config import Config as DvcConfig
-    from dvc.config import ConfigError as DvcConfigError
     from dvc.config_schema import RelPath
 
     there = dvc_cli.place(root)
@@ -187,18 +185,15 @@ def _configure(root: Path, folder: Path) -> None:
         raise UserError(f"{there} is not committed; `git add {there}` and commit it")
     if (there / "config.local").exists():  # the remotes' secrets
         shutil.copy(there / "config.local", here)
-    try:
-        config = DvcConfig(dvc_dir=str(here))
-        with config.edit("local") as local:
-            for level in ("repo", "local"):
-                for name, remote in config.load_one(level)["remote"].items():
-                    for key, value in remote.items():
-                        if isinstance(value, RelPath):
-                            path = os.path.normpath(there / os.path.relpath(value, here))
-                            local["remote"].setdefault(name, {})[key] = path
-            local["cache"]["dir"] = str(dvc_cli.cache(root))
-    except DvcConfigError as error:
-        raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) are not valid: {error}") from None
+    config = dvc_cli.config(folder)
+    with config.edit("local") as local:
+        for level in ("repo", "local"):
+            for name, remote in config.load_one(level)["remote"].items():
+                for key, value in remote.items():
+                    if isinstance(value, RelPath):
+                        path = os.path.normpath(there / os.path.relpath(value, here))
+                        local["remote"].setdefault(name, {})[key] = path
+        local["cache"]["dir"] = str(dvc_cli.cache(root))
 
 
 def _worktrees(root: Path) -> FileLock:
@@ -243,7 +238,7 @@ def _bring_data(key: str, path: str, root: Path, folder: Path) -> None:
     source, target = root / path, folder / path
     if Path(path).is_absolute() or not source.exists():
         return
-    if lost := _not_copyable(source):
+    if lost := [path.relative_to(source).as_posix() for path in data_files(source) if not path.is_file()]:
         raise UserError(
             f"{key}={path!r} has {', '.join(lost)}: broken links, links to a parent folder, or special "
             "files; remove them"
@@ -264,28 +259,21 @@ def _bring_data(key: str, path: str, root: Path, folder: Path) -> None:
 def _check_seen(root: Path, folder: Path, settings: Config) -> None:
     """Check that the workspace has all inputs of the stages that the main checkout has.
 
-    They are the deps of dvc.yaml, the files and folders that the parameters name, and the files of functions,
-    with what these import.
+    They are the deps of dvc.yaml, the files and folders that the parameters name, and the files of functions.
     """
     graph = dvc_files.graph(folder)
     outs = [out for node in graph.values() for out in node.outs]
     values = in_force(settings)
     named = [path for _, path in inputs.files_named(values)]
-    named += sorted(inputs.function_files(folder, values))
+    named += [inputs.module_path(function) for _, function in inputs.functions_named(values)]
     deps = dict.fromkeys([*(dep for node in graph.values() for dep in node.deps), *named])
     sources = [dep for dep in deps if not Path(dep).is_absolute() and not dvc_files.is_in(dep, outs)]
     lost = [dep for dep in sources if os.path.lexists(root / dep) and not (folder / dep).exists()]
-    lost += [f"{dep}/{name}" for dep in sources for name in _not_copyable(folder / dep)]
     if lost:
         raise UserError(
             f"an isolated run cannot see {', '.join(lost)}: it sees only files in git, in the DVC cache and "
             "of data; commit them, and make links to targets outside of the repository absolute"
         )
-
-
-def _not_copyable(folder: Path) -> list[str]:
-    """Paths below a folder that cannot be copied: broken links, links to a parent folder, special files."""
-    return [path.relative_to(folder).as_posix() for path in data_files(folder) if not path.is_file()]
 
 
 def data_files(folder: Path) -> Iterator[Path]:

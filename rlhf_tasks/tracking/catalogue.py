@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,10 @@ class Panel:
     note: str  # what to look for
     band: tuple[float, float] | None = None  # the range in which the values should stay
     guide: float | None = None  # a value to compare with, drawn as a dashed line
-    metrics: tuple[Metric, ...] = ()  # filled by the catalogue
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return tuple(metric for metric in metrics(self.stage) if metric.panel == self.title)
 
     def select(self, names: Iterable[str]) -> list[str]:
         """Those of the logged names that the figure draws, in its order."""
@@ -156,11 +158,8 @@ def metrics(stage: Stage) -> tuple[Metric, ...]:
 
 @cache
 def panels(stage: Stage) -> tuple[Panel, ...]:
-    """The figures of a stage, each with its metrics."""
-    empty = (Panel(stage=stage, **entry) for entry in _read(stage).get("panels", ()))
-    return tuple(
-        replace(panel, metrics=tuple(m for m in metrics(stage) if m.panel == panel.title)) for panel in empty
-    )
+    """The figures of a stage, in the catalogue's order."""
+    return tuple(Panel(stage=stage, **entry) for entry in _read(stage).get("panels", ()))
 
 
 def select_headlines(stage: Stage, names: Iterable[str]) -> list[str]:

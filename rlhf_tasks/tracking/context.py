@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +113,12 @@ def run_name() -> str:
 
 
 def _is_dvc(process: psutil.Process) -> bool:
+    """Whether a process is DVC and runs stages, as a program of its own or by `python -m dvc`."""
     try:
-        words = process.cmdline()
+        words = {Path(word).name for word in process.cmdline()}
     except psutil.Error:
         return False
-    names = [Path(word).name for word in words]
-    if names and re.search("python|pypy", names[0].lower()):  # python -m dvc, or a script of DVC
-        values = ("-W", "-X")  # options with a value of their own
-        names = [word for before, word in pairwise(names) if word[:1] != "-" and before not in values]
-    return names[:1] in (["dvc"], ["dvc.exe"])
+    return bool(words & {"dvc", "dvc.exe"} and words & {"repro", "exp"})
 
 
 def device() -> str:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlflow.entities import Run
-from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
@@ -18,8 +15,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking import context, curves, view
 from rlhf_tasks.tracking.store import EXPERIMENT, NO_ANSWER, open_store
 
-NAMED_BY = ("tags.`rlhf.run`", "tags.`rlhf.pipeline`", "attributes.run_name")
-IDENTITY = re.compile(r"[0-9a-f]{32}")
+NAMED_BY = ("attributes.run_id", "tags.`rlhf.run`", "tags.`rlhf.pipeline`", "attributes.run_name")
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,13 @@ def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> Stored
 
     Raises UserError if MLflow does not answer.
     """
-    with _find_run(uri, home, name) as (client, run):
-        if client is None or run is None:
+    if "'" in name or (uri is None and not (home / "mlflow.db").exists()):
+        return None
+    context.bound_requests()
+    try:
+        client = open_store(uri, home)
+        run = _search(client, name)
+        if run is None:
             return None
         inside = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{run.info.run_id}'"
         children = client.search_runs(
@@ -61,6 +62,10 @@ def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> Stored
             {stage: _final(part.data.metrics) for stage, part in parts.items()},
             {stage: _history(client, stage, part, drawn) for stage, part in parts.items()},
         )
+    except NO_ANSWER as error:
+        reason = " ".join(str(error).split())[:200]
+        where = uri or home / "mlflow.db"
+        raise UserError(f"run {name} cannot be read from MLflow at {where}: {reason}") from None
 
 
 def pages(
@@ -83,32 +88,7 @@ def pages(
     return found
 
 
-@contextmanager
-def _find_run(
-    uri: str | None, home: Path, name: str
-) -> Iterator[tuple[MlflowClient, Run | None] | tuple[None, None]]:
-    """A client and the run; raises UserError if MLflow does not answer inside the block."""
-    if "'" in name or (uri is None and not (home / "mlflow.db").exists()):
-        yield None, None
-        return
-    context.bound_requests()
-    try:
-        client = open_store(uri, home)
-        yield client, _search(client, name)
-    except NO_ANSWER as error:
-        reason = " ".join(str(error).split())[:200]
-        where = uri or home / "mlflow.db"
-        raise UserError(f"run {name} cannot be read from MLflow at {where}: {reason}") from None
-
-
 def _search(client: MlflowClient, name: str) -> Run | None:
-    if IDENTITY.fullmatch(name):
-        try:
-            return client.get_run(name)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     for attribute in NAMED_BY:
         runs = client.search_runs(experiments, f"{attribute} = '{name}'", max_results=1)

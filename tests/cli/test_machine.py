@@ -79,17 +79,6 @@ def test_a_process_is_of_a_group_by_a_whole_set_of_variables(
     assert "seed" in rlhf("params").out
 
 
-def test_a_folder_that_mlflow_cannot_address_is_refused_by_name(
-    repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, rlhf: Command
-) -> None:
-    folder = tmp_path_factory.mktemp("parts") / "what?"
-    shutil.copytree(repository, folder)
-    monkeypatch.chdir(folder)
-    for command in ("run", "prepare", "mlflow", "up", "sync"):
-        assert f"rlhf: {folder}: " in rlhf(command, status=2).err
-    assert [path.name for path in folder.parent.iterdir()] == ["what?"]
-
-
 def test_no_program_is_started_where_a_file_of_the_project_could_stand_for_a_module() -> None:
     """`python -m` looks into the working folder first; `-P` is before each `-m` of ours."""
     started = 0

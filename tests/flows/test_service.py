@@ -26,6 +26,7 @@ from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
 from rlhf_tasks.project import processes as daemons
+from rlhf_tasks.training.signals import Stopped
 from tests import loopback
 from tests.conftest import Command
 from tests.flows import toy
@@ -557,9 +558,12 @@ def test_down_lets_runs_save_their_state(root: Path, busy_worker: processes.Daem
     assert busy_worker.processes() == []
 
 
-def test_ctrl_c_in_up_is_one_message(root: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command) -> None:
+@pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 130), (Stopped(signal.SIGTERM), 143)])
+def test_a_signal_in_up_is_one_message(
+    root: Path, monkeypatch: pytest.MonkeyPatch, rlhf: Command, end: BaseException, status: int
+) -> None:
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt  # a signal has no effect if the tests run in the background of a shell
+        raise end  # a signal has no effect if the tests run in the background of a shell
 
     monkeypatch.setattr(ProjectService, "up", interrupted)
-    assert "`rlhf down` stops what was started" in rlhf("up", status=130).err
+    assert "`rlhf down` stops what was started" in rlhf("up", status=status).err

