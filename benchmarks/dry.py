@@ -36,7 +36,10 @@ def main() -> int:
     try:
         if options.library:  # torch looks for CUDA when it is loaded, so that this comes first
             ctypes.CDLL(options.library, mode=ctypes.RTLD_GLOBAL)
-            check_gpu(options.gpu)
+            from rlhf_tasks.training.throughput import PEAKS
+
+            if options.gpu not in PEAKS:
+                raise UserError(f"--gpu {options.gpu} is none of {', '.join(PEAKS)}")
             show(measure(options.model, options.memory, options.rows), options.gpu, options.memory)
             return 0
         with tempfile.TemporaryDirectory() as folder:
@@ -50,13 +53,6 @@ def main() -> int:
     except UserError as error:
         print(f"benchmarks.dry: {error}", file=sys.stderr)
         return 2
-
-
-def check_gpu(gpu: str) -> None:
-    from rlhf_tasks.training.throughput import PEAKS
-
-    if gpu not in PEAKS:
-        raise UserError(f"--gpu {gpu} is none of {', '.join(PEAKS)}")
 
 
 def measure(model: str | None, memory: float, rows: int | None) -> dict[str, Any]:
@@ -89,10 +85,10 @@ def measure(model: str | None, memory: float, rows: int | None) -> dict[str, Any
     scorers = (RewardModelScorer(kind="reward_model", weight=1.0),) if settings.reward.train else ()
     changes: dict[str, Any] = {"rollout_batch_size": batch, "total_episodes": batch, "num_ppo_epochs": 1}
     changes |= {
-        "ptx": None,
         "micro_batch_tokens": plan.micro_batch_tokens,
-        "guards": None,
         "scorers": scorers,
+        "ptx": None,
+        "guards": None,
     }
     ppo = settings.ppo.model_copy(update=changes)
     queries = shapes.random_rows(batch, plan.longest, plan.longest, known.get_text_config().vocab_size)
@@ -104,17 +100,14 @@ def measure(model: str | None, memory: float, rows: int | None) -> dict[str, Any
         dist.freeze(heldout)
         list(work.updates())
     found = dry.DryRun.of(gpu)
-    flop = dict(found.flop)
-    for phase, kind in flop:
-        if phase == "train":
-            flop[phase, kind] *= settings.ppo.num_ppo_epochs
+    epochs = {"train": settings.ppo.num_ppo_epochs}
     return {
         "parameters": plan.policy.parameters,
         "rows": batch,
         "tokens": batch * (plan.longest + ppo.response_length),
         "peaks": {phase or "else": peak / memory_plan.GB for phase, peak in found.peaks.items()},
         "plan": memory_plan.memory(plan)["peak"] / memory_plan.GB,
-        "flop": [[*key, number] for key, number in flop.items()],
+        "flop": [(*key, number * epochs.get(key[0], 1)) for key, number in found.flop.items()],
     }
 
 

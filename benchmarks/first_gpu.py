@@ -27,6 +27,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,8 +44,20 @@ from typing import Any
 from unittest import mock
 
 import psutil
+import torch
 
-from benchmarks.shapes import EOS, PAD, SHAPES, Shape
+from benchmarks import shapes, workloads
+from benchmarks.shapes import EOS, PAD, SHAPES, Shape, random_rows
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.models import heads, logprobs, sampling
+from rlhf_tasks.models.heads import TokenScores
+from rlhf_tasks.models.load import place
+from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.ppo import sampler
+from rlhf_tasks.scoring import reward_model
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.training import memory_plan
+from tests import small
 
 Found = dict[str, Any]
 LAYOUTS = ("ddp", "zero2", "zero3", "fsdp2")
@@ -54,14 +67,10 @@ NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".rlhf", ".dvc", "__pycache
 
 
 def has_gpu() -> bool:
-    import torch
-
     return torch.cuda.is_available()
 
 
 def device() -> Any:
-    import torch
-
     return torch.device("cuda" if has_gpu() else "cpu")
 
 
@@ -72,10 +81,6 @@ def shape_of(name: str, **changes: Any) -> Shape:
 
 def seconds_of(compute: Callable[[], Any], times: int = 5) -> float:
     """The median of some calls, after one that is not counted."""
-    import statistics
-
-    import torch
-
     found = list[float]()
     for _ in range(times + 1):
         start = time.perf_counter()
@@ -88,17 +93,11 @@ def seconds_of(compute: Callable[[], Any], times: int = 5) -> float:
 
 def workload(shape: Shape, num_updates: int, **changes: Any) -> Any:
     """PPO of random models of a shape, and its process."""
-    from benchmarks import workloads
-    from tests import small
-
     return workloads.of_shape(small.distributed(shape.precision), small.ppo(**changes), shape, num_updates)
 
 
 def batch_of(shape: Shape) -> Any:
     """Queries and responses of random tokens."""
-    from benchmarks.shapes import random_rows
-    from rlhf_tasks.data.batches import collate
-
     queries = random_rows(8, shape.query_min, shape.query, shape.vocab)
     responses = [[*ids, EOS] for ids in random_rows(8, 4, shape.response - 1, shape.vocab, seed=2)]
     return collate(queries, responses, PAD).to(device())
@@ -115,8 +114,6 @@ def version_of(package: str) -> str:
 
 
 def measure_versions() -> Found:
-    import torch
-
     found: Found = {
         name: version_of(name) for name in ("torch", "transformers", "accelerate", "deepspeed", "dvc")
     }
@@ -130,12 +127,6 @@ def measure_versions() -> Found:
 
 
 def measure_cpu() -> Found:
-    import torch
-
-    from benchmarks import shapes
-    from rlhf_tasks.models.load import place
-    from rlhf_tasks.models.logprobs import token_stats
-
     shape, passes = SHAPES["A"], list[tuple[Any, Any]]()
     batch = batch_of(shape)
     for where in (torch.device("cpu"), device()):
@@ -153,8 +144,6 @@ def measure_cpu() -> Found:
 
 
 def measure_waits() -> Found:
-    import torch
-
     updates = workload(replace(SHAPES["A"], precision="bf16" if has_gpu() else "fp32"), 2).updates()
     next(updates)
     if has_gpu():
@@ -181,47 +170,29 @@ def measure_first_ratio() -> Found:
 
 
 def measure_head() -> Found:
-    import torch
-
-    from benchmarks import shapes
-    from rlhf_tasks.models import logprobs
-    from rlhf_tasks.models.load import place
-
     shape = shape_of("D")
-    model, batch, found = (
-        place(shapes.models(shape, device()).policy, device()),
-        batch_of(shape),
-        dict[str, Any](),
-    )
-    statistics = dict[str, Any]()
+    model, batch = place(shapes.models(shape, device()).policy, device()), batch_of(shape)
+    found, of_kind = dict[str, Any](), dict[str, Any]()
 
     def train() -> None:
-        logprobs.token_stats(model, batch, 0.7).logprobs.sum().backward()
+        token_stats(model, batch, 0.7).logprobs.sum().backward()
 
     for name, rounds in {"TF32": True, "float32": False}.items():
         with (
             mock.patch.object(logprobs, "_uses_tf32", lambda *_, rounds=rounds: rounds),
             torch.autocast(device().type, torch.bfloat16),
         ):
-            statistics[name] = logprobs.token_stats(model, batch, 0.7).logprobs.detach()
+            of_kind[name] = token_stats(model, batch, 0.7).logprobs.detach()
             found[f"seconds of a pass with gradients, {name}"] = seconds_of(train)
-    error = (statistics["TF32"] - statistics["float32"])[batch.mask]
+    error = (of_kind["TF32"] - of_kind["float32"])[batch.mask]
     found["root mean square error of log-probs by TF32"] = float(error.square().mean().sqrt())
     return found
 
 
 def measure_casts() -> Found:
-    import torch
-
-    from benchmarks import shapes
-    from rlhf_tasks.models import sampling
-    from rlhf_tasks.models.load import place
-    from rlhf_tasks.ppo import sampler
-    from tests import small
-
     shape, found = shape_of("D", batch=32), dict[str, Any]()
     model = place(shapes.models(shape, device()).policy, device()).requires_grad_(False)
-    queries = shapes.random_rows(32, shape.query_min, shape.query, shape.vocab)
+    queries = random_rows(32, shape.query_min, shape.query, shape.vocab)
     contexts = {"kept": sampling.keep_casts, "for every token": lambda model: nullcontext()}
     for name, context in contexts.items():
         one = sampler.LocalSampler(
@@ -242,22 +213,15 @@ def measure_casts() -> Found:
 
 
 def measure_reward() -> Found:
-    from benchmarks import shapes
-    from rlhf_tasks.models.heads import TokenScores
-    from rlhf_tasks.models.load import place
-    from rlhf_tasks.scoring.protocol import Responses
-    from rlhf_tasks.scoring.reward_model import RewardModel
-    from tests import small
-
     shape, scores, found = shape_of("D"), dict[str, Any](), dict[str, Any]()
     model, words = place(shapes.models(shape, device()).reward, device()), shapes.tokenizer(shape.vocab)
-    queries = shapes.random_rows(64, shape.query_min, shape.query, shape.vocab)
-    responses = [[*ids, EOS] for ids in shapes.random_rows(64, 4, shape.response - 1, shape.vocab, seed=2)]
+    queries = random_rows(64, shape.query_min, shape.query, shape.vocab)
+    responses = [[*ids, EOS] for ids in random_rows(64, 4, shape.response - 1, shape.vocab, seed=2)]
     texts = [str(words.decode(ids)) for ids in queries]
     rows = Responses.of_ids(texts, queries, responses, words, {})
     placement = small.distributed("bf16")
     for name, where in {"float32": None, "bf16": placement}.items():
-        scorer = RewardModel(TokenScores(model), words, 16384, where)
+        scorer = reward_model.RewardModel(TokenScores(model), words, 16384, where)
         scores[name] = scorer(rows)
         found[f"seconds of 64 rows, {name}"] = seconds_of(partial(scorer, rows), times=3)
     error = scores["bf16"] - scores["float32"]
@@ -265,16 +229,12 @@ def measure_reward() -> Found:
 
 
 def measure_memory() -> Found:
-    import torch
-
-    from rlhf_tasks.training.memory_plan import Run, memory, sizes_of
-
     found: Found = {}
     for name in ("S", "D"):
         shape = shape_of(name, **({"batch": 32} if name == "D" else {}))
         one = workload(shape, 1, scorers=[{"kind": "reward_model", "weight": 1.0}])
-        run = Run(
-            policy=sizes_of(one.actor_critic.policy),
+        run = memory_plan.Run(
+            policy=memory_plan.sizes_of(one.actor_critic.policy),
             ppo=one.settings,
             longest=shape.query,
             num_gpus=1,
@@ -285,7 +245,8 @@ def measure_memory() -> Found:
             torch.cuda.reset_peak_memory_stats()
         next(one.updates())
         peak = torch.cuda.max_memory_allocated() / 1e9 if has_gpu() else 0.0
-        found[f"{name}: GB at the peak"], found[f"{name}: GB by rlhf plan"] = peak, memory(run)["peak"] / 1e9
+        found[f"{name}: GB at the peak"] = peak
+        found[f"{name}: GB by rlhf plan"] = memory_plan.memory(run)["peak"] / 1e9
         del one
         gc.collect()
         if has_gpu():
@@ -294,9 +255,6 @@ def measure_memory() -> Found:
 
 
 def measure_rows() -> Found:
-    from rlhf_tasks.models import heads
-    from rlhf_tasks.scoring import reward_model
-
     found, shares = dict[str, Any](), heads.supports_shared_prefix
     advantages = {"kind": "rloo", "samples_per_prompt": 8}
     for name, supports in {"shared": shares, "apart": lambda model: False}.items():
@@ -314,8 +272,6 @@ def measure_rows() -> Found:
 
 
 def measure_shape_d() -> Found:
-    import torch
-
     updates = workload(shape_of("D", batch=128), 2).updates()
     next(updates)
     metrics = next(updates)
@@ -376,8 +332,6 @@ def measure_resume() -> Found:
 
 
 def measure_ranks() -> Found:
-    import torch
-
     if torch.cuda.device_count() < 2:
         return {"skipped": "there are not two GPUs"}
     if missing := lacking():

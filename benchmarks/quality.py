@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import cells
-from rlhf_tasks import config, presets
+from rlhf_tasks import config
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.splits import pairs_of
 from rlhf_tasks.judging.head_to_head import compare_models
@@ -32,13 +32,8 @@ LIKE_TRL = {  # whose PPO clips no gradient, and takes the penalty of an unfinis
         "ppo.truncation": "{kind: eos_trick_subtract, missing_eos_score: -1.0}",
     }
 }
-VARIANTS = {
-    name: {key: json.dumps(value) for key, value in config.flatten(presets.read(preset)).items()}
-    | LIKE_TRL.get(name, {})
-    for name, preset in PRESETS.items()
-}
+VARIANTS = {name: cells.values_of(preset) | LIKE_TRL.get(name, {}) for name, preset in PRESETS.items()}
 NUM_KL_PROMPTS = 256
-THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def measure(folder: Path, peer: Path) -> cells.Cell:
@@ -59,7 +54,7 @@ def measure(folder: Path, peer: Path) -> cells.Cell:
     request.write_text(json.dumps(asked), encoding="utf-8")
     with (folder / "run.log").open("a", encoding="utf-8") as log:
         words = [str(peer.absolute()), "-m", "benchmarks.trl_trainers", str(request)]
-        subprocess.run(words, env=os.environ | THREAD, stdout=log, stderr=log, check=True)
+        subprocess.run(words, env=os.environ | cells.ONE_THREAD, stdout=log, stderr=log, check=True)
     view = config.JudgeView.of(settings)
     prompts = read_table(paths, "prompts", "validation").texts("prompt")[:NUM_KL_PROMPTS]
     cell: cells.Cell = {}
@@ -72,28 +67,27 @@ def measure(folder: Path, peer: Path) -> cells.Cell:
 
 
 def table(found: Sequence[cells.Cell]) -> str:
-    lines = [
-        "| Method | Seed | Ours over SFT | TRL's over SFT | KL of ours, nats | KL of TRL's |\n",
-        "|---" * 6 + "|\n",
-    ]
+    rows = []
     for cell in found:
-        rates = [
-            f"{100 * rate:.1f}% ({100 * low:.1f} to {100 * high:.1f})" for rate, low, high, _ in sides(cell)
-        ]
-        kls = [f"{one[3]:.2f}" for one in sides(cell)]
-        lines.append(f"| {' | '.join([cell['variant'], str(cell['seed']), *rates, *kls])} |\n")
-    return "".join(lines)
-
-
-def sides(cell: cells.Cell) -> list[list[float]]:
-    return [cell["ours"], cell["TRL's"]]
+        sides = [cell["ours"], cell["TRL's"]]
+        rates = [f"{100 * rate:.1f}% ({100 * low:.1f} to {100 * high:.1f})" for rate, low, high, _ in sides]
+        rows.append([cell["variant"], str(cell["seed"]), *rates, *(f"{kl:.2f}" for *_, kl in sides)])
+    kls = ["KL of ours, nats", "KL of TRL's"]
+    return cells.table(["Method", "Seed", "Ours over SFT", "TRL's over SFT", *kls], rows)
 
 
 def main() -> None:
-    parser = cells.arguments(__doc__, list(VARIANTS))
+    parser = cells.arguments(__doc__, VARIANTS)
     parser.add_argument("--peer", type=Path, required=True, metavar="PYTHON")
     args = parser.parse_args()
-    found = cells.run("quality", "ppo", VARIANTS, lambda folder: measure(folder, args.peer), args, THREAD)
+    found = cells.run(
+        "quality",
+        VARIANTS,
+        lambda folder: measure(folder, args.peer),
+        args,
+        preset="ppo",
+        environment=cells.ONE_THREAD,
+    )
     cells.publish(Path("docs/results/methods.md"), "quality", table(found), args)
 
 

@@ -48,9 +48,6 @@ SHAPES: Mapping[str, Shape] = {
         heads=8,
         precision="bf16",
     ),
-    "E": Shape(
-        vocab=8192, query_min=32, query=128, response=64, batch=32, micro=8, layers=6, hidden=256, heads=8
-    ),
     "S": Shape(
         vocab=49152,
         query_min=64,
@@ -64,12 +61,10 @@ SHAPES: Mapping[str, Shape] = {
         heads=9,
         llama={"num_key_value_heads": 3, "intermediate_size": 1536},
     ),
-    "F": Shape(vocab=256, query_min=16, query=256, response=128, batch=32, micro=8),
 }
-"""S: SmolLM2-135M with random weights.
+"""C: a random model over 32 tokens ends its responses at very different lengths. D: Pythia-1B, for a GPU.
 
-C: a random model over 32 tokens ends its responses at very different lengths. D: Pythia-1B, for a GPU. E
-is wider than A, and F has prompts and responses of very different lengths."""
+S: SmolLM2-135M with random weights."""
 
 
 class Models(NamedTuple):

@@ -12,7 +12,6 @@ Needs what the preset needs. See `benchmarks.cells`. Writes the table of docs/re
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -62,12 +61,6 @@ def in_words(cell: cells.Cell) -> list[str]:
 SHARED = ("KL, nats per response", "Perplexity of the responses", "Different 2-grams", "Gate", "PPO")
 
 
-def rows(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    parts = [header, ["---"] * len(header), *lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in parts)
-
-
 # --------------------------------------------------------------------------------------- constraints
 
 
@@ -87,7 +80,7 @@ def constraints_table(found: Sequence[cells.Cell]) -> str:
             for gain, low, high in (cell["seen"], cell["unseen"])
         ]
         lines.append([cell["variant"], str(cell["seed"]), *gains, *in_words(cell)])
-    return rows(["", "Seed", "Seen kinds, points", "Unseen kinds, points", *SHARED], lines)
+    return cells.table(["", "Seed", "Seen kinds, points", "Unseen kinds, points", *SHARED], lines)
 
 
 # ------------------------------------------------------------------------------------------- reviews
@@ -97,8 +90,7 @@ def reviews_cell(folder: Path) -> cells.Cell:
     """Win rates, and the means of what the critic explained, from the fifth update on."""
     judge, reward = cells.metrics(folder, "judge"), cells.metrics(folder, "reward")
     bounds = ("win_rate", "low", "high")
-    with (folder / "plots/ppo.csv").open(encoding="utf-8") as file:
-        curve = [row for row in csv.DictReader(file) if row.get("val/explained_variance_first")][4:]
+    curve = [row for row in cells.curve(folder) if row.get("val/explained_variance_first")][4:]
     known = {name: [float(row[f"val/{column}"]) for row in curve] for name, column in EXPLAINED.items()}
     return shared(folder) | {
         "accuracy": reward["accuracy/sft_samples"],
@@ -122,7 +114,7 @@ def reviews_table(found: Sequence[cells.Cell]) -> str:
         lines.append([*first, *rates, known, *in_words(cell)])
     wins = [f"Win rate over SFT by {name}" for name in REVIEWERS.values()]
     header = ["", "Seed", "Reward model's accuracy", *wins, "Explained at the first token"]
-    return rows([*header, *SHARED], lines)
+    return cells.table([*header, *SHARED], lines)
 
 
 # ----------------------------------------------------------------------------------------- sentiment
@@ -134,8 +126,7 @@ def sentiment_cell(folder: Path) -> cells.Cell:
     judge, cell = cells.metrics(folder, "judge"), shared(folder)
     cell["win_rate"] = [judge[f"vader/policy_vs_sft/{name}"] for name in ("win_rate", "low", "high")]
     answers = pq.read_table(folder / "evaluation/ppo/answers.parquet").to_pylist()
-    with (folder / "plots/ppo.csv").open(encoding="utf-8") as file:
-        curve = {int(float(row["episode"])): row for row in csv.DictReader(file) if row["eval/kl"]}
+    curve = {int(float(row["episode"])): row for row in cells.curve(folder) if row["eval/kl"]}
     points = []
     for episode, row in curve.items():
         texts = [one["response"] for one in answers if one["episode"] == episode]
@@ -170,7 +161,7 @@ def sentiment_table(found: Sequence[cells.Cell]) -> str:
         win = f"{rate:.1%} [{low:.1%}, {high:.1%}]"
         lines.append([cell["variant"], str(cell["seed"]), *gains, win, *in_words(cell)])
     header = ["KL coefficient", "Seed", "Optimized score", "VADER's score", "VADER's win rate over SFT"]
-    text = rows([*header, *SHARED], lines) + "\n"
+    text = cells.table([*header, *SHARED], lines) + "\n"
     fits = []
     for name, points in {"optimized": optimized, "VADER's": judged}.items():
         alpha, beta, share = gao(points)
@@ -178,7 +169,7 @@ def sentiment_table(found: Sequence[cells.Cell]) -> str:
         is_seen = beta > 0 and 2 * (alpha / beta - 1) <= math.log(furthest)
         peak = f"{math.exp(2 * (alpha / beta - 1)):,.1f}" if is_seen else f"above {furthest:.1f}"
         fits.append([name, f"{alpha:.3f}", f"{beta:.3f}", peak, f"{share:.0%}"])
-    return text + rows(["Score", "α", "β", "KL of the highest score", "Share of variance"], fits)
+    return text + cells.table(["Score", "α", "β", "KL of the highest score", "Share of variance"], fits)
 
 
 # ------------------------------------------------------------------------------------------- command
@@ -235,14 +226,14 @@ TABLES = {
 
 def main() -> None:
     variants = dict.fromkeys(name for table in TABLES.values() for name in table.variants)
-    parser = cells.arguments(__doc__, list(variants))
+    parser = cells.arguments(__doc__, variants)
     parser.add_argument("--preset", choices=list(TABLES), required=True)
     args = parser.parse_args()
     table = TABLES[args.preset]
     args.only = [name for name in args.only if name in table.variants]
     if not args.only:
         parser.error(f"--only: the variants of {args.preset} are {', '.join(table.variants)}")
-    found = cells.run(args.preset, args.preset, table.variants, table.measure, args)
+    found = cells.run(args.preset, table.variants, table.measure, args, preset=args.preset)
     cells.publish(Path(f"docs/results/{args.preset}.md"), args.preset, table.text(found), args)
 
 

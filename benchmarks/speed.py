@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,23 +36,15 @@ EPOCHS = 4
 GROUP = 8  # responses to a prompt in RLOO
 SMALLEST_ROLLOUT = 32  # of RLOO
 KL_COEF = 0.05
-UNITS: Mapping[str, str] = {
-    **{"ppo": "episodes/s", "rloo": "episodes/s"},
-    **{"sft": "tokens/s", "reward": "tokens/s"},
-}
+UNITS = {"ppo": "episodes/s", "rloo": "episodes/s", "sft": "tokens/s", "reward": "tokens/s"}
 CPU_SHAPES = ("A", "B", "C")
-SECONDS = "seconds of each update: "
 
 
 class Figures(NamedTuple):
-    """One side's figures of one part and shape: speeds of all turns, and the greatest peak memory."""
+    """One process's units per second, and its peak memory in GB."""
 
-    speeds: Sequence[float]
+    speed: float
     memory_gb: float
-
-    @property
-    def speed(self) -> float:
-        return statistics.median(self.speeds)
 
 
 def main() -> None:
@@ -72,8 +65,9 @@ def main() -> None:
         train, shape = SIDES[options.side, options.parts[0]], of_part(options.parts[0], options.shapes[0])
         shape = replace(shape, precision=options.precision or shape.precision)
         marks = train(shape, options.updates + 1)
-        print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
-        print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
+        seconds = [after - before for before, after in itertools.pairwise(marks)]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        print(json.dumps({"seconds of each update": seconds, "GB at the peak": peak}))
         return
     for part in options.parts:
         print(f"\n| {part}, {UNITS[part]} | ours | peak GB | TRL 1.12.0 | peak GB | ratio |")
@@ -89,47 +83,41 @@ def of_part(part: str, name: str) -> Shape:
     return replace(shape, batch=max(shape.batch, SMALLEST_ROLLOUT)) if part == "rloo" else shape
 
 
-def measure(part: str, shape: str, options: argparse.Namespace) -> dict[str, Figures]:
-    """The figures of each side, `ours` and, with an interpreter, `peer`."""
+def measure(part: str, shape: str, options: argparse.Namespace) -> dict[str, list[Figures]]:
+    """The figures of all turns of each side, `ours` and, with an interpreter, `peer`."""
     pythons = {"ours": Path(sys.executable)} | ({"peer": options.peer} if options.peer else {})
-    found = [
-        {side: _turn(python, side, part, shape, options) for side, python in pythons.items()}
-        for _ in range(options.turns)
-    ]
-    return {
-        side: Figures([turn[side][0] for turn in found], max(turn[side][1] for turn in found))
-        for side in pythons
-    }
+    found: dict[str, list[Figures]] = {side: [] for side in pythons}
+    for _ in range(options.turns):
+        for side, python in pythons.items():
+            found[side].append(_turn(python, side, part, shape, options))
+    return found
 
 
-def line(shape: str, found: Mapping[str, Figures]) -> str:
-    cells = [shape]
-    for one in found.values():
-        cells += [f"{one.speed:,.2f} ({min(one.speeds):,.2f}–{max(one.speeds):,.2f})", f"{one.memory_gb:.2f}"]
+def line(shape: str, found: Mapping[str, Sequence[Figures]]) -> str:
+    cells, medians = [shape], list[float]()
+    for turns in found.values():
+        speeds = [turn.speed for turn in turns]
+        medians.append(statistics.median(speeds))
+        cells.append(f"{medians[-1]:,.2f} ({min(speeds):,.2f}–{max(speeds):,.2f})")
+        cells.append(f"{max(turn.memory_gb for turn in turns):.2f}")
     if "peer" in found:
-        cells.append(f"{found['ours'].speed / found['peer'].speed:.2f}")
+        cells.append(f"{medians[0] / medians[1]:.2f}")
     return f"| {' | '.join(cells)} |"
 
 
-def _turn(python: Path, side: str, part: str, shape: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Units per second, and peak memory in GB, of one process."""
+def _turn(python: Path, side: str, part: str, shape: str, options: argparse.Namespace) -> Figures:
     words = ["-m", "benchmarks.speed", "--side", side, "--parts", part, "--shapes", shape]
     words += ["--precision", options.precision] if options.precision else []
     command = [str(python), *words, "--updates", str(options.updates)]
-    environment = os.environ | {
-        "PYTHONPATH": str(Path.cwd()),
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    own = {"PYTHONPATH": str(Path.cwd()), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    *_, seconds, memory = done.stdout.splitlines()
-    times = json.loads(seconds.removeprefix(SECONDS))
-    sizes = of_part(part, shape)
+    result, sizes = json.loads(done.stdout.splitlines()[-1]), of_part(part, shape)
     is_rollout = UNITS[part] == "episodes/s"
     per_update = sizes.batch if is_rollout else num_tokens(part, sizes, options.updates + 1)
-    return per_update / statistics.median(times[1:]), int(memory.rpartition(" ")[2]) * 1024 / 1e9
+    speed = per_update / statistics.median(result["seconds of each update"][1:])
+    return Figures(speed, result["GB at the peak"])
 
 
 # --------------------------------------------------------------------------------- the input of both
@@ -165,17 +153,7 @@ def num_tokens(part: str, shape: Shape, updates: int) -> float:
 # ------------------------------------------------------------------------------------- our side
 
 
-def _ppo_ours(shape: Shape, updates: int) -> list[float]:
-    return _rollouts(shape, updates, EPOCHS)
-
-
-def _rloo_ours(shape: Shape, updates: int) -> list[float]:
-    advantages = {"kind": "rloo", "samples_per_prompt": GROUP}
-    settings = {"advantages": advantages, "whiten_advantages": False, "kl_coef": KL_COEF}
-    return _rollouts(shape, updates, 1, **settings)
-
-
-def _rollouts(shape: Shape, updates: int, epochs: int, **settings: Any) -> list[float]:
+def _rollouts_ours(shape: Shape, updates: int, epochs: int = EPOCHS, **settings: Any) -> list[float]:
     from benchmarks import workloads
     from tests import small
 
@@ -362,9 +340,13 @@ def _peer_marks(
     return marks
 
 
+RLOO: Mapping[str, Any] = {
+    "advantages": {"kind": "rloo", "samples_per_prompt": GROUP},
+    "whiten_advantages": False,
+}
 SIDES: Mapping[tuple[str, str], Callable[..., list[float]]] = {
-    ("ours", "ppo"): _ppo_ours,
-    ("ours", "rloo"): _rloo_ours,
+    ("ours", "ppo"): _rollouts_ours,
+    ("ours", "rloo"): partial(_rollouts_ours, epochs=1, kl_coef=KL_COEF, **RLOO),
     ("ours", "sft"): _sft_ours,
     ("ours", "reward"): _reward_ours,
     ("peer", "ppo"): _ppo_peers,

@@ -19,7 +19,7 @@ from zoneinfo import available_timezones
 
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentUpdate, GlobalConcurrencyLimitCreate, WorkPoolCreate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.sorting import FlowRunSort
@@ -83,11 +83,9 @@ def apply(
         variables = own if kind == "process" else {}
         if is_shared:
             _check_owner(client, root, pool, variables)
-        if find_limit(client, settings.SLOTS) is None:
-            size = gpu_slots or len(devices.visible()) or 1
-            made = GlobalConcurrencyLimitCreate(name=settings.SLOTS, limit=size)
-            client.create_global_concurrency_limit(made)
-        elif gpu_slots is not None:
+        if gpu_slots is None and find_limit(client, settings.SLOTS) is None:
+            gpu_slots = len(devices.visible()) or 1
+        if gpu_slots is not None:
             client.upsert_global_concurrency_limit_by_name(settings.SLOTS, gpu_slots)
         automations.apply(client)
         params = Config()  # fall back to defaults; the run itself reports an invalid params.yaml

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -21,6 +20,7 @@ from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.command import DEFERRED, DONE, POLICY, REFUSED, RETRY_HINT, UNDECIDED, verdict_file
 from rlhf_tasks.promotion.verdict import Verdict
+from rlhf_tasks.report import run_facts
 
 NAMES: Mapping[int, str] = dict(zip((DONE, REFUSED, DEFERRED), results.VERDICTS, strict=True))
 
@@ -73,6 +73,5 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
 def criteria(folder: Path) -> list[dict[str, str]]:
     """The last verdict on the policy in the folder, a row per criterion; empty without a verdict."""
     file = verdict_file(Paths(folder).home, dvc_files.locked(folder).get(POLICY, "none"))
-    if not file.exists():
-        return []
-    return Verdict.of_tree(json.loads(file.read_text(encoding="utf-8"))).rows()
+    tree = run_facts.read_json(file)
+    return Verdict.of_tree(tree).rows() if tree else []

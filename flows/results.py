@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from prefect.states import Completed
 from rlhf_tasks import config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.promotion.verdict import make_table
+from rlhf_tasks.report import run_facts
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.record import PIPELINE, REPORT
 
@@ -72,18 +74,25 @@ class Outcome:
 
 
 def metrics(folder: Path) -> dict[str, float]:
-    """`{"ppo/objective/kl": 1.2, …}` of the metrics files that dvc.yaml names."""
+    """`{"ppo/objective/kl": 1.2, …}`: the numbers in the JSON files of metrics/ that dvc.yaml names.
+
+    A stage of the user's may write texts, NaN and other kinds of files there too.
+    """
     outs = [out for node in dvc_files.graph(folder).values() for out in node.outs]
-    files = [folder / out for out in outs if out.startswith("metrics/") and (folder / out).exists()]
-    trees = {file.stem: config.flatten(json.loads(file.read_text(encoding="utf-8"))) for file in files}
-    return {f"{stage}/{name}": value for stage, tree in trees.items() for name, value in tree.items()}
+    files = [folder / out for out in outs if out.startswith("metrics/") and out.endswith(".json")]
+    trees = {file.stem: config.flatten(run_facts.read_json(file)) for file in files}
+    return {
+        f"{stage}/{name}": value
+        for stage, tree in trees.items()
+        for name, value in tree.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 def run_keys(folder: Path, stages: Sequence[str]) -> dict[str, str]:
     """`{stage: key}` of the runs that made what the folder holds, by models/lineage."""
-    files = {stage: folder / "models/lineage" / f"{stage}.json" for stage in stages}
-    read = {stage: json.loads(file.read_text("utf-8")) for stage, file in files.items() if file.exists()}
-    return {stage: str(lineage["rlhf.run"]) for stage, lineage in read.items()}
+    read = {stage: run_facts.read_json(folder / f"models/lineage/{stage}.json") for stage in stages}
+    return {stage: str(lineage["rlhf.run"]) for stage, lineage in read.items() if lineage}
 
 
 def show(outcome: Outcome, folder: Path, pages: Mapping[str, str], project: str) -> None:

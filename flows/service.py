@@ -223,30 +223,26 @@ class ProjectService:
             else:
                 console.say(f"{name}: does not run; `rlhf up` starts it")
         if healthy["prefect"]:
+            page = f"{self.url('prefect')}{settings.UI}/runs/flow-run"
             try:
-                page = f"{self.url('prefect')}{settings.UI}/runs/flow-run"
-                lines = [
-                    f"run {run['name']}: {run['state_name']}, {page}/{run['id']}"
-                    for run in self._runs_in_progress({})
-                ]
-                lines = lines or ["no flow run is in progress"]
+                runs = self._runs_in_progress()
+                for run in runs:
+                    console.say(f"run {run['name']}: {run['state_name']}, {page}/{run['id']}")
+                if not runs:
+                    console.say("no flow run is in progress")
             except NO_ANSWER:
-                lines = ["the Prefect server does not list its flow runs"]
-            for line in lines:
-                console.say(line)
+                console.say("the Prefect server does not list its flow runs")
         return 0 if all(healthy.values()) else 1
 
-    def _runs_in_progress(self, others: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _runs_in_progress(self, **others: Any) -> list[dict[str, Any]]:
         """The flow runs in progress that match the other filters. Raises one of NO_ANSWER."""
         in_progress = {"state": {"type": {"any_": [*settings.OPEN, "PAUSED"]}}}
-        states = {"flow_runs": in_progress, "sort": "START_TIME_ASC"}
-        runs: list[dict[str, Any]] = self._post("flow_runs/filter", {**states, **others})
-        return runs
+        return list(self._post("flow_runs/filter", flow_runs=in_progress, sort="START_TIME_ASC", **others))
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def _post(self, path: str, **body: Any) -> Any:
         """What Prefect's API answers. Raises one of NO_ANSWER."""
         address = f"{self.url('prefect')}/api/{path}"
-        response = httpx.post(address, json=dict(body), timeout=10.0, auth=settings.login(os.environ))
+        response = httpx.post(address, json=body, timeout=10.0, auth=settings.login(os.environ))
         return response.raise_for_status().json()
 
     def down(self) -> None:
@@ -270,11 +266,12 @@ class ProjectService:
         """Cancel the worker's runs and label them Stopped."""
 
         def in_progress() -> set[str]:
-            of_pool = {"work_pools": {"name": {"any_": [settings.POOL]}}}
-            return {str(run["id"]) for run in self._runs_in_progress(of_pool)}
+            return {
+                run["id"] for run in self._runs_in_progress(work_pools={"name": {"any_": [settings.POOL]}})
+            }
 
         def set_state(run: str, **state: str) -> None:
-            self._post(f"flow_runs/{run}/set_state", {"state": state})
+            self._post(f"flow_runs/{run}/set_state", state=state)
 
         deadline, runs = time.monotonic() + END_SECONDS["worker"], in_progress()
         for run in runs:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import queue
 import re
 import shutil
 import subprocess
@@ -36,40 +35,32 @@ def run(*words: str, what: str, total: int = 0, must: bool = True) -> None:
     """Run a module of Python and print what pip is at. What `must` succeed ends this program if it fails."""
     command = [sys.executable, "-P", "-m", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(line.rstrip())
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
     print(what, flush=True)
-    output, found, now, said, torch = list[str](), 0, "at work", "", ""
-    began_at = said_at = time.monotonic()
-    while True:
-        try:
-            line = lines.get(timeout=1.0)
-            if line is None:
-                break
-            output.append(line)
-            if not torch and (torch := describe_build(line)):
-                print(f"  {torch}", flush=True)
-            if line.startswith("Collecting "):
-                found, now = found + 1, f"reading {line.split()[1]}"
-            elif line.strip().startswith("Downloading "):
-                now = f"downloading {line.split()[1].rsplit('/', 1)[-1]}"
-            elif line.startswith("Building wheels"):
-                now = "building the packages that have no wheel"
-            elif line.startswith("Installing collected packages"):
-                found, now = total, "unpacking, which takes minutes"
-        except queue.Empty:
-            pass
-        if time.monotonic() - said_at >= EVERY_SECONDS:
-            so_far = f", {time.monotonic() - began_at:.0f}s so far" if now == said else ""
+    output, found, now, torch = list[str](), 0, "at work", ""
+    start, ended = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        said = ""
+        while not ended.wait(EVERY_SECONDS):
+            so_far = f", {time.monotonic() - start:.0f}s so far" if now == said else ""
             print(f"  {f'{min(found, total)}/{total} ' if total else ''}{now}{so_far}", flush=True)
-            said, said_at = now, time.monotonic()
+            said = now
+
+    threading.Thread(target=report, daemon=True).start()
+    assert process.stdout is not None
+    for line in map(str.rstrip, process.stdout):
+        output.append(line)
+        if not torch and (torch := describe_build(line)):
+            print(f"  {torch}", flush=True)
+        if line.startswith("Collecting "):
+            found, now = found + 1, f"reading {line.split()[1]}"
+        elif line.strip().startswith("Downloading "):
+            now = f"downloading {line.split()[1].rsplit('/', 1)[-1]}"
+        elif line.startswith("Building wheels"):
+            now = "building the packages that have no wheel"
+        elif line.startswith("Installing collected packages"):
+            found, now = total, "unpacking, which takes minutes"
+    ended.set()
     if (status := process.wait()) and must:
         print("\n".join(output[-SHOWN_LINES:]), file=sys.stderr)
         sys.exit(status)

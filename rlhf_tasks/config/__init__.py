@@ -27,17 +27,14 @@ from rlhf_tasks.config.schema import (
     Data,
     Dpo,
     HubSet,
-    HubSources,
     Launch,
     Model,
     Optimization,
-    Precision,
     Promotion,
     Reward,
     Scratch,
     TaskPolicy,
     Tracking,
-    Value,
 )
 from rlhf_tasks.config.stages import (
     VIEWS,

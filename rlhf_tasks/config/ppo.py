@@ -356,6 +356,12 @@ class Guards(Section):
             yield "kl_min and ratio_min must be below kl_max and ratio_max"
 
 
+def _word_or_constant(value: Any) -> Any:
+    if value in ("token_mean", "response_mean") or isinstance(value, Mapping | Constant):
+        return value
+    raise ValueError("must be token_mean, response_mean or {constant: 32}")
+
+
 def _eos_or_id(value: Any) -> Any:
     if value == "eos" or (type(value) is int and value >= 0):
         return value
@@ -440,7 +446,7 @@ class Ppo(Section):
     """Loss of each token: `ppo_clip`, or a function of yours as `module:function` with the same signature."""
     loss_reduction: Annotated[
         Literal["token_mean", "response_mean"] | Constant,
-        t.one_of("token_mean", "response_mean", example="{constant: 32}"),
+        BeforeValidator(_word_or_constant),
     ] = "token_mean"
     """How the tokens' losses become one number: the mean over all tokens of the minibatch (`token_mean`), or
     over responses, of each one's mean (`response_mean`) or of its sum divided by `{constant: 32}`."""

@@ -513,10 +513,10 @@ class Promotion(Section):
         """The gate's judges."""
         return (self.judge,) if self.second_judge is None else (self.judge, self.second_judge)
 
-    def conflicts(self, judging: Judging, ppo: Ppo) -> Iterator[str]:
+    def conflicts(self, config: Config) -> Iterator[str]:
         """The problems of the section that come from other sections."""
-        yield from self._judge_conflicts(judging, ppo)
-        retention = judging.retention
+        yield from self._judge_conflicts(config)
+        judging, retention = config.judge, config.judge.retention
         for key in ("max_perplexity_growth", "max_choice_drop"):
             if getattr(self, key) is not None and retention is None:
                 yield f"promotion.{key} needs judge.retention, which measures it; set it to null"
@@ -540,36 +540,39 @@ class Promotion(Section):
                 f"promotion.min_examples={self.min_examples} is more than judge.num_examples="
                 f"{judging.num_examples}, so that no policy could pass"
             )
-        if self.max_kl is not None and ppo.reference_sync is not None:
+        if self.max_kl is not None and config.ppo.reference_sync is not None:
             yield (
                 "promotion.max_kl bounds the KL from SFT, but with ppo.reference_sync PPO measures the KL "
                 "from a reference that follows the policy; set promotion.max_kl to null"
             )
 
-    def _judge_conflicts(self, judging: Judging, ppo: Ppo) -> Iterator[str]:
-        known = [judge.name for judge in judging.judges]
-        for key, name in {"judge": self.judge, "second_judge": self.second_judge}.items():
-            if name is None:
-                continue
+    def _judge_conflicts(self, config: Config) -> Iterator[str]:
+        """The gate's judges exist, decided nothing that the policy learned from, and are independent."""
+        judges, makes_pairs = config.judge.judges, config.dpo.train and config.preferences.num_prompts > 0
+        known = [judge.name for judge in judges]
+        scorers = config.ppo.scorers if config.ppo.train else ()
+        labels = config.preferences.function if makes_pairs else None
+        used = {name: [one for one in judges if one.name in with_parts(judges, name)] for name in self.named}
+        for key, name in zip(("judge", "second_judge"), self.named, strict=False):
             if name not in known:
                 yield (
                     f"promotion.{key}={name!r} is not in judge.judges ({', '.join(known)}); name one of "
                     "those, or set promotion to null"
                 )
-            for one in judging.judges:
-                if one.name in with_parts(judging.judges, name) and (
-                    reward := optimized_by(ppo.scorers if ppo.train else (), one)
-                ):
+            for one in used[name]:
+                if reward := optimized_by(scorers, one):
                     yield (
                         f"promotion.{key}={name!r} uses {reward}, which PPO optimizes, so it cannot show "
                         "whether the policy got better; name another judge"
                     )
-        first, *second = (
-            [one for one in judging.judges if one.name in with_parts(judging.judges, name)]
-            for name in self.named
-        )
-        definitions = [one.definition for one in first]
-        if shared := sorted(one.name for part in second for one in part if one.definition in definitions):
+                if one.kind == "function" and one.function == labels:
+                    yield (
+                        f"promotion.{key}={name!r} uses {labels}, which labels the pairs that stage dpo "
+                        "learns from, so it cannot show whether the policy got better; name another judge"
+                    )
+        definitions = [one.definition for one in used[self.judge]]
+        second = used[self.second_judge] if self.second_judge is not None else []
+        if shared := sorted(one.name for one in second if one.definition in definitions):
             yield (
                 f"promotion.second_judge={self.second_judge!r} and promotion.judge={self.judge!r} both use "
                 f"{', '.join(shared)}; name a second judge that is independent, or set it to null"
@@ -725,8 +728,7 @@ class Config(Section):
         yield from self._data_problems()
         yield from self._reward_model_problems()
         if self.promotion is not None:
-            yield from self.promotion.conflicts(self.judge, self.ppo)
-            yield from self._label_problems(self.promotion)
+            yield from self.promotion.conflicts(self)
 
     def _launch_problems(self) -> Iterator[str]:
         launch = self.launch
@@ -791,18 +793,6 @@ class Config(Section):
                 f"ppo.response_length={self.ppo.response_length} exceeds data.max_completion_tokens="
                 f"{self.data.max_completion_tokens}, the longest completion in the training data"
             )
-
-    def _label_problems(self, promotion: Promotion) -> Iterator[str]:
-        """The gate's judges have not labeled the pairs that the policy learned from."""
-        labels = self.preferences.function if self.dpo.train and self.preferences.num_prompts else None
-        for name in promotion.named:
-            parts = with_parts(self.judge.judges, name)
-            for one in self.judge.judges:
-                if one.name in parts and one.kind == "function" and one.function == labels:
-                    yield (
-                        f"promotion: the judge {one.name!r} is {labels}, which labels the pairs that stage "
-                        "dpo learns from, so it cannot show whether the policy got better; name another judge"
-                    )
 
     def _reward_model_problems(self) -> Iterator[str]:
         """A reward model is trained if and only if something uses it."""

@@ -267,13 +267,6 @@ class ReportView(StageView):
     promotion: s.Promotion | None
 
 
-_OWN = {
-    view.stage: view
-    for view in (*StageView.__subclasses__(), *ModelView.__subclasses__())
-    if view is not ModelView
-}
-VIEWS: Mapping[Stage, type[StageView]] = {
-    stage: _OWN[stage] if stage in _OWN else type("PlainView", (StageView,), {"stage": stage})
-    for stage in STAGES
-}
-"""The view of each stage; one that has none here declares no parameters."""
+_KNOWN = [*StageView.__subclasses__(), *ModelView.__subclasses__()]
+_VIEW_OF = {view.stage: view for view in _KNOWN if view is not ModelView}
+VIEWS: Mapping[Stage, type[StageView]] = {stage: _VIEW_OF[stage] for stage in STAGES}

@@ -220,17 +220,6 @@ Names = Annotated[
 ]
 
 
-def one_of(*words: str, example: str) -> BeforeValidator:
-    """For a value that is one of the words or a section such as the example: one message names both."""
-
-    def check(value: Any) -> Any:
-        if value in words or isinstance(value, Mapping | Section):
-            return value
-        raise ValueError(f"must be {', '.join(words)} or {example}")
-
-    return BeforeValidator(check)
-
-
 def is_hub_id(source: str) -> bool:
     """Whether a model source is an id of the hub, OWNER/NAME, and no local folder or name of a file."""
     files = (".gguf", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst")

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,18 +34,18 @@ def test_a_finished_cell_is_kept_and_a_trial_is_apart(
     started = list[list[str]]()
 
     def run(words: list[str], **how: Any) -> argparse.Namespace:
-        started.append(words)
+        started.append([*words])
         if words[:2] == ["git", "clone"]:
             Path(words[-1]).mkdir()
         return argparse.Namespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(cells, "call", lambda words, *_: run(words).returncode)
+    monkeypatch.setattr(cells, "pass_on_sigterm", lambda: None)
 
     def found(only: list[str], *changes: str) -> list[cells.Cell]:
         started.clear()
-        args = argparse.Namespace(seeds=[2], only=only, set=list(changes))
-        return cells.run("name", "smoke", VARIANTS, lambda folder: {"folder": folder.as_posix()}, args)
+        args = argparse.Namespace(seeds=[2], only=only, set=list(changes), jobs=1)
+        return cells.run("name", VARIANTS, lambda folder: {"folder": folder.as_posix()}, args, preset="smoke")
 
     large, plain = ({"seed": 2, "variant": v, "folder": ".rlhf/name/2"} for v in ("large", "plain"))
     assert found(["large"]) == [large]
@@ -64,15 +63,25 @@ def test_a_finished_cell_is_kept_and_a_trial_is_apart(
 def test_a_stopped_benchmark_lets_its_program_save(tmp_path: Path) -> None:
     program = (
         "import pathlib, signal\n"
-        "signal.signal(signal.SIGTERM, lambda *_: exit(7))\n"
+        "def save(*_): pathlib.Path('saved').touch(); exit()\n"
+        "signal.signal(signal.SIGTERM, save)\n"
         "pathlib.Path('up').touch(); signal.pause()\n"
     )
+    benchmark = (
+        "import subprocess, sys\n"
+        "from benchmarks import cells\n"
+        "cells.pass_on_sigterm()\n"
+        "subprocess.run([sys.executable, '-c', sys.argv[1]])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    words = [sys.executable, "-c", benchmark, program]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment) as stopped:
+        _wait_for(tmp_path / "up")
+        stopped.terminate()
+    assert stopped.returncode == 128 + signal.SIGTERM
+    _wait_for(tmp_path / "saved")
 
-    def stop() -> None:
-        while not (tmp_path / "up").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=stop, daemon=True).start()
-    with (tmp_path / "log").open("w") as log:
-        assert cells.call([sys.executable, "-c", program], tmp_path, os.environ, log) == 7
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)

@@ -175,6 +175,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"ppo.scorers": [LLM], "judge.judges": [LLM_JUDGE, small.GOLD, PANEL], "promotion.judge": "panel"},
         "promotion.judge='panel' uses the model judge-1, which PPO optimizes",
     ),
+    (
+        {
+            **{"dpo.train": True, "preferences.function": "m:f", "promotion.judge": "own"},
+            "judge.judges": [FUNCTION | {"name": "own"}],
+        },
+        "promotion.judge='own' uses m:f, which labels the pairs that stage dpo learns from",
+    ),
     ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
     ({"reward.train": False}, "needed by ppo.scorers, ppo.advantages.critic.init, judge.judges"),
     ({**small.WITHOUT_REWARD, "ppo.guards.gap_max": 1.0}, "is needed by ppo.guards.gap_max"),

@@ -29,6 +29,13 @@ def test_metrics_are_compared_with_those_of_the_last_run(root: Path) -> None:
     ]
 
 
+def test_what_is_no_number_is_no_metric(root: Path) -> None:
+    """DVC takes any JSON as metrics of a stage of the user's."""
+    (root / "metrics").mkdir()
+    (root / "metrics/first.json").write_text('{"rows": 1, "model": "m", "loss": NaN, "no": null}', "utf-8")
+    assert results.metrics(root) == {"first/rows": 1}
+
+
 def test_headlines_come_first() -> None:
     values = {"judge/a/b": 1.0, "ppo/eps": 2.0, "ppo/policy/clipfrac_avg": 0.25}
     names = [row["metric"] for row in results.metric_rows(values, {})]
