@@ -21,7 +21,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlhf_tasks import console
@@ -59,7 +59,7 @@ DATE = "chat_date"
 """The key of a tokenizer's config that holds the date which its chat template prints."""
 PLAIN = "data_chat"
 """The key of a tokenizer's config that holds `data.chat`."""
-DATE_CODES = re.compile(r"%[-_0^#]?[A-Za-z%]")
+DATE_CALL = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
 Spans = Callable[[list[Message], Sequence[Any] | None], list[tuple[int, int]]]
 """Where a rendered conversation holds what its template marks, as the first character and the one after."""
@@ -165,13 +165,9 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, **how: bool) -> Callable[..., 
 
     source = template_source(tokenizer)
     names: dict[str, Any] = dict(tokenizer.special_tokens_map)
-    if (frozen := tokenizer.init_kwargs.get(DATE)) is not None and "strftime_now" in source:
-        # transformers passes no functions to a template, which so gets its own
+    if (frozen := tokenizer.init_kwargs.get(DATE)) is not None:
         today = datetime.fromisoformat(frozen)
-        dates = {code: today.strftime(code) for code in sorted({*DATE_CODES.findall(source)}, reverse=True)}
-        dates |= {"%s": str(int(today.replace(tzinfo=UTC).timestamp()))} if "%s" in dates else {}
-        codes = "".join(f" | replace({code!r}, {written!r})" for code, written in dates.items())
-        source = f"{{% macro strftime_now(format) %}}{{{{ format{codes} }}}}{{% endmacro %}}\n{source}"
+        source = DATE_CALL.sub(lambda call: json.dumps(today.strftime(call[2])), source)
 
     def render(messages: list[Message], answer_follows: bool, tools: Sequence[Any] | None) -> tuple[str, Any]:
         given = None if tools is None else list(tools)

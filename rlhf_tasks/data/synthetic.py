@@ -162,7 +162,7 @@ def generate(
     tables: dict[str, dict[Split, list[dict[str, Any]]]] = {"sft": {}, "preferences": {}, "prompts": {}}
     for split in ("train", "validation", "test"):
         own = posts[split if split != "train" else "prompts"]
-        summarized = [(p["prompt"], _summary(rng, p)) for p in own]
+        summarized = [(p["prompt"], _written(rng, *_draft(rng, p))) for p in own]
         tables["prompts"][split] = [
             {"prompt": prompt, "reference": summary, "source": "synthetic"}
             | {name: post[name] for name in facts}
@@ -209,11 +209,6 @@ def _filled(rng: random.Random) -> dict[str, str]:
     return {kind: rng.choice(words) for kind, words in _FILLERS.items()}
 
 
-def _summary(rng: random.Random, facts: dict[str, str]) -> str:
-    """One writer's summary of the post's facts."""
-    return _written(rng, *_draft(rng, facts))
-
-
 def _draft(rng: random.Random, facts: dict[str, str]) -> tuple[dict[str, str], bool]:
     """The facts in one writer's summary, by slot, right or wrong; and whether the writer rambles."""
     writer = rng.choice(WRITERS)
@@ -247,7 +242,7 @@ def _pair(rng: random.Random, post: dict[str, str]) -> dict[str, str]:
     while True:
         facts_used, rambles = _draft(rng, post)
         first = _written(rng, facts_used, rambles)
-        second = _summary(rng, post)
+        second = _written(rng, *_draft(rng, post))
         if facts_used and rng.random() < 0.5:
             second = _written(rng, _revised(rng, facts_used), rambles)
         scores = gold_scores([post["prompt"]] * 2, [first, second])

@@ -69,8 +69,8 @@ def test_a_broken_json_array_refuses_the_file(indent: int | None, start: str, rl
     for broken in text, text[:-20], torn:
         Path("rows.json").write_text(broken, "utf-8")
         message = rlhf("data rows.json", status=2).err
-        assert "the JSON value that begins in line 1 is broken: " in message
-    assert f"rows.json:{torn[: torn.index('q1')].count(chr(10)) + 1}: " in message
+        assert "rows.json: its lines are no rows, and as one JSON document it is broken: " in message
+    assert f": line {torn[: torn.index('q1')].count(chr(10)) + 1} column " in message
 
 
 def test_json_lines_end_with_their_lines_whatever_they_hold(rlhf: Command) -> None:

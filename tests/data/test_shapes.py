@@ -62,6 +62,12 @@ def test_headers_may_be_in_capitals() -> None:
     assert rows(read({"prompt": "q", "Answer": "a"})) == [{"prompt": "q", "completion": "a"}]
 
 
+def test_a_column_with_a_dot_in_its_name_is_kept() -> None:
+    found = read({"prompt": "q", "answer.value": 4}, columns={"keep": ["answer.value"]})
+    assert rows(found) == [{"prompt": "q", "answer.value": 4}]
+    assert "answer.value" in found.used
+
+
 def test_conversations_that_all_end_with_the_user_are_prompts() -> None:
     asked = [
         {"from": "human", "value": "hi"},

@@ -56,9 +56,8 @@ def test_arguments_go_by_name_and_only_train_rows_are_split(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("demos", {"cuont": 1}, r"demos\(seed, num_test, count\): got an unexpected .* 'cuont'"),
-        ("demos", {"seed": 1}, "multiple values for keyword argument 'seed'"),
-        ("needs", {}, "missing a required argument: 'count'"),
+        ("demos", {"cuont": 1}, "raised TypeError: .*unexpected keyword argument 'cuont'"),
+        ("needs", {}, "raised TypeError: .*missing .*'count'"),
         ("needs", {"count": 1}, "needs returned no rows"),
         ("fails", {}, r"raised ZeroDivisionError: .*mine\.py:7"),
         ("no_roles", {}, r"must return rows by role \(sft, preferences, prompts\), .* but returned \[\{"),

@@ -18,7 +18,7 @@ TABLE: Mapping[str, Any] = YAML(typ="safe").load(Path(__file__).with_name("shape
 """The table of shapes, as it is written."""
 NAMES: Mapping[str, list[Any]] = TABLE["names"]
 RATINGS: tuple[str, ...] = tuple(NAMES["score"])
-TEXTS: tuple[str, ...] = tuple(NAMES["rated text"])
+ANSWER_TEXTS: tuple[str, ...] = tuple(NAMES["rated text"])
 """The keys of the rating and the text in an object that is an answer."""
 QUESTIONS = ("full_text", "text", "content", *NAMES["prompt"])
 """The keys of the text in an object that is a prompt."""
@@ -147,7 +147,7 @@ def unfold(value: Any, slot: str) -> Any:
         return items if is_talk else None
     is_objects = is_list and kind(items) in ("messages", "objects")
     is_rated = is_objects and any({*RATINGS} & {*item} for item in items)
-    return items if is_rated and all({*TEXTS} & {*item} for item in items) else None
+    return items if is_rated and all({*ANSWER_TEXTS} & {*item} for item in items) else None
 
 
 def _from_turns(value: Any) -> list[Message] | None:

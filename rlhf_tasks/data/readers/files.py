@@ -100,19 +100,14 @@ def _meaning(relative: Path) -> tuple[Role | None, Split]:
 
 _PACKED = (".gz", ".zst", ".lz4")
 """The suffixes of compressions that are read."""
-_REFUSED = (".bz2", ".xz", ".lzma", ".zip", ".7z", ".rar", ".Z", ".sz")
+_REFUSED = (".bz2", ".xz", ".zip")
 """Those of others, whose files are refused, and not passed over as files without data."""
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5/\xfd": "zstd", b"\4\x22M\x18": "lz4"}
 """Compressions by the first bytes of a file, whatever its name."""
 _FOREIGN = (
     (0, b"BZh", "is packed by bzip2; unpack it: bunzip2 -k {name}"),
     (0, b"\xfd7zXZ", "is packed by xz; unpack it: xz -dk {name}"),
-    (0, b"]\0\0", "is packed by LZMA; unpack it: xz -dc --format=lzma {name} > rows.jsonl"),
-    (0, b"\xff\6\0\0sNaPpY", "is packed by snappy; unpack it: python -m snappy -d {name} rows.jsonl"),
     (0, b"PK\3\4", "is packed by ZIP, or an Excel workbook; unpack it, or save the sheet as CSV"),
-    (0, b"7z\xbc\xaf", "is packed by 7z; unpack it: 7z x {name}"),
-    (0, b"Rar!", "is packed by RAR; unpack it: unrar x {name}"),
-    (0, b"\x1f\x9d", "is packed by compress; unpack it: uncompress -k {name}"),
     (257, b"ustar", "is a tar archive; unpack it: tar -xf {name}"),
 )
 """What is refused by its bytes at a position, and what to do."""
@@ -167,11 +162,10 @@ def _read_json(file: Path, name: str, problems: Problems) -> Iterator[Line]:
         if some and (len(some) == 1 or not _is_json(some[0][1])):  # maybe one JSON value
             rest = list(rest)
             content = "\n" * (rest[0][0] - 1) + "".join(text for _, text in rest)
-            if (whole := _array(content, name)) is not None:
+            if (whole := _records_of_document(content, name)) is not None:
                 for number, values in enumerate(whole, start=1):
                     yield from _record(f"{name}:{number}", values, problems)
                 return
-            _check_rows_are_lines(content, name)
         for number, text in rest:
             where, text = f"{name}:{number}", text.removesuffix("\n")
             if (fault := _bad_byte(text)) is not None:
@@ -182,10 +176,7 @@ def _read_json(file: Path, name: str, problems: Problems) -> Iterator[Line]:
             except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
                 problems.add(where, {"line": text}, "malformed", f"not JSON: {error}")
                 continue
-            if type(values) is dict and "\\u" not in text:  # an escape may stand for half a character
-                yield Line(where, values)
-            else:
-                yield from _record(where, values, problems)
+            yield from _record(where, values, problems)
 
 
 WRAPPERS = ("data", "rows", "records", "examples", "instances")
@@ -199,28 +190,28 @@ def _is_json(text: str) -> bool:
     return False
 
 
-def _array(content: str, name: str) -> list[Any] | None:
-    """The records of a JSON array, or of an object that holds one; None for any other content.
+def _records_of_document(content: str, name: str) -> list[Any] | None:
+    """The records of a JSON array, or of an object that holds one; None if the lines are records.
 
     Raises:
-        UserError: for columns by row number, as pandas writes them: `{"prompt": {"0": …}, …}`.
+        UserError: for another JSON document, also a broken one, or for objects printed over several lines.
     """
-    if not content.lstrip().startswith(("[", "{")):
-        return None
+    fault = "it is one JSON document, and no list of records"
     try:
-        found = json.loads(content, object_pairs_hook=_once)
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(found, dict):
-        numbers = [key for column in found.values() if isinstance(column, dict) for key in column]
-        if numbers and all(isinstance(v, dict) for v in found.values()) and all(map(str.isdecimal, numbers)):
-            raise UserError(
-                f"{name} holds columns by row number, as pandas writes them; convert it to JSON Lines: "
-                f'pandas.read_json({name!r}).to_json("rows.jsonl", orient="records", lines=True)'
-            )
-        return _unwrap(found)
-    are_records = isinstance(found, list) and all(isinstance(one, dict) or _are_objects(one) for one in found)
-    return found if are_records else None
+        found = JSON.decode(content)
+        found = _unwrap(found) if isinstance(found, dict) else found
+        if isinstance(found, list) and all(isinstance(one, dict) or _are_objects(one) for one in found):
+            return found
+    except (ValueError, RecursionError) as error:
+        fault = f"as one JSON document it is broken: {error}"
+    lines = content.strip().split("\n")
+    if 2 * sum(line.startswith(lines[0][0]) and _is_json(line) for line in lines) < len(lines):
+        raise UserError(
+            f"{name}: its lines are no rows, and {fault}. It is not known where its rows end, so "
+            "data.on_bad_row: quarantine cannot leave one out; write one row, a JSON object, per line, or "
+            "move a file that holds no rows out of the folder"
+        )
+    return None
 
 
 def _unwrap(whole: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -271,35 +262,6 @@ def _record(where: str, values: Any, problems: Problems) -> Iterator[Line]:
         yield Line(where, values)
 
 
-def _check_rows_are_lines(content: str, name: str) -> None:
-    """Check that the first JSON value ends on the line on which it starts.
-
-    Raises:
-        UserError: for one JSON document, also a broken one, or for objects printed over several lines.
-    """
-    text = content.lstrip()
-    number = content[: len(content) - len(text)].count("\n") + 1
-    try:
-        _, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError) as error:
-        lines = text.rstrip().split("\n")
-        if 2 * sum(line.startswith(text[0]) and _is_json(line) for line in lines) < len(lines):
-            at, fault = number - 1 + getattr(error, "lineno", 1), getattr(error, "msg", error)
-            raise UserError(
-                f"{name}:{at}: the JSON value that begins in line {number} is broken: {fault}. It is not "
-                "known where its rows end, so data.on_bad_row: quarantine cannot leave one out; write the "
-                "file again, or one row, a JSON object, per line"
-            ) from None
-        return  # the lines are reported one by one
-    if "\n" in text[:end]:
-        is_whole = not text[end:].strip()
-        what = "this is one JSON document" if is_whole else "a JSON value goes over several lines"
-        raise UserError(
-            f"{name}:{number}: {what}; write one row, a JSON object, per line, or move a file that holds no "
-            "rows out of the folder"
-        )
-
-
 def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -> Iterator[Line]:
     """Reads a header line, then a record per row. A quoted field may contain line breaks."""
     with _open(file, name) as stream:
@@ -309,13 +271,8 @@ def _read_csv(file: Path, name: str, problems: Problems, separator: str = ",") -
         at = f"{name}:{skipped + 1}"
         if re.match(r'"?sep=', first, re.IGNORECASE):
             raise UserError(f"{at}: {first.strip()} is a hint for Excel, not the header; delete the line")
-        separators = (separator, ";", "\t") if separator == "," else (separator,)  # as Excel writes it
-        used = next((one for one in (*separators, "|") if _num_columns(first, one) > 1), separator)
-        if used == "|":
-            raise UserError(
-                f"{at}: `|` separates the columns; convert it to CSV: "
-                f'pandas.read_csv({name!r}, sep="|").to_csv("rows.csv", index=False)'
-            )
+        separators = (separator, ";", "\t", "|")  # Excel and databases write the others
+        used = next((one for one in separators if _num_columns(first, one) > 1), separator)
         records = _csv_records(itertools.chain([first], text), used, name, skipped)
         at, columns, _ = next(records, (at, [], False))
         if not columns:

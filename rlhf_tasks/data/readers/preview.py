@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,12 @@ from rlhf_tasks.data import rows
 from rlhf_tasks.data.chat import Rendering
 from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.readers import files, hub, tables
-from rlhf_tasks.data.rows import CONVERSATION, SPLITS, TEXTS, Corpus, Problems, Role, Row, Rows
+from rlhf_tasks.data.rows import CONVERSATION, SPLITS, TEXTS, Corpus, Problems, Role, Rows
 from rlhf_tasks.errors import UserError
 
 SHOWN = 3  # rows
 SAMPLE = 1000  # rows of a file
 MOST_CHARACTERS = 600  # of a text
-BARS = "▁▂▃▄▅▆▇█"
 Tokens = Callable[[str, str], tuple[Sequence[str], Sequence[str]]]
 """Prompt and response → the tokens of each, as texts."""
 
@@ -75,51 +72,33 @@ def _show(role: Role, parts: Mapping[Split, Rows], data: Data, split: Tokens) ->
     counts = ", ".join(f"{len(parts[name])} {name}" for name in SPLITS if parts.get(name))
     console.say(f"\n{role}: {counts or 'no rows'}")
     answers = [name for name in TEXTS[role] if name != "prompt"]
-    for row in itertools.islice(_every(parts), SHOWN):
-        console.say(f"  {row['source']}")
+    sizes: dict[str, list[int]] = {"prompt": [], "completion": []}
+    for number, row in enumerate(row for name in SPLITS if name in parts for row in parts[name]):
+        is_shown = number < SHOWN
+        if is_shown:
+            console.say(f"  {row['source']}")
         for name in answers:
             prompt, response = split(row["prompt"], row[name] or "")
             if name == answers[0]:
-                console.say(f"    prompt ({len(prompt)} tokens): {_tokens(prompt)}")
+                sizes["prompt"].append(len(prompt))
+                if is_shown:
+                    console.say(f"    prompt ({len(prompt)} tokens): {_tokens(prompt)}")
             if row[name] is not None:  # as in prompts alone and unpaired labels
-                console.say(f"    {name} ({len(response)} tokens): {_tokens(response)}")
-    lengths = [
-        [
-            len(part)
-            for name in answers
-            if row[name] is not None or role == "prompts"
-            for part in split(row["prompt"], row[name] or "")
-        ]
-        for row in _every(parts)
-    ]
-    most = {"prompt": data.max_prompt_tokens, "response": data.max_completion_tokens}
-    for name, start in (("prompt", 0), ("response", 1)):
-        sizes = [size for pair in lengths for size in pair[start::2]]
-        if sizes:
-            over = sum(size > most[name] for size in sizes)
-            limit = f"data.max_{'prompt' if name == 'prompt' else 'completion'}_tokens={most[name]}"
-            console.say(f"  {name} tokens {_histogram(sizes)}; {over or 'none'} over {limit}")
-
-
-def _every(parts: Mapping[Split, Rows]) -> Iterator[Row]:
-    return (row for name in SPLITS if name in parts for row in parts[name])
+                sizes["completion"].append(len(response))
+                if is_shown:
+                    console.say(f"    {name} ({len(response)} tokens): {_tokens(response)}")
+    for name, title in {"prompt": "prompt", "completion": "response"}.items():
+        if counted := sizes[name]:
+            most = getattr(data, f"max_{name}_tokens")
+            over = sum(size > most for size in counted)
+            mean = f"{min(counted)} to {max(counted)}, mean {sum(counted) / len(counted):.1f}"
+            console.say(f"  {title} tokens {mean}; {over or 'none'} over data.max_{name}_tokens={most}")
 
 
 def _tokens(parts: Sequence[str]) -> str:
     """Tokens with their boundaries, in one line."""
     text = "|".join(part.replace("\n", "⏎") for part in parts)
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
-
-
-def _histogram(sizes: Sequence[int]) -> str:
-    """Sixteen bars from the shortest to the longest."""
-    low, high = min(sizes), max(sizes)
-    width = max(1, -(-(high - low + 1) // 16))
-    counts = Counter((size - low) // width for size in sizes)
-    top = max(counts.values())
-    bars = [counts[number] for number in range((high - low) // width + 1)]
-    drawn = "".join(" " if not n else BARS[(len(BARS) - 1) * n // top] for n in bars)
-    return f"{low} {drawn} {high}, mean {sum(sizes) / len(sizes):.1f}"
 
 
 def words(prompt: str, response: str) -> tuple[Sequence[str], Sequence[str]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rlhf_tasks.config import Data, Split
 from rlhf_tasks.data.chat import Message, Unusable, message
 from rlhf_tasks.data.readers import cells
-from rlhf_tasks.data.readers.cells import NAMES, RATINGS, TABLE, TEXTS, dialogue
+from rlhf_tasks.data.readers.cells import ANSWER_TEXTS, NAMES, RATINGS, TABLE, dialogue
 from rlhf_tasks.data.readers.entries import NEEDS, Entry
 from rlhf_tasks.data.rows import Role, digest
 from rlhf_tasks.data.splits import SPLIT_NAMES
@@ -264,7 +264,7 @@ class Match:
     def keys_of(self, name: str) -> tuple[str | None, str | None, str | None]:
         """The keys of the text and the rating in the objects of a column, and the prompt that they hold."""
         items: list[Any] = next(value for value in self.texts(name) if cells.kind(value) == "objects")
-        text = next((key for key in TEXTS if isinstance(items[0].get(key), str)), None)
+        text = next((key for key in ANSWER_TEXTS if isinstance(items[0].get(key), str)), None)
         rating = next((key for key in RATINGS if any(key in item for item in items)), None)
         return text, rating, question(items[0])
 
@@ -336,8 +336,7 @@ class Match:
             rule += f"; left out: what {' or '.join(beside)} calls a tie or unchosen"
             used += beside
         has_splits = any(split_of(line.values) for line in self.sample)
-        keep = (name.split(".")[0] for name in self.data.columns.keep)
-        more = (*keep, *(["split"] if has_splits else []), "tools")
+        more = (*self.data.columns.keep, *(["split"] if has_splits else []), "tools")
         used += [name for name in dict.fromkeys(more) if name not in used]
         return Reading(self.role, rule, self.table, tuple(used), lambda: with_kept(self._rows(), self.data))
 
@@ -400,10 +399,9 @@ def split_of(values: Values) -> Split | None:
 
 def with_kept(rows: Iterable[tuple[Line, Any]], data: Data) -> Iterator[tuple[Line, Any]]:
     """Rows with the columns of their records that `data.columns.keep` names, and `tools`."""
-    keep = tuple(dict.fromkeys(name.split(".")[0] for name in data.columns.keep))
     for line, row in rows:
-        if isinstance(row, dict) and (keep or line.values.get("tools")):
-            names = (*keep, "tools") if line.values.get("tools") else keep
+        if isinstance(row, dict):
+            names = (*data.columns.keep, *(["tools"] if line.values.get("tools") else []))
             row = {name: line.values[name] for name in names if name in line.values} | row
         yield line, row
 

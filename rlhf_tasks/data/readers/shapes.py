@@ -24,7 +24,7 @@ from rlhf_tasks.errors import UserError
 
 FORMATS = ("demonstrations", "good_answers", "label_pairs", "unpaired_labels")
 """The words that `data.format` knows; else it names a column, or a function."""
-TEXTS = {
+FURTHER_TEXTS = {
     *(name for slot in ("context", "system") for name in NAMES[slot]),
     *(name for two in NAMES["chosen, rejected"] for name in two),
     *(
@@ -36,7 +36,7 @@ TEXTS = {
 }
 """Further columns that are read as text, which may be JSON itself."""
 LIKE_ANSWERS = TABLE["shapes"][-1]["unless"]["answer"]["names"]
-BASIC = ("text", "messages", "objects", "list", "object", "number", "flag")
+TYPES = ("text", "messages", "objects", "list", "object", "number", "flag")
 FREE = ("label", "first won, second won?")
 """They are other columns than those of the shape: a prompt that data.columns names may be called label."""
 MOST_NAMED = 40  # columns in a message
@@ -119,7 +119,7 @@ def _unfolded(table: Table, data: Data, users: Sequence[Entry]) -> Table:
     for name in table.columns:
         known = name.strip().casefold()
         slots[name] = next(
-            (one for one in named if known in (NAMES.get(one) or TEXTS) or name in named[one]), ""
+            (one for one in named if known in (NAMES.get(one) or FURTHER_TEXTS) or name in named[one]), ""
         )
 
     def unfold(name: str, value: Any) -> Any:
@@ -310,8 +310,8 @@ def is_of(match: Match, name: str, kind: str) -> bool:
             asked = (repr(readings.converted(Match.asked, match, line)) for line in match.table.lines)
             counts = Counter(asked).values()
             return 2 * sum(count for count in counts if count > 1) >= sum(counts)
-    if kind not in BASIC:
-        known = f"{', '.join(BASIC)}, any, numbers, or another one of rlhf_tasks/data/readers/shapes.yaml"
+    if kind not in TYPES:
+        known = f"{', '.join(TYPES)}, any, numbers, or another one of rlhf_tasks/data/readers/shapes.yaml"
         raise UserError(f"data.shapes: {match.entry.name} has the type {kind!r}; give {known}")
     return kinds.get(name) == kind
 

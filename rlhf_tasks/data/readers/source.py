@@ -29,17 +29,9 @@ def rows_of(function: Callable[..., Any], data: Data, seed: int) -> Any:
     Raises:
         UserError: if its parameters do not fit `data.options`, or it raises an exception.
     """
-    name, parameters = f"data.source: {data.source}", inspect.signature(function).parameters
     values = {"seed": seed, **{key: getattr(data, key) for key in KEYS_OF_DATA}}
-    named = {key: value for key, value in values.items() if key in parameters}
-    try:
-        inspect.signature(function).bind(**named, **data.options)
-    except TypeError as error:
-        raise UserError(
-            f"{name}({', '.join(parameters)}): {error}. A parameter gets what its name says: "
-            f"{', '.join(values)}, or a key of data.options ({', '.join(data.options) or 'none'} given)"
-        ) from None
-    return call(name, function, **named, **data.options)
+    named = {key: value for key, value in values.items() if key in inspect.signature(function).parameters}
+    return call(f"data.source: {data.source}", function, **{**named, **data.options})
 
 
 def readings(data: Data, returned: Any) -> list[tuple[Split, Reading]]:
