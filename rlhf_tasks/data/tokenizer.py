@@ -47,7 +47,6 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 ANCHORS = ("\n", "(", "0", "a", "。")
 """Texts that stand before a response whose first letters would merge with the prompt's last token."""
-ODD_IN_ASCII = r"[\t\n\x0b\f\r]"
 WHITE_SPACE = re.compile("[^\\S\x1c-\x1f]+")
 """As the pre-tokenizer has it: Python knows four more characters of it."""
 BETWEEN_WORDS = re.compile(r"[^\sĠ▁Ċĉč][Ġ▁ ]")
@@ -100,15 +99,7 @@ def train(shape: Scratch, texts: Iterable[str], max_length: int) -> PreTrainedTo
 def _words(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Tokenizer:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    counts, rest = Counter[str](), iter(texts)
-    while some := pa.array(itertools.islice(rest, BATCH), pa.string()):
-        is_odd = pc.or_(pc.match_substring_regex(some, ODD_IN_ASCII), pc.invert(pc.string_is_ascii(some)))
-        for text in some.filter(is_odd).to_pylist():
-            counts.update(WHITE_SPACE.split(text))
-        words = pc.split_pattern(some.filter(pc.invert(is_odd)), " ").flatten()
-        values, numbers = words.value_counts().flatten()
-        for word, number in zip(values.to_pylist(), numbers.to_pylist(), strict=True):
-            counts[word] += number
+    counts = Counter(word for text in texts for word in WHITE_SPACE.split(text))
     del counts[""]
     by_count = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
     names = dict.fromkeys([*specials, *(word for word, _ in by_count)])
@@ -215,11 +206,6 @@ def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
         bare, spaced = encode(tokenizer, [bos + "a", bos + " a"])
         if given[: len(bare)] != bare and given[: len(spaced)] == spaced:
             bos += " "  # a blank that is written at the start of a text, but not after a special token
-        if tokenizer.added_tokens_decoder[tokenizer.bos_token_id].rstrip:
-            console.say(
-                f"Warning: {name} has a BOS token {tokenizer.bos_token!r} with rstrip, which takes the white "
-                "space after it, so that plain prompts lose theirs at the start; set rstrip to false for it"
-            )
     chat, marks = template(tokenizer) if tokenizer.chat_template else None, list[str]()
     plain = tokenizer.init_kwargs.get(PLAIN, Data().chat)
     try:

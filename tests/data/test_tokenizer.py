@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import pytest
 from tokenizers import (
-    AddedToken,
     Tokenizer,
     decoders,
     models,
@@ -213,13 +212,6 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text(
     for prompt, _ in ROWS:
         expected = tokenizer(prompt)["input_ids"]
         assert encode(tokenizer, [bos + prompt]) == [expected[:-1] if "</s>" in single else expected]
-
-
-def test_a_bos_that_takes_the_white_space_after_it_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = tokenizer_of("gemma")
-    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<s>", special=True, rstrip=True)])
-    ready_rendering(with_bos(tokenizer), "models/one")
-    assert "Warning: models/one has a BOS token '<s>' with rstrip" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)
