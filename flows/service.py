@@ -266,9 +266,8 @@ class ProjectService:
         """Cancel the worker's runs and label them Stopped."""
 
         def in_progress() -> set[str]:
-            return {
-                run["id"] for run in self._runs_in_progress(work_pools={"name": {"any_": [settings.POOL]}})
-            }
+            pool = {"name": {"any_": [settings.POOL]}}
+            return {run["id"] for run in self._runs_in_progress(work_pools=pool)}
 
         def set_state(run: str, **state: str) -> None:
             self._post(f"flow_runs/{run}/set_state", state=state)

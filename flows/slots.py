@@ -11,7 +11,7 @@ import math
 import platform
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cached_property
 from typing import Any
 from uuid import UUID
@@ -52,7 +52,7 @@ def find_limit(client: SyncPrefectClient, name: str) -> GlobalConcurrencyLimitRe
     return None
 
 
-class Slots:
+class Slots(AbstractContextManager["Slots"]):
     """Context manager: a run's GPU slots and devices, released on exit."""
 
     def __init__(self, deadline: float = math.inf) -> None:
@@ -159,9 +159,6 @@ class Slots:
         """Let other runs have the slots."""
         while self._leases:
             self._leases.pop()[1].close()
-
-    def __enter__(self) -> Slots:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
