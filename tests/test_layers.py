@@ -42,7 +42,7 @@ LINES: Mapping[str, int] = {
     "models": 2450,  # the output layer by TF32, frozen layers in 16 bits, bytes of moments, kept memory
     "scoring": 1358,  # the client of language models, replies that were cut, judges with another tokenizer
     "training": 3342,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
-    "ppo": 3242,  # groups without variance, truncated responses, what stage dpo measures too
+    "ppo": 3245,  # groups without variance, truncated responses, what stage dpo measures too
     "stages": 2275,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
     "judging": 2653,  # best-of-n: its responses, its KL and its cost; replies that are neither A nor B
     "promotion": 1296,  # win rates of few prompts without ties

@@ -90,15 +90,16 @@ def completion(query: Ids, n: int, seed: int, sampling: Sampling) -> dict[str, A
     }
 
 
-def read_reply(reply: Any, n: int) -> list[tuple[Ids, list[float]]]:
+def read_reply(reply: Any, query: Ids, n: int) -> list[tuple[Ids, list[float]]]:
     """The token ids and log-probs of the `n` responses to one query, in order.
 
     Raises:
-        VllmError: if the reply has another form or number.
+        VllmError: if the reply has another form, number or prompt.
     """
     try:
         choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
         numbers = [int(choice["index"]) for choice in choices]
+        prompts = [choice.get("prompt_token_ids", query) for choice in choices]
         ids = [[int(token) for token in choice["token_ids"]] for choice in choices]
         # JSON has no NaN: vLLM's server sends null in its place
         logprobs = [
@@ -112,6 +113,8 @@ def read_reply(reply: Any, n: int) -> list[tuple[Ids, list[float]]]:
         ) from None
     if numbers != list(range(n)):
         raise VllmError(f"vLLM gave {len(choices)} responses to a prompt, and {n} are needed")
+    if any(prompt != query for prompt in prompts):
+        raise VllmError("vLLM answered another prompt than the one sent: it changed its token ids")
     return list(zip(ids, logprobs, strict=True))
 
 
@@ -269,7 +272,7 @@ class VllmServer:
         if self._settings.sleep:  # its weights wait in the machine's memory, and its cache is dropped
             self._client.post("/sleep?level=1")
             self._is_asleep = True
-        groups = [read_reply(reply, n) for reply in replies]
+        groups = [read_reply(reply, query, n) for reply, query in zip(replies, queries, strict=True)]
         rows = [group[i] for i in range(n) for group in groups]
         for ids, logprobs in rows:
             check_response(ids, logprobs, self._sampling, self._vocab)

@@ -155,6 +155,8 @@ class Handler(loopback.Handler):
             return choices[1:]
         if fault == "nan":
             first["logprobs"]["token_logprobs"][0] = None
+        if fault == "prompt":
+            first["prompt_token_ids"] = [1, *first["prompt_token_ids"]]
         if fault == "cut":
             first["token_ids"], first["logprobs"]["token_logprobs"] = [5], [-1.0]
         if fault == "token":

@@ -89,7 +89,7 @@ def test_responses_are_in_the_order_of_their_numbers() -> None:
     def choice(index: int) -> dict[str, Any]:
         return {"index": index, "token_ids": [index], "logprobs": {"token_logprobs": [-float(index)]}}
 
-    found = vllm.read_reply({"choices": [choice(1), choice(0)]}, 2)
+    found = vllm.read_reply({"choices": [choice(1), choice(0)]}, [4], 2)
     assert found == [([0], [0.0]), ([1], [-1.0])]
 
 
@@ -202,6 +202,7 @@ def test_a_server_that_computes_in_bf16_is_given_weights_of_bf16(tmp_path: Path)
     ("fault", "problem"),
     [
         ("count", "0 responses to a prompt, and 1 are needed"),
+        ("prompt", "answered another prompt"),
         ("text", "an unknown form"),
         ("no json", "is no JSON"),
         ("500", "status 500"),
