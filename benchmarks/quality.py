@@ -4,7 +4,8 @@ Both sides begin from the same SFT model, reward model and pairs, with the value
 presets `rloo` and `dpo`, on one thread each. The gold judge compares both policies with SFT on the test
 posts. Differences that remain: ours keeps the weights that the held-out reward model likes best, TRL's the
 last; TRL's RLOO clips the ratio of a whole response, ours that of each token. Writes a table of
-docs/results/methods.md. See `benchmarks.cells`. PYTHON is the interpreter of an environment with trl 1.12.0.
+docs/results/methods.md. See `benchmarks.cells`. PYTHON is the interpreter of an environment with trl 1.12.0
+and requests, without which TRL's RLOO cannot be imported.
 """
 
 from __future__ import annotations
