@@ -74,11 +74,12 @@ def run(
     file, lock = work / "cells.jsonl", threading.Lock()
     cells = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
     finished = {(cell["seed"], cell["variant"]) for cell in cells}
+    failed = threading.Event()  # then no further cell begins
 
-    def run_seed(seed: int) -> None:
+    def run_variants(seed: int) -> None:
         folder = work / str(seed)
         for variant in args.only:
-            if (seed, variant) in finished:
+            if (seed, variant) in finished or failed.is_set():
                 continue
             if not folder.exists():
                 subprocess.run(["git", "clone", "--quiet", ".", str(folder)], check=True)
@@ -99,6 +100,13 @@ def run(
                 with file.open("a", encoding="utf-8") as lines:
                     lines.write(json.dumps(cells[-1]) + "\n")
                 print(cells[-1], flush=True)
+
+    def run_seed(seed: int) -> None:
+        try:
+            run_variants(seed)
+        except BaseException:
+            failed.set()
+            raise
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(run_seed, args.seeds))

@@ -28,6 +28,7 @@ RESTORE = "restore the folder from its source; `dvc checkout` restores one of th
 TYPES = {"F": "float", "BF": "bfloat", "C": "complex", "I": "int", "U": "uint"}
 FLOAT8 = {"E4M3": "e4m3fn", "E8M0": "e8m0fnu"}
 """Types in safetensors, without their bits, and torch's names for them where these are not the same."""
+CHUNK = 1 << 24  # bytes read at a time
 
 
 class ContractError(UserError):
@@ -118,8 +119,9 @@ def _hash_tensors(files: tuple[Path, ...], versions: tuple[tuple[int, ...], ...]
                 digest.update(f"{key}{tuple(entry['shape'])}torch.{_torch_type(entry['dtype'])}".encode())
                 start, end = (8 + length + offset for offset in entry["data_offsets"])
                 raw.seek(start)
-                digest.update(raw.read(end - start))
-                meter.advance((end - start) / 1e6)
+                for position in range(start, end, CHUNK):
+                    digest.update(raw.read(min(CHUNK, end - position)))
+                    meter.advance(min(CHUNK, end - position) / 1e6)
     return digest.hexdigest()[:16]
 
 

@@ -114,7 +114,9 @@ class LocalSampler:
                 )
 
         found = raise_on_all_ranks(dist, sample_local, {"queries": local})
-        return Samples(**interleave(dist.all_gather_object(vars(found))))
+        parts = dist.all_gather_object((found.responses, found.logprobs))
+        responses, logprobs = (interleave(part) for part in zip(*parts, strict=True))
+        return Samples(responses, logprobs)
 
 
 class ServedSampler:

@@ -288,19 +288,22 @@ def score_rollout(
     shape = (len(prompts), config.response_length)
     recomputes = not state.sampler.is_policy or not dist.is_float32
     ended = torch.tensor([has_ended(response, setup.ends) for response in responses])
-    unknown = ("logprobs", "ref_logprobs", "values", "advantages", "returns")  # so far
     rollout = Rollout(
         queries=prompts.queries,
         responses=responses,
         ended=ended,
         mask=torch.arange(config.response_length) < lengths[:, None],
+        logprobs=torch.zeros(shape),
+        ref_logprobs=torch.zeros(shape),
+        values=torch.zeros(shape),
         bootstrap_values=torch.zeros(len(prompts)),
         scores=torch.zeros(len(prompts)),
         parts={},
         importance=torch.ones(shape),
+        advantages=torch.zeros(shape),
+        returns=torch.zeros(shape),
         pad=tokenizer.pad_token_id,
         shares_queries=model.shares_queries,
-        **{name: torch.zeros(shape) for name in unknown},
     )
 
     def compute(batch: Batch) -> list[Tensor]:

@@ -43,10 +43,8 @@ def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
             problems.append("the DVC cache holds other bytes under this hash (altered, or incomplete)")
         if PATH in tags and REVISION in tags:
             shutil.rmtree(target, ignore_errors=True)
-            try:  # DVC asks its remotes too
-                path = (
-                    f"{git.prefix(root)}{tags[PATH]}"  # of a commit, DVC takes it from the repository's top
-                )
+            try:  # DVC asks its remotes too; of a commit it takes paths from the repository's top
+                path = f"{git.prefix(root)}{tags[PATH]}"
                 dvc_cli.run(root, "get", ".", path, "--rev", tags[REVISION], "--out", str(target))
             except UserError as error:  # DVC failed, or another run is at work here
                 problems.append(error.reason if isinstance(error, dvc_cli.DvcError) else str(error))

@@ -61,7 +61,10 @@ def resolve(
     for name in TRAINED:
         section, key = getattr(settings, name), f"{name}.micro_batch_tokens"
         if section.micro_batch_tokens == AUTO and key in needed:
-            tokens = known.get(key) or choose_tokens(settings, root, launch.precision, name)
+            if (tokens := known.get(key)) is None:
+                is_known = launch.precision != "auto"  # not in stage report, which computes nothing itself
+                number_format = launch.precision if is_known else choose_precision(settings, root)
+                tokens = choose_tokens(settings, root, number_format, name)
             changed[name] = section.model_copy(update={"micro_batch_tokens": tokens})
     return settings.model_copy(update=changed)
 

@@ -60,6 +60,24 @@ def test_a_finished_cell_is_kept_and_a_trial_is_apart(
     assert [json.loads(line) for line in lines] == [large, plain]
 
 
+def test_after_a_failure_no_further_cell_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(words: list[str], **how: Any) -> argparse.Namespace:
+        if words[:2] == ["git", "clone"]:
+            Path(words[-1]).mkdir()
+        return argparse.Namespace(returncode=0)
+
+    def measure(folder: Path) -> cells.Cell:
+        raise OSError(folder)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(cells, "pass_on_sigterm", lambda: None)
+    args = argparse.Namespace(seeds=[1, 2], only=["large", "plain"], set=[], jobs=1)
+    with pytest.raises(OSError, match="name/1"):
+        cells.run("name", VARIANTS, measure, args)
+    assert [folder.name for folder in Path(".rlhf/name").iterdir() if folder.is_dir()] == ["1"]
+
+
 def test_a_stopped_benchmark_lets_its_program_save(tmp_path: Path) -> None:
     program = (
         "import pathlib, signal\n"

@@ -116,6 +116,19 @@ def test_auto_is_bf16_on_gpus_that_have_it_and_on_a_cpu_with_matrix_units_for_a_
         assert auto.resolve(settings, tmp_path, needed=[PRECISION]).launch.precision == chosen
 
 
+def test_a_stage_without_a_precision_names_the_tokens_that_the_others_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage report shows the parameters of all stages, and computes with no model."""
+    monkeypatch.setattr(auto, "gpus", lambda: [SimpleNamespace(total_memory=80 * GB, major=9)])
+    settings = config.Config.model_validate({"model": HUB})
+    of_report, of_stages = (
+        auto.resolve(settings, tmp_path, needed=needed).ppo.micro_batch_tokens
+        for needed in (config.VIEWS["report"].of(settings).declared, auto.KEYS)
+    )
+    assert of_report == of_stages
+
+
 @pytest.mark.parametrize(("flags", "expected"), [("avx512f amx_bf16 amx_tile", True), ("avx512_bf16", False)])
 def test_the_flags_of_the_cpu_say_whether_it_has_amx(
     flags: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
