@@ -73,6 +73,10 @@ def build_request(
     given, overrides = {COMMON[name]: value for name, value in fields.items()}, overrides or {}
     if twice := [*given.keys() & overrides]:
         raise UserError(f"{', '.join(twice)}: `common` and `overrides` both give it; leave it out of one")
+    if seed is not None and "seed" in overrides:
+        raise UserError("seed: the field and `overrides` both give it; leave it out of one")
+    if overrides.keys() == {"preset"}:
+        raise UserError("overrides: `preset` alone only names the run; choose a preset in its field")
     return Request(preset_of(preset), seed, given | overrides)
 
 

@@ -18,7 +18,7 @@ def main(stages: list[str]) -> None:
 
     logging.getLogger("dvc").setLevel(logging.ERROR)  # its information goes to stdout too
     with Repo(_wait_for_lock=True) as repo:
-        changed = repo.status(targets=stages)
+        changed = {name.partition("@")[0] for name in repo.status(targets=stages)}  # STAGE@KEY of `foreach`
         for stage in stages:
             if stage in changed:
                 print("restore" if is_restorable(repo, stage) else "run")

@@ -223,9 +223,11 @@ def list_settings(
     """Each setting's name and its changes over `preset`: every method with every combination.
 
     Raises:
-        UserError: for a method that is no preset; for none that trains, two best_of_N, or more settings than
-            the figures of the page show.
+        UserError: for a preset or a seed in the grid; for a method that is no preset, none that trains, two
+            best_of_N, or more settings than the figures of the page show.
     """
+    if wrong := sorted({"preset", "seed"} & grid.keys()):
+        raise UserError(f"grid: {', '.join(wrong)} cannot be there; `methods` are presets, `seeds` are seeds")
     best = [int(found[1]) for found in map(page.BEST_OF.fullmatch, methods) if found]
     trained = [method for method in methods if not page.BEST_OF.fullmatch(method)]
     if len(best) > 1 or (best and not trained):

@@ -72,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    for name in ("NO_PROXY", "no_proxy"):  # no proxy may get what is meant for our own servers
+        hosts = [*filter(None, os.environ.get(name, "").split(","))]
+        if not {"*", "127.0.0.1"} & {*hosts}:
+            os.environ[name] = ",".join([*hosts, "127.0.0.1", "localhost"])
     if not any(name.endswith("_ALLOC_CONF") for name in os.environ):  # rows of all lengths fragment memory
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if not context.is_worker():  # accelerate would wait for the group that a cluster's shell speaks of

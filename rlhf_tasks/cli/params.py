@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -141,7 +142,7 @@ def plan(
             "ppo.train is false, and `rlhf plan` calculates the memory of PPO only, not that of stage dpo; "
             "set ppo.train to true to plan PPO of this model"
         )
-    if not all(number.isdigit() and int(number) for number in gpus.split(",")):
+    if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", gpus):
         raise UserError(f"--gpus {gpus} is not a list of numbers above 0; give one such as 1,8,16")
     size = memory or GPUS[gpu]
     policy = memory_plan.sizes_of_config(memory_plan.config_of_params(settings, Path(), model))

@@ -11,6 +11,7 @@ from typer import Argument, Option
 from rlhf_tasks import config, console
 from rlhf_tasks.cli.params import above_zero
 from rlhf_tasks.config.stages import PRECISION
+from rlhf_tasks.config.types import LAST_SEED
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -129,7 +130,7 @@ def generate(
     temperature: float = Option(1.0, callback=above_zero, help="temperature of the sampling"),
     max_new_tokens: int = Option(64, min=1, help="longest response, in tokens"),
     num_samples: int = Option(1, min=1, help="number of responses per prompt"),
-    seed: int = Option(1, help="seed of the sampling"),
+    seed: int = Option(1, min=0, max=LAST_SEED, help="seed of the sampling"),
 ) -> int:
     """Sample responses of a checkpoint to --prompt, to standard input, or to each line that you type."""
     if not model.is_dir():

@@ -661,10 +661,9 @@ class Service(TaskPolicy):
 
     grace_seconds: Annotated[float, Field(gt=0, le=25)] = 20.0
     """Time that a cancelled stage has to save its state, in seconds; Prefect itself kills after 30."""
-    stages: dict[str, dict[str, Any]] = Field(
-        default={stage: {"gpu_slots": 0} for stage in ("prepare", "verdict", "report")}
-    )
-    """Values of the keys above that differ for a stage, by its name."""
+    stages: dict[str, dict[str, Any]] = Field(default={})
+    """Values of the keys above that differ for a stage, by its name. The stages prepare, verdict and report
+    hold no slot unless `gpu_slots` is given for them here."""
 
     def problems(self) -> Iterator[str]:
         known = ", ".join(TaskPolicy.model_fields)
@@ -679,6 +678,8 @@ class Service(TaskPolicy):
     def policy(self, stage: str) -> TaskPolicy:
         """The policy of one stage: the common values, replaced by those of `stages`."""
         common = {name: getattr(self, name) for name in TaskPolicy.model_fields}
+        if stage in ("prepare", "verdict", "report"):
+            common["gpu_slots"] = 0
         return TaskPolicy.model_validate(common | self.stages.get(stage, {}))
 
 

@@ -31,6 +31,7 @@ from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.rows import SET, Role, Rows
 from rlhf_tasks.data.rows import read as read_rows
 from rlhf_tasks.data.tokenizer import Ids, encode, encode_rows
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 
 CPU = torch.device("cpu")
@@ -304,9 +305,15 @@ def sets_of(*tables: Rows) -> list[str]:
 
 
 def read_table(paths: Paths, role: str, split: Split) -> Rows:
-    """The rows of data/ROLE/SPLIT.parquet; `columns` holds the kept columns, where there are any."""
+    """The rows of data/ROLE/SPLIT.parquet; `columns` holds the kept columns, where there are any.
+
+    Raises:
+        UserError: if there is no such file.
+    """
     known = "preferences" if role == "comparisons" else cast(Role, role)
-    return read_rows(paths.table(role, split), known, split)
+    if not (file := paths.table(role, split)).exists():
+        raise UserError(f"there is no {paths.relative(file)}; `dvc repro` makes it")
+    return read_rows(file, known, split)
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, rows: Rows, *answers: str) -> list[Ragged]:

@@ -121,7 +121,8 @@ def sample(
                     start += len(rows)
                     for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
                         length = next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))
-                        result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
+                        result.responses[i] = ids[:length]
+                        result.logprobs[i] = log_p[:length].clone()  # a view is sent with all of its storage
     return result
 
 
@@ -227,6 +228,8 @@ class _PreallocatedLayer(DynamicLayer):
         """Keep these rows. Of two methods for it, only this one keeps a linear-attention layer's states."""
         if self._buffers is not None:
             self._buffers = tuple(buffer[beam_idx] for buffer in self._buffers)
+            # else the old buffers of all layers live until the next pass
+            self.keys, self.values = (buffer[:, :, : self._length] for buffer in self._buffers)
 
 
 def _make_cache(model: PreTrainedModel, num_tokens: int) -> DynamicCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -81,7 +82,8 @@ def append_line(path: Path, line: str) -> None:
         torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
         content = b"\n" * torn + line.encode() + b"\n"
         with disk.room(path.parent, lambda: len(content)):
-            os.write(handle, content)
+            if os.write(handle, content) < len(content):  # a full disk takes a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(handle)
     finally:
         os.close(handle)

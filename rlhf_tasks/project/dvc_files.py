@@ -63,11 +63,11 @@ def graph_in(text: str, params: str) -> dict[str, Node]:
     return {
         name: Node(
             cmd=str(stage.get("cmd", "")),
-            deps=tuple(_fill(path, values) for path in _paths(stage.get("deps", []))),
+            deps=tuple(_fill(path, values) for path in _paths(stage.get("deps") or [])),
             outs=tuple(
                 _fill(path, values)
                 for kind in ("outs", "metrics", "plots")
-                for path in _paths(stage.get(kind, []))
+                for path in _paths(stage.get(kind) or [])
             ),
         )
         for name, stage in tree["stages"].items()

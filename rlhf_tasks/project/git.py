@@ -113,6 +113,8 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UserError(f"`git {' '.join(words)}` cannot start in {root}; install git") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"what `git {' '.join(words)}` prints in {root} is not UTF-8 ({error})") from None
     if done.returncode and OTHER_OWNER in done.stderr:
         remedy = done.stderr.strip().splitlines()[-1].strip()
         raise UserError(

@@ -238,7 +238,9 @@ def _collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> tuple[Finge
         files |= code
         packages |= {name: _version(name) for name in _distributions(foreign)}
         top = imports.installed_name(module).split(".")[0]
-        if imports.file_of(module, paths.root) is None and not _distributions({top}):
+        is_there = imports.file_of(module, paths.root) is not None or _distributions({top})
+        is_listed = top in sys.stdlib_module_names or importlib.util.find_spec(top) is None
+        if not is_there and is_listed:  # else it is an editable package, which may list no module
             problems.append(
                 f"{key}: the module of {function} is neither a file below {paths.root.resolve()} nor in an "
                 f"installed package; write {top}.py, or install its package"

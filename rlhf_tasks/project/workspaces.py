@@ -233,16 +233,13 @@ def check_data(settings: Config) -> None:
 def _bring_data(key: str, path: str, root: Path, folder: Path) -> None:
     """Copy the present data, which may be outside git or newer than the commit.
 
-    Links are followed, because relative links would have another target in the workspace.
+    Links to files are followed, because relative links would have another target in the workspace.
     """
     source, target = root / path, folder / path
     if Path(path).is_absolute() or not source.exists():
         return
     if lost := [path.relative_to(source).as_posix() for path in data_files(source) if not path.is_file()]:
-        raise UserError(
-            f"{key}={path!r} has {', '.join(lost)}: broken links, links to a parent folder, or special "
-            "files; remove them"
-        )
+        raise UserError(f"{key}={path!r} has {', '.join(lost)}: broken links or special files; remove them")
     if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)
     target.unlink(missing_ok=True)
@@ -277,17 +274,15 @@ def _check_seen(root: Path, folder: Path, settings: Config) -> None:
 
 
 def data_files(folder: Path) -> Iterator[Path]:
-    """All files below a folder that are copied, links followed, and the links to a parent folder.
+    """All files below a folder, without those behind links to folders: prepare and DVC do not read them.
 
     For a file it is the file.
     """
     if folder.is_file():
         yield folder
-    for at, folders, names in os.walk(folder, followlinks=True):
-        up = [Path(at).resolve(), *Path(at).resolve().parents]
-        back = [name for name in folders if Path(at, name).is_symlink() and Path(at, name).resolve() in up]
-        folders[:] = [name for name in folders if name not in (*back, *hashing.NOT_DATA)]
-        yield from (Path(at, name) for name in (*back, *names))
+    for at, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in hashing.NOT_DATA]
+        yield from (Path(at, name) for name in names)
 
 
 def unseen(root: Path, settings: Config) -> list[str]:

@@ -52,7 +52,7 @@ def export(paths: Paths, name: str, to: Path) -> Source:
     if to.resolve().is_relative_to(source.folder.resolve()):
         raise UserError(f"--to {to}: this lies in the exported folder {source.folder}; give another name")
     check(source.folder, source.label)
-    with whole(to) as folder:
+    with whole(to.resolve()) as folder:  # to may be a link to a folder
         copy_checkpoint(source.folder, folder)
         (folder / CARD).write_text(card(source, paths.home), encoding="utf-8")
         contracts.check_fits(load_causal(folder), load_tokenizer(folder), str(folder))
@@ -118,8 +118,8 @@ def card(source: Source, home: Path) -> str:
     own = source.folder / CARD
     parts = [own.read_text(encoding="utf-8").rstrip() if own.exists() else f"# {source.label}"]
     if source.chain is not None and source.chain.data:
-        rows = "\n".join(f"| `{key}` | {value} |" for key, value in source.chain.data.items())
-        parts.append(f"## Data\n\n| key | value |\n|---|---|\n{rows}")
+        rows = [{"key": f"`{key}`", "value": value} for key, value in source.chain.data.items()]
+        parts.append(f"## Data\n\n{make_table(rows)}")
     file = verdict_file(home, source.md5)
     if file.exists():
         tree = json.loads(file.read_text(encoding="utf-8"))

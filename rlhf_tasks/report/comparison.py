@@ -83,8 +83,13 @@ def find(paths: Paths, name: str) -> Result:
 
 
 def _of_commit(root: Path, revision: str, name: str) -> Result:
-    kinds = ("metrics/", "plots/", "params.yaml")
-    texts = {path: git.show(root, revision, path) for k in kinds for path in git.files(root, revision, k)}
+    kinds = {"metrics/": ".json", "plots/": ".csv", "params.yaml": ""}
+    texts = {
+        path: git.show(root, revision, path)
+        for kind, suffix in kinds.items()
+        for path in git.files(root, revision, kind)
+        if path.endswith(suffix)  # a user's own stages may write other files
+    }
     code = git.commit(root, f"{revision}^") or ""
     return replace(_of_texts(name, texts), code=code[: run_facts.SHOWN_HASH])
 
@@ -99,11 +104,12 @@ def _of_texts(name: str, texts: Mapping[str, str]) -> Result:
         try:
             if path == "params.yaml":
                 parameters = config.values(config.parse(text, path), path)
-            elif path.endswith(".csv"):
+            elif path.endswith(".json"):
+                for key, value in config.flatten(json.loads(text)).items():
+                    if stage in STAGES or isinstance(value, int | float):  # a user's own may write texts
+                        metrics[f"{stage}/{key}"] = float(value)
+            elif stage in CURVES:
                 curves[stage] = read_csv(text)
-            else:
-                flat = config.flatten(json.loads(text))
-                metrics |= {f"{stage}/{key}": float(value) for key, value in flat.items()}
         except (ValueError, TypeError, AttributeError, UserError) as error:
             raise UserError(
                 f"{path} of {name} cannot be read ({error}); restore it, or leave this run out"

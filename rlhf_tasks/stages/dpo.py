@@ -119,7 +119,8 @@ def run(config: DpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             f"dpo.max_kl={settings.max_kl:g}: the KL from the SFT model was higher at every evaluation; "
             "lower dpo.learning_rate, or raise dpo.beta, dpo.max_kl or dpo.evals_per_epoch"
         )
-    read = (sum(task.sizes) + task.num_prepared(range(len(task.sizes))) for task in tasks.values())
+    everything = ((task, range(len(task.sizes))) for task in tasks.values())
+    read = (task.num_tokens(rows) + task.num_prepared(rows) for task, rows in everything)
     metrics["compute/forward_tflop"] = 1e-12 * pass_flops(policy) * sum(read)  # of the SFT model's log-probs
     metrics |= {"selected_step": step, "steps_trained": state.step}
     metrics |= {"selected_kl": kl, "selected_kl_standard_error": error}

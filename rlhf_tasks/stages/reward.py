@@ -144,12 +144,17 @@ def _train(
             name=name,
             tracker=tracker,
             snapshots=snapshots,
-            validation=_pairs(tokenizer, _read_pairs(paths, "validation"), shares_prefix=shares_prefix),
+            validation=_pairs(
+                tokenizer, _read_pairs(paths, "validation"), shares_prefix=shares_prefix, **coefs
+            ),
             num_evaluations=2,
             prefix=prefix,
         )
     # 3. Demonstrations score zero on average, or where there are none the responses of the pairs.
-    shown = [(row["prompt"], row["completion"]) for row in read_table(paths, "sft", "train")[:1000]]
+    demonstrations = read_table(paths, "sft", "train")
+    if sets_of(demonstrations):  # one set after the other
+        demonstrations = demonstrations.take(np.linspace(0, len(demonstrations) - 1, 1000).astype(int))
+    shown = [(row["prompt"], row["completion"]) for row in demonstrations[:1000]]
     shown = shown or [(row["prompt"], row[side]) for row in rows[:500] for side in ("chosen", "rejected")]
     given = Responses.of_texts([prompt for prompt, _ in shown], [response for _, response in shown])
     found = RewardModel(scores, tokenizer, settings.micro_batch_tokens, dist)(given)

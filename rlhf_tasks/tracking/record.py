@@ -136,9 +136,12 @@ class Record:
         except (FileNotFoundError, ValueError, TypeError, KeyError):  # damaged: it is delivered again
             return {"closed": False, "last_error": None}
 
-    def write_state(self, *, closed: bool = False, last_error: str | None = None) -> None:
-        """Note how the last attempt ended. The state holds for a record of the present size only."""
-        size = self.file.stat().st_size if self.file.exists() else 0
+    def write_state(
+        self, *, closed: bool = False, last_error: str | None = None, size: int | None = None
+    ) -> None:
+        """Note how the last attempt ended. It holds for a record of this size, by default its present one."""
+        if size is None:
+            size = self.file.stat().st_size if self.file.exists() else 0
         atomic.write_json(self.state_file, {"closed": closed, "size": size, "last_error": last_error})
 
 

@@ -34,6 +34,7 @@ MAX_DIGEST = 36  # characters, as many as `….dir` has
 PARTIAL = "mlflow.db.partial-"  # a folder in which the database is created
 REASON = "rlhf.reason"  # why a run was killed or failed
 VANISHED = "the process vanished without an error (killed? out of memory?)"
+GONE_SECONDS = 86_400.0  # without a new line, after which a process of another machine is gone
 EXPERIMENT = "dvc.exp"
 TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by it
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # or MLflow shows prompts and traces
@@ -173,15 +174,18 @@ class Delivery:
         self._header = self._header or self.record.header()
         if not self._header:
             return  # a process writes the first line just now, or was killed then
-        is_gone = not processes.is_alive(self._header["process"])  # before the last lines are read
+        file = self.record.file.stat()  # before the last lines are read, as is what follows
+        is_idle = time.time() - file.st_mtime > GONE_SECONDS  # all that is known of another machine's process
+        is_gone = is_idle or not processes.is_alive(self._header["process"])
         events, offset = self.record.read(self._offset)
         has_end = bool(events) and events[-1]["kind"] == "end"
         is_over = has_end or is_gone
         if only_over and not is_over:
             return
         if is_over and not has_end:
-            last = round(self.record.file.stat().st_mtime * 1000)
-            events.append({"kind": "end", "time": last, "status": "FAILED", "reason": VANISHED})
+            events.append(
+                {"kind": "end", "time": round(file.st_mtime * 1000), "status": "FAILED", "reason": VANISHED}
+            )
         try:
             self._connection = self._connection or self._connect(is_live=not is_over)
             self._send(self._connection, events)
@@ -190,8 +194,9 @@ class Delivery:
             raise
         self._offset = offset
         if is_over:
-            self.record.write_state(closed=True)
-            shutil.rmtree(self.record.files, ignore_errors=True)
+            self.record.write_state(closed=True, size=file.st_size)
+            if self.record.state()["closed"]:  # else the stage was resumed meanwhile
+                shutil.rmtree(self.record.files, ignore_errors=True)
 
     def _connect(self, *, is_live: bool) -> Connection:
         """Find or create the run, with its parameters and inputs; RUNNING, as its pipeline if it is live."""
@@ -226,16 +231,17 @@ class Delivery:
         if stage != PIPELINE:
             tags = {**header["tags"], MLFLOW_PARENT_RUN_ID: pipeline, MLFLOW_RUN_NAME: stage}
             run, is_new = find_or_create("rlhf.run", header["key"], tags)
-            if is_new:
-                _log_params(client, run, header["parameters"])
+            held = client.get_run(run)  # an attempt that was interrupted has sent a part
+            lacking = {k: v for k, v in header["parameters"].items() if k not in held.data.params}
+            _log_params(client, run, lacking)
+            if header["inputs"] and not (held.inputs and held.inputs.dataset_inputs):
                 datasets = [
                     Dataset(path, md5[:MAX_DIGEST], "dvc", json.dumps({"path": path, "md5": md5}))
                     for path, md5 in header["inputs"].items()
                 ]
-                if datasets:
-                    tags_of_input = [InputTag("mlflow.data.context", "input")]
-                    client.log_inputs(run, [DatasetInput(one, tags_of_input) for one in datasets])
-            else:
+                tags_of_input = [InputTag("mlflow.data.context", "input")]
+                client.log_inputs(run, [DatasetInput(one, tags_of_input) for one in datasets])
+            if not is_new:
                 _set_running(client, run)
                 client.set_tag(run, MLFLOW_PARENT_RUN_ID, pipeline)
         return Connection(client=client, experiment=experiment, parent=pipeline, run=run, is_new=is_new)

@@ -7,7 +7,7 @@ opens it. No torch or MLflow here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf_tasks.tracking.curves import HEADLINES, PPO_HEADLINES
@@ -17,7 +17,8 @@ TAG = f"mlflow.sharedViewState.{KEY}"
 PIPELINES = "tags.`rlhf.pipeline` LIKE '%'"  # the runs that are no stage's
 MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
 NUM_RUNS = 10  # the newest, whose curves lie over each other and whose metrics are columns
-MAX_METRICS = 17  # as charts and as columns; an experiment's tag has 5,000 characters
+MAX_METRICS = 17  # as charts and as columns
+MAX_CHARACTERS = 5000  # of an experiment's tag
 NAME, TAGS = "attributes.`Run Name`", ("tags.`verdict`", "tags.`preset`", "tags.`changes`")
 LAST = ("objective/scores", "val/ratio")
 """Charts shown after the KL, the reward and the clip fraction."""
@@ -70,6 +71,15 @@ def text(logged: Iterable[str]) -> str:
         known - {*ENDS_OF_CURVES}, key=lambda name: (ranks.get(name, 2), not name.endswith("win_rate"), name)
     )
     metrics = [f"metrics.`{name}`" for name in names[: MAX_METRICS - len(charts)]]
+    while len(found := _text(drawn, charts, metrics)) > MAX_CHARACTERS and metrics:
+        metrics.pop()
+    return found
+
+
+def _text(
+    drawn: Mapping[str, Sequence[str]], charts: Sequence[Mapping[str, Any]], metrics: Sequence[str]
+) -> str:
+    """The view with these charts, by section, and these columns."""
     state: dict[str, Any] = {
         "searchFilter": PIPELINES,
         "orderByKey": "attributes.start_time",

@@ -444,7 +444,7 @@ class SavedSnapshots(Snapshots):
                 atomic.write_json(partial / MANIFEST, {**manifest, "files": sums})
                 atomic.finish(partial, snapshot)
                 for old in sorted(self.folder.glob("step-*"), reverse=True)[self._settings.keep :]:
-                    shutil.rmtree(old)
+                    shutil.rmtree(old, ignore_errors=True)  # NFS keeps a file that is mapped
         return time.monotonic() - began_at
 
     @contextmanager

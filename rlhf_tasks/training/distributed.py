@@ -12,6 +12,7 @@ Rank and world size come from torch.distributed: accelerate reports 1 under Deep
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import platform
@@ -208,6 +209,13 @@ class Distributed:
         if self.shards:
             sharding.keep_structure(model)
         buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        # Texts give a vision tower no gradient, which DDP would wait for.
+        handler: Any = self.accelerator.ddp_handler
+        handler.find_unused_parameters = any(
+            one.config.get_text_config() is not one.config for one in sharding.pretrained_in(model)
+        )
+        self.accelerator.free_memory()  # of an earlier training, as in stage reward
+        gc.collect()  # a wrapped model is in a cycle
         prepared, wrapped = self.accelerator.prepare(model, optimizer)
         for module, known in buffers if self.is_deepspeed else ():
             for name, buffer in known.items():  # older DeepSpeed rounds buffers as it does weights

@@ -36,7 +36,7 @@ from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.models.passes import TokenBudget, read_rows
 from rlhf_tasks.project.imports import call, load_function
 from rlhf_tasks.training.distributed import Distributed
-from rlhf_tasks.training.tasks import Sums, Task, pair_sizes
+from rlhf_tasks.training.tasks import Pairs, Sums, Task
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def pair_loss_of(name: str, root: Path) -> PairLoss:
 
 
 @dataclass
-class PolicyPairs(Task):
+class PolicyPairs(Pairs):
     """A policy in training on chosen and rejected responses, as token ids."""
 
     queries: Sequence[Ids]
@@ -113,11 +113,7 @@ class PolicyPairs(Task):
     settings: Dpo
     loss: PairLoss
     shares_prefix: bool = False
-    """Whether the two responses share a row, and the model reads the query once."""
     sets: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sizes = pair_sizes(self.queries, self.chosen, self.rejected, shares_prefix=self.shares_prefix)
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         queries, chosen, rejected = (

@@ -83,7 +83,7 @@ def _units(model: nn.Module) -> list[nn.Module]:
             units.append(module)
             covered.update(module.modules())
 
-    for one in _pretrained(model):
+    for one in pretrained_in(model):
         for layer in one.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 add(layer)
@@ -99,16 +99,16 @@ def _units(model: nn.Module) -> list[nn.Module]:
     return units
 
 
-def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
+def pretrained_in(model: nn.Module) -> list[PreTrainedModel]:
     """The models of transformers in a module, without those inside of others."""
     if isinstance(model, PreTrainedModel):
         return [model]
-    return list(chain.from_iterable(_pretrained(child) for child in model.children()))
+    return list(chain.from_iterable(pretrained_in(child) for child in model.children()))
 
 
 def keep_structure(model: nn.Module, computes_in: torch.dtype | None = None) -> None:
     """Remember what the models in `model` are without their weights, before they are sharded."""
-    for one in _pretrained(model):
+    for one in pretrained_in(model):
         _PLAIN[one] = _Plain(copy_to(one, torch.device("meta")), computes_in)
 
 

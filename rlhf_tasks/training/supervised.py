@@ -174,7 +174,7 @@ def train(
             state.step += 1
             metrics = {f"train/{key}": value / num_targets for key, value in add_up(dist, parts).items()}
             metrics |= {"train/grad_norm": grad_norm, "lr": rate} | budget_metrics(state.budget)
-            num_tokens = sum(task.sizes[i] for i in rows)
+            num_tokens = task.num_tokens(rows)
             flops = flops_of_token * num_tokens + forward_flops * task.num_prepared(rows)
             state.flops += flops
             metrics |= {"compute/tflop": 1e-12 * state.flops}

@@ -51,6 +51,10 @@ class Task(Protocol):
         """The number of tokens or pairs that the loss of these rows is averaged over."""
         return len(rows)
 
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        """The tokens that a pass over these rows reads, without padding."""
+        return sum(self.sizes[i] for i in rows)
+
     def prepare(self, dist: Distributed, model: nn.Module, rows: Sequence[int], budget: TokenBudget) -> None:
         """Compute what the loss needs of all these rows together, before their passes. Collective."""
         return
@@ -162,9 +166,26 @@ class ValueTargets(Task):
         return sums
 
 
+class Pairs(Task):
+    """Chosen and rejected responses of each query, as token ids."""
+
+    queries: Sequence[Ids]
+    chosen: Sequence[Ids]
+    rejected: Sequence[Ids]
+    shares_prefix: bool
+    """Whether the two responses share a row, and the model reads the query once."""
+
+    def __post_init__(self) -> None:
+        self.sizes = pair_sizes(self.queries, self.chosen, self.rejected, shares_prefix=self.shares_prefix)
+
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        times = 1 if self.shares_prefix else 2
+        return sum(times * len(self.queries[i]) + len(self.chosen[i]) + len(self.rejected[i]) for i in rows)
+
+
 @dataclass
-class PreferencePairs(Task):
-    """Chosen and rejected responses of each query, as token ids: a `Task`."""
+class PreferencePairs(Pairs):
+    """The pairs of a reward model."""
 
     queries: Sequence[Ids]
     chosen: Sequence[Ids]
@@ -174,12 +195,7 @@ class PreferencePairs(Task):
     centering_coef: float = 0.0
     lm_coef: float = 0.0
     shares_prefix: bool = False
-    """Whether the two responses share a row, and the model reads the query once."""
     sets: list[str] = field(default_factory=list)
-    """The name of each pair's set in a mixture; empty otherwise."""
-
-    def __post_init__(self) -> None:
-        self.sizes = pair_sizes(self.queries, self.chosen, self.rejected, shares_prefix=self.shares_prefix)
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         queries, chosen, rejected = (

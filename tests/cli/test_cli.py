@@ -237,6 +237,20 @@ def test_a_mistake_ends_with_2_a_fault_keeps_its_traceback_and_both_are_reported
     assert written()["kind"] == "user"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [("", "127.0.0.1,localhost"), ("a.org", "a.org,127.0.0.1,localhost"), ("*", "*")]
+)
+def test_a_proxy_never_gets_what_is_meant_for_our_own_servers(
+    project: Path, rlhf: Command, monkeypatch: pytest.MonkeyPatch, given: str, expected: str
+) -> None:
+    monkeypatch.setenv("NO_PROXY", given)
+    monkeypatch.delenv("no_proxy", raising=False)
+    for _ in range(2):
+        rlhf("params")
+        assert os.environ["NO_PROXY"] == expected
+    assert os.environ["no_proxy"] == "127.0.0.1,localhost"
+
+
 def test_help_lists_every_command_in_a_group_and_loads_no_heavy_module() -> None:
     code = (
         "import sys; from rlhf_tasks.cli import main\n"
@@ -312,8 +326,11 @@ def test_generate_shows_a_prompt_of_the_data_before_one_types(
         ("judge --out x.jsonl", "--"),
         ("up --work --gpu-slots 2", "--"),
         ("plan --gpus 8,", "--"),
+        ("plan --gpus ²", "--"),
+        ("plan --gpus 0", "--"),
         ("generate . --temperature 0", "Invalid value for '--temperature': "),
         ("generate . --temperature nan", "Invalid value for '--temperature': "),
+        ("generate . --seed -1", "Invalid value for '--seed': "),
         ("generate . --num-samples 0", "Invalid value for '--num-samples': "),
         ("generate models/none --prompt x", "models/none is not a folder"),
         ("check-model nowhere", "nowhere: there is no such folder or file, and it is not a hub model"),

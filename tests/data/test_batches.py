@@ -18,11 +18,13 @@ from rlhf_tasks.data.batches import (
     group_rows,
     group_sizes,
     micro_batches,
+    read_table,
 )
 from rlhf_tasks.data.ragged import Ragged
 from rlhf_tasks.data.tokenizer import encode, encode_rows, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.passes import TokenBudget
+from rlhf_tasks.project.paths import Paths
 from tests import small
 
 DRAWN = random.Random(3)
@@ -161,6 +163,11 @@ def test_a_group_that_is_out_of_memory_is_cut_smaller_and_no_other_is_repeated()
     assert budget.is_lowered
     with pytest.raises(UserError, match="one row at a time"):
         budget.each([200, 3], lambda group: compute([]) if group == [1] else compute(list(range(57))))
+
+
+def test_a_table_that_no_stage_has_made_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no data/prompts/test.parquet; `dvc repro` makes it"):
+        read_table(Paths(tmp_path), "prompts", "test")
 
 
 def test_an_epoch_is_a_permutation_in_batches() -> None:

@@ -154,6 +154,10 @@ def test_common_fields_are_overrides_and_an_empty_one_is_none() -> None:
     assert form.build_request("default", 3, None, None) == Request(None, 3, {})
     with pytest.raises(UserError, match=r"ppo\.kl_coef: `common` and `overrides` both give it"):
         form.build_request("default", None, form.Common(kl_coef=0.5), {"ppo.kl_coef": 0.5})
+    with pytest.raises(UserError, match="seed: the field and `overrides` both give it"):
+        form.build_request("default", 3, None, {"seed": 5})
+    with pytest.raises(UserError, match="`preset` alone only names the run"):
+        form.build_request("default", None, None, {"preset": "rloo"})
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -358,6 +362,7 @@ def test_the_policy_of_a_stage_replaces_the_common_values(root: Path) -> None:
     assert (task.name, task.retries, task.timeout_seconds) == ("second", 4, 60.0)
     assert task.retry_delay_seconds == [1.5, 3.0, 6.0, 12.0]
     assert stage_tasks.stage_task("first", service.policy("first")).retries == 1
+    assert (service.policy("first").gpu_slots, service.policy("prepare").gpu_slots) == (1, 0)
     toy.write_params(root, service={"stages": {"second": {"retry": 4}}})
     with pytest.raises(UserError, match="known keys are retries"):
         config.load(root / "params.yaml")

@@ -129,6 +129,8 @@ def test_a_setting_is_a_method_with_a_combination_of_the_grid() -> None:
     }
     with pytest.raises(UserError, match="there is no preset 'sft'"):
         sweep.list_settings(None, ["ppo", "sft"], {})
+    with pytest.raises(UserError, match="grid: preset, seed cannot be there"):
+        sweep.list_settings(None, [], {"seed": [1, 2], "preset": ["rloo"]})
 
 
 @pytest.mark.parametrize(

@@ -357,6 +357,7 @@ def test_the_probability_is_that_of_the_letters_own_token(tokens: list[str], pro
     def rivals(token: str) -> list[dict[str, Any]]:
         own, other = (0.75, 0.25) if "B" in token else (1.0, 0.0)
         named = [{"token": token, "logprob": math.log(own)}]
+        named.append({"token": "C", "logprob": None})  # as some servers write −∞
         return named + ([{"token": "A", "logprob": math.log(other)}] if other else [])
 
     listed = [{"token": t, "logprob": rivals(t)[0]["logprob"], "top_logprobs": rivals(t)} for t in tokens]

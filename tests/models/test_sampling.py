@@ -172,6 +172,22 @@ def test_samples_of_a_query_that_is_computed_once_are_those_of_repeated_queries(
         assert_close(found.logprobs, alone.logprobs)
 
 
+def test_what_ranks_send_each_other_is_the_log_probs_and_no_more() -> None:
+    """A view would be sent with the storage of the whole batch."""
+    found = draw()
+    num_floats = sum(map(len, found.logprobs))
+    assert sum(one.untyped_storage().nbytes() for one in found.logprobs) == 4 * num_floats
+
+
+def test_a_cache_that_loses_rows_keeps_no_old_buffers() -> None:
+    layer, states = sampling._PreallocatedLayer(5), torch.randn(4, 2, 3, 8)
+    layer.update(states, states)
+    layer.reorder_cache(torch.tensor([0, 3]))
+    for kept in (layer.keys, layer.values):
+        assert torch.equal(kept, states[[0, 3]])
+        assert kept.untyped_storage().nbytes() == 4 * 2 * 2 * 5 * 8
+
+
 def test_a_query_that_is_given_several_times_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decode, read = sampling._decode, list[int]()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ def test_the_error_of_a_full_disk_names_the_folder_and_the_bytes_and_others_stay
     text = "shape" if message is None else f"^the disk of {tmp_path} is full: .*{message}"
     with pytest.raises(kind, match=text), disk.room(tmp_path, lambda: needed):
         raise error
+
+
+def test_a_line_of_which_the_disk_takes_a_part_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, content: write(handle, content[:3]))
+    with pytest.raises(disk.DiskFullError):
+        atomic.append_line(tmp_path / "replies.jsonl", '{"paid": true}')
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -283,7 +283,9 @@ def test_the_packages_that_the_files_of_a_function_import_are_known_by_version(t
         assert {*inputs.collect(Paths(tmp_path), "ppo", ppo_values(function)).packages} - none == packages
 
 
-def test_the_file_of_a_function_is_looked_for_before_anything_runs(tmp_path: Path) -> None:
+def test_the_file_of_a_function_is_looked_for_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder of the module's name is no such file, and does not hide an installed package."""
     files = {
         "mine/__init__.py": "",
@@ -302,6 +304,10 @@ def test_the_file_of_a_function_is_looked_for_before_anything_runs(tmp_path: Pat
         with pytest.raises(UserError, match=message):
             inputs.collect(Paths(tmp_path), "ppo", ppo_values(function))
     assert "numpy" in inputs.collect(Paths(tmp_path), "ppo", ppo_values("numpy.linalg:norm")).packages
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/editable.py").write_text("def score(): ...\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")  # as the .pth file of an editable package does
+    inputs.collect(Paths(tmp_path), "ppo", ppo_values("editable:score"))
 
 
 def test_only_stage_prepare_depends_on_the_code_of_a_source_and_on_what_it_reads(tmp_path: Path) -> None:

@@ -48,6 +48,14 @@ def test_files_of_a_commit_have_their_own_names_not_gits_quoted_ones(tmp_path: P
         assert git.show(root, "HEAD", name) == "{}"
 
 
+def test_a_file_of_a_commit_in_another_encoding_is_one_message(tmp_path: Path) -> None:
+    root = toy.make(tmp_path / "project")
+    (root / "params.yaml").write_bytes("sft: {from: möbel}".encode("latin-1"))
+    toy.commit(root)
+    with pytest.raises(UserError, match=r"`git show .*is not UTF-8"):
+        git.show(root, "HEAD", "params.yaml")
+
+
 def test_a_folder_without_a_commit_is_an_error(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     with pytest.raises(UserError, match="has no git commit"):

@@ -134,7 +134,8 @@ def test_a_relative_remote_is_the_same_in_a_workspace(root: Path) -> None:
     assert "config" not in toy.git(place.folder, "status", "--porcelain"), "no experiment holds such paths"
 
 
-def test_links_in_the_data_are_followed(root: Path) -> None:
+def test_links_to_files_in_the_data_are_followed_and_those_to_folders_are_not(root: Path) -> None:
+    """As where the project itself is: neither prepare nor DVC's hash follows them."""
     outside = root.parent / "corpus"
     (outside / "more").mkdir(parents=True)
     (outside / "rows.txt").write_text("linked\n", encoding="utf-8")
@@ -143,16 +144,15 @@ def test_links_in_the_data_are_followed(root: Path) -> None:
     (root / "given/rows.txt").symlink_to("../../corpus/rows.txt")
     (root / "given/more").symlink_to("../../corpus/more")
     place = create(root)
-    for name, text in {"rows.txt": "linked\n", "more/rows.txt": "more\n"}.items():
-        assert (place.folder / "given" / name).read_text(encoding="utf-8") == text
-        assert not (place.folder / "given" / name).is_symlink()
+    assert (place.folder / "given/rows.txt").read_text(encoding="utf-8") == "linked\n"
+    assert not (place.folder / "given/rows.txt").is_symlink()
+    assert not (place.folder / "given/more").exists()
 
 
 def test_data_that_cannot_be_copied_is_an_error(root: Path) -> None:
     (root / "given/away.txt").symlink_to("nowhere.txt")
-    (root / "given/up").symlink_to("..")
     os.mkfifo(root / "given/pipe")
-    with pytest.raises(UserError, match=r"data.path='given' has up, .*away\.txt.*; remove them") as caught:
+    with pytest.raises(UserError, match=r"data.path='given' has .*away\.txt.*; remove them") as caught:
         create(root)
     assert "pipe" in str(caught.value)
     assert list((root / ".rlhf/workspaces").iterdir()) == []

@@ -147,6 +147,10 @@ def test_a_folder_is_exported_neither_into_itself_nor_over_files(ready: Path) ->
     assert sorted(Path("models/policy").rglob("*")) == before
     with pytest.raises(UserError, match="--to metrics: this exists and is not an empty folder"):
         export.export(Paths(), "models/policy", Path("metrics"))
+    Path("empty").mkdir()
+    Path("link").symlink_to("empty")
+    export.export(Paths(), "models/policy", Path("link"))
+    assert Path("empty/model.safetensors").exists()
 
 
 # -------------- A champion's weights are restored from the place that has them, and only with the same bytes

@@ -155,11 +155,14 @@ def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
     root = toy.make(tmp_path / "project")
     workspace.put_text(root / "metrics/first.json", '{"x": {"y": 2}}')
     workspace.put_text(root / "plots/ppo.csv", "episode,objective/kl,lr\n64,0.5,\n")
+    workspace.put_text(root / "metrics/mine.json", '{"topic": "news", "count": 3}')  # of a user's own stage
+    workspace.put_text(root / "plots/mine.csv", "word,count\nnews,3\n")
+    (root / "plots/confusion.png").write_bytes(b"\x89PNG")
     toy.commit(root)
     toy.git(root, "update-ref", f"refs/exps/00/{'0' * 38}/mine", "HEAD")
     toy.git(root, "rm", "-q", "-r", "metrics")
     run = comparison.find(Paths(root), "mine")
-    assert run.metrics == {"first/x.y": 2}
+    assert run.metrics == {"first/x.y": 2, "mine/count": 3}
     assert run.curves == {"ppo": [{"episode": 64.0, "objective/kl": 0.5}]}
     assert git.find_experiment(root, "ine") is None, "whole names only"
 

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
+from rlhf_tasks.project import processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.store import PARTIAL, Delivery, embedded_uri, log_page, open_store
@@ -56,6 +59,38 @@ def test_a_run_that_was_resumed_before_its_delivery_is_not_over(home: Path) -> N
         tracker.table("samples", [{"query": "b"}])
     sync(home)
     assert (status(home, "sft"), pending(home)) == (["FINISHED"], set())
+
+
+def test_an_attempt_that_was_interrupted_is_completed_by_the_next(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run exists then, without its parameters."""
+    log("k")
+    send, calls = MlflowClient.log_batch, list[str]()
+
+    def fail_once(self: MlflowClient, run: str, *args: Any, **given: Any) -> None:
+        calls.append(run)
+        if len(calls) == 2:  # of the stage; the first is the pipeline's
+            raise MlflowException("the server went away")
+        send(self, run, *args, **given)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", fail_once)
+    assert "went away" in sync(home)[1]["k"]
+    assert runs(home)["sft"].data.params == {}
+    assert sync(home) == (1, {})
+    assert runs(home)["sft"].data.params["sft.num_epochs"]
+
+
+def test_a_run_of_another_machine_is_gone_after_a_day_without_a_line(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tracking.open_run(Paths(), "sft", view(), key="k"):
+        monkeypatch.setattr(processes, "is_alive", lambda name: True)  # as nobody knows it better
+        assert sync(home) == (0, {})
+        yesterday = time.time() - 86_500
+        os.utime(record(home, "k").file, (yesterday, yesterday))
+        assert sync(home) == (1, {})
+        assert status(home, "sft") == ["FAILED"]
 
 
 @pytest.mark.parametrize(

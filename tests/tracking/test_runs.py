@@ -19,6 +19,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, dashboard
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking import runs as stored
+from rlhf_tasks.tracking import view as shared_view
 from rlhf_tasks.tracking.store import Delivery, embedded_uri
 from rlhf_tasks.tracking.sync import sync
 from tests.report import workspace
@@ -208,6 +209,13 @@ def experiment_view(home: Path, name: str) -> Any:
     experiment = MlflowClient(embedded_uri(home)).get_experiment_by_name(name)
     assert experiment is not None
     return json.loads(experiment.tags["mlflow.sharedViewState.rlhf"])
+
+
+def test_the_view_of_metrics_with_long_names_fits_into_a_tag() -> None:
+    names = [f"judge/{'name' * 30}_{i}/win_rate" for i in range(20)]
+    found = shared_view.text(["objective/kl", *names])
+    assert 4000 < len(found) <= 5000
+    assert f"metrics.`{names[0]}`" in json.loads(found)["selectedColumns"]
 
 
 def test_the_pipeline_has_ppos_curves_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import collate
@@ -48,6 +49,33 @@ def test_ranks_make_equally_many_passes_and_every_row_counts_once(
     counted = [row for parts in found for part in parts if part.scale for row in part.rows]
     assert sorted(counted) == [0, 1, 2, 3, 4]
     assert all(part.rows for parts in found for part in parts), "a pass without rows is none"
+
+
+def test_a_second_training_keeps_nothing_of_the_first() -> None:
+    """Stage reward trains two models one after the other."""
+    dist = small.distributed()
+
+    def train() -> weakref.ref[nn.Module]:
+        model = small.causal()
+        dist.prepare(model, torch.optim.AdamW(model.parameters()), 1.0)
+        return weakref.ref(model)
+
+    first = train()
+    train()
+    assert first() is None
+
+
+@pytest.mark.parametrize(("family", "has_towers"), [("gemma3", True), ("gemma3_text", False)])
+def test_ddp_does_not_wait_for_a_tower_that_texts_do_not_reach(family: str, has_towers: bool) -> None:
+    dist, size = small.distributed(), {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = size | {"vocab_size": 32, "intermediate_size": 16, "num_key_value_heads": 1, "head_dim": 8}
+    parts = {"text_config": text, "vision_config": size | {"intermediate_size": 16, "image_size": 28}}
+    config = AutoConfig.for_model(family, **(parts if has_towers else text))
+    model = AutoModelForCausalLM.from_config(config)
+    dist.prepare(model, torch.optim.AdamW(model.parameters()), 1.0)
+    handler = dist.accelerator.ddp_handler
+    assert handler is not None
+    assert handler.find_unused_parameters == has_towers
 
 
 def test_objects_of_workers_on_gpus_travel_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,8 @@ def read_letters(listed: Sequence[Any]) -> dict[str, Any]:
     rivals = list[Any]()
     if last is not None and _letter(last["token"]) in LETTERS:
         rivals = [*(last.get("top_logprobs") or []), last]
-    return {"letters": {token["token"]: token["logprob"] for token in rivals}}
+    known = {token["token"]: token["logprob"] for token in rivals}
+    return {"letters": {text: value for text, value in known.items() if value is not None}}  # null: −∞
 
 
 read_record = partial(read_completion, read_logprobs=read_letters)
