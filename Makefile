@@ -75,7 +75,7 @@ $(INSTALLED): infra/requirements.lock pyproject.toml
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) or sys.platform == "win32")' || \
 	  { echo "Python 3.11 to 3.14 on Linux, macOS or WSL is needed, $(PYTHON) is another one or missing; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
 	@$(BIN)/python infra/install.py
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

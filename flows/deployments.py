@@ -80,7 +80,12 @@ def apply(
             ) from None
         command = shlex.join([sys.executable, "-P", "-m", "prefect.engine"])
         own = {"working_dir": str(root), "command": command}
-        variables = own if kind == "process" else {}
+        variables: dict[str, Any] = own if kind == "process" else {}
+        light, steps = dict[str, Any](), None
+        if kind == "kubernetes":
+            # a sweep only waits, and a watch hashes; without a step Prefect runs a flow in a temporary copy
+            light = {"nodes": 1, "gpus": 0, "cpu": "1", "memory": "4Gi"}
+            steps = [{"prefect.deployments.steps.set_working_directory": {"directory": "/project"}}]
         if is_shared:
             _check_owner(client, root, pool, variables)
         if gpu_slots is None and find_limit(client, settings.SLOTS) is None:
@@ -111,10 +116,10 @@ def apply(
                 tags=["rlhf", f"{OWNER}{git.address(root)}"],
                 schedules=schedules,
                 work_pool_name=pool,
-                job_variables=variables,
+                job_variables=variables if flow is pipeline else {**variables, **light},
                 entrypoint_type=EntrypointType.MODULE_PATH,
             )
-            _register(client, flow, deployment, build_form(flow, values, seconds))
+            _register(client, flow, deployment, build_form(flow, values, seconds), steps)
 
 
 def name_in(pool: str, name: str) -> str:
@@ -145,12 +150,19 @@ def _check_owner(client: SyncPrefectClient, root: Path, pool: str, variables: di
         )
 
 
-def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any, schema: dict[str, Any]) -> None:
+def _register(
+    client: SyncPrefectClient,
+    flow: Flow[..., Any],
+    made: Any,
+    schema: dict[str, Any],
+    pull_steps: list[dict[str, Any]] | None,
+) -> None:
     """Make a deployment, or update only those fields of an existing one that users do not change."""
     try:
         existing = client.read_deployment_by_name(f"{flow.name}/{made.name}")
     except ObjectNotFound:
-        client.update_deployment(made.apply(), DeploymentUpdate(parameter_openapi_schema=schema))
+        update = DeploymentUpdate(parameter_openapi_schema=schema, pull_steps=pull_steps)
+        client.update_deployment(made.apply(), update)
         return
     is_there = existing.work_pool_name == made.work_pool_name
     theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
@@ -163,6 +175,7 @@ def _register(client: SyncPrefectClient, flow: Flow[..., Any], made: Any, schema
         work_queue_name=existing.work_queue_name if is_there else None,  # without it, an update changes it
         job_variables=existing.job_variables | made.job_variables,
         parameter_openapi_schema=schema,
+        pull_steps=pull_steps,
     )
     client.update_deployment(existing.id, update)
 

@@ -394,5 +394,6 @@ def test_a_remotes_secrets_stay_out_of_git(tmp_path: Path) -> None:
     config = (root / ".dvc/config").read_text(encoding="utf-8")
     assert "s3://dvc/project" in config
     assert "hidden" not in config
+    assert "127.0.0.1" not in config, "other machines reach the store by another name"
     assert "hidden" in (root / ".dvc/config.local").read_text(encoding="utf-8")
     assert ".dvc/config.local" not in toy.git(root, "status", "--porcelain", "--untracked-files=all")

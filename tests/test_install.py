@@ -186,6 +186,7 @@ def test_make_installs_again_only_for_another_value_of_torch(tmp_path: Path) -> 
     version = f'[ "$1" = -c ] && exec {sys.executable} "$@"'
     python.write_text(f'#!/bin/sh\n{version}\necho "$TORCH $1" >>{calls}\n', encoding="utf-8")
     python.chmod(0o755)
+    shutil.copy(python, python.with_name("pip"))  # without it, as where ensurepip is missing, it is made anew
     (root / ".venv/.torch").write_text("cpu", encoding="utf-8")
     (root / ".venv/.installed").touch()
     for torch in ("", "cpu", "default"):

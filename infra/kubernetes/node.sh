@@ -10,6 +10,7 @@ export MACHINE_RANK=${JOB_COMPLETION_INDEX:-0}
 job=${HOSTNAME%-"$MACHINE_RANK"} # Kubernetes gives each pod of an indexed job the name JOB-INDEX
 export MASTER_ADDR="$job-0.rlhf-nodes" MASTER_PORT="${MASTER_PORT:-29500}"
 export RLHF_STATE_DIR="${RLHF_STATE_DIR:-$PWD/.rlhf/state}" RLHF_LAUNCHES="$PWD/.rlhf/launches/$job"
+export HF_HOME="${HF_HOME:-$PWD/.rlhf/huggingface}" # kept: weights of hub models are not in DVC
 mkdir -p "$RLHF_LAUNCHES"
 stopping=
 trap 'stopping=1; [ -z "${child:-}" ] || kill -TERM "$child" 2>/dev/null' TERM INT

@@ -47,6 +47,7 @@ COMMANDS: Mapping[str, Sequence[Callable[..., int]]] = {
 }
 STAGE_PANEL = "Stages (`rlhf run` and `dvc repro` run them in order)"
 QUIET = {
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # on a busy machine; by default 20
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -70,7 +70,7 @@ def build_classifier(trunk: nn.Module, config: PretrainedConfig) -> PreTrainedMo
         base = model.base_model
         is_same = type(base) is type(trunk) and base.state_dict().keys() == weights.keys()
         if is_same and isinstance(getattr(model, "score", None), nn.Linear):
-            base.load_state_dict(weights)
+            base.load_state_dict(weights, assign=True)  # views of the file, which ranks share
             return model
     raise ContractError(
         f"no reward model or critic can be put on {type(trunk).__name__} (family {config.model_type}): it is "

@@ -94,7 +94,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
     A trained head stays as it is. Afterwards the same parameters are trainable as before.
     """
-    layers = _adapted_layers(model).values()
+    layers = adapted_layers(model).values()
     were_trainable = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     for layer in layers:
         layer.enable_adapters(False)
@@ -114,7 +114,7 @@ def merge_adapter(model: PreTrainedModel) -> PreTrainedModel:
     The model itself does not change, since merging and unmerging would round its weights. A model without
     adapters is returned as it is.
     """
-    layers = _adapted_layers(model)
+    layers = adapted_layers(model)
     if not layers:
         return model
     merged = copy_to(model, torch.device("cpu"))
@@ -126,6 +126,6 @@ def merge_adapter(model: PreTrainedModel) -> PreTrainedModel:
     return nn.Module.to(merged, "cpu")  # buffers
 
 
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that carry an adapter, by name; recognized without peft, which takes long to import."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}

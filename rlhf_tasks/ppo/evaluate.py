@@ -157,8 +157,8 @@ class Evaluator(ResponseMeasures):
             metrics["eval/win_rate"] = self.win_rate(prompts.texts, texts, self.references, prompts.columns)
         name = self.selection_metric
         if name is None or metrics[name] > state.best:
-            frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
-            state.weights = sharding.weights_of(self.policy, but=frozen)
+            state.weights = {}  # else both are in memory
+            state.weights = sharding.weights_of(self.policy, but=sharding.frozen_in(self.policy))
             kl = kl if self.sft is None else self.kl(self.sft, ids, budget)
             mean = float(kl.mean())
             state.metrics = {

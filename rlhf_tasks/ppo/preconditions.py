@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -155,6 +156,7 @@ def check_models(
         )
         checks.require(results, "models/sft")
     del checked  # which may be a copy on the GPU
+    gc.collect()  # one that recomputes its activations is in a cycle
     rows = checks.add_responses(queries, settings.response_length)
     adds_eos = settings.stop_token not in ("eos", *tokenizer.added_tokens_decoder)  # see `close_responses`
     for name, model in {**rewards, "the critic": critic}.items():
@@ -163,3 +165,4 @@ def check_models(
             if (scores := dist.to_check(model)) is not None:
                 checks.require(checks.check_scores(scores, rows, pad=pad), name)
             del scores
+            gc.collect()

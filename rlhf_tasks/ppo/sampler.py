@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlhf_tasks.config.ppo import VllmSampler
 from rlhf_tasks.data.tokenizer import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.models.lora import merge_adapter
+from rlhf_tasks.models.lora import adapted_layers, merge_adapter
 from rlhf_tasks.models.sampling import BATCH_SIZE, Samples, Share, keep_casts, sample
 from rlhf_tasks.ppo.losses import importance_weights
 from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics
@@ -179,7 +179,9 @@ class ServedSampler:
         if self._loaded == update:
             return
         start = time.perf_counter()
-        with sharding.to_save(self._policy) as plain:
+        # the server rounds matrices; adapters are merged in float32 before
+        rounds = not self._dist.is_float32 and not adapted_layers(self._policy)
+        with sharding.to_save(self._policy, torch.bfloat16 if rounds else None) as plain:
 
             def load(server: VllmServer) -> str:
                 server.load(merge_adapter(plain))

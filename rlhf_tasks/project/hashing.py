@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,16 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def sha256_of_files(folder: Path) -> dict[str, str]:
-    """sha256 of every file below a folder, by relative path; 64 hex digits."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {file.relative_to(folder).as_posix(): _digest(file, "sha256") for file in files}
+def files_in(folder: Path) -> list[str]:
+    """The relative paths of all files below a folder, sorted."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(file.relative_to(folder).as_posix() for file in files)
+
+
+def sha256_of_files(folder: Path, names: Sequence[str] | None = None) -> dict[str, str]:
+    """sha256 of these files of a folder, or of all below it, by relative path; 64 hex digits."""
+    found = files_in(folder) if names is None else names
+    return {name: _digest(folder / name, "sha256") for name in found}
 
 
 def json_sha256(content: Any) -> str:

@@ -173,6 +173,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     # 5. The weights that are kept, and what stage judge and the report read of the training.
     evaluation = state.evaluation
     sharding.load_weights(policy, evaluation.weights)
+    evaluation.weights = {}
     identity, card = _describe(config, paths, setup, state)
     save(dist, policy, tokenizer, paths.policy, identity, card, others=ends)
     if dist.is_main:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -201,6 +202,21 @@ def gpus() -> list[Any]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # the driver may be too old
     return [torch.cuda.get_device_properties(number) for number in range(count)]
+
+
+def unusable_gpus() -> str | None:
+    """Why torch can use none of this machine's GPUs; None where it can, or where none is here or wanted."""
+    is_wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
+    if gpus() or not is_wanted or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return None
+    import torch
+
+    if torch.version.cuda is None:  # a build for CPUs was chosen
+        return None
+    return (
+        f"torch {torch.__version__} can use no GPU of this machine: the driver may be too old (CUDA 13 needs "
+        "580), or CUDA_VISIBLE_DEVICES names none. Update it, or install another build by `make TORCH=…`"
+    )
 
 
 def machine_memory() -> int:

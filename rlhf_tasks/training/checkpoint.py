@@ -439,8 +439,10 @@ class SavedSnapshots(Snapshots):
                 torch.save(part, partial / name)
                 atomic.fsync(partial / name)  # another machine cannot do it for this one
             self._dist.barrier()  # of one process, in the thread, it is nothing
+            names = self._dist.broadcast_object(hashing.files_in(partial) if self._dist.is_main else None)
+            own = hashing.sha256_of_files(partial, self._dist.shard_rows(names))  # each rank some of them
+            sums = {name: sha for part in self._dist.all_gather_object(own) for name, sha in part.items()}
             if self._dist.is_main:
-                sums = hashing.sha256_of_files(partial)
                 atomic.write_json(partial / MANIFEST, {**manifest, "files": sums})
                 atomic.finish(partial, snapshot)
                 for old in sorted(self.folder.glob("step-*"), reverse=True)[self._settings.keep :]:

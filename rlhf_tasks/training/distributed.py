@@ -197,12 +197,18 @@ class Distributed:
         model.eval()
         if self._has_cpu_kernels:
             accelerate(model)
+        self.accelerator.free_memory()  # of an earlier training, as in stage reward
+        gc.collect()  # sharded, wrapped and checkpointed models are in cycles
         if self._is_fsdp2:  # the optimizer gets the sharded weights in place of the whole ones
-            whole = list(model.parameters())
-            self.put(model)
-            sharded = dict(zip(whole, model.parameters(), strict=True))
+            names = {weight: name for name, weight in model.named_parameters()}
+            own = [[names[weight] for weight in group["params"]] for group in optimizer.param_groups]
+            names.clear()  # a whole weight that anything holds would stay on the GPU beside the shards
             for group in optimizer.param_groups:
-                group["params"] = [sharded[weight] for weight in group["params"]]
+                group["params"] = []
+            self.put(model)
+            sharded = dict(model.named_parameters())
+            for group, params in zip(optimizer.param_groups, own, strict=True):
+                group["params"] = [sharded[name] for name in params]
             return model, optimizer
         if self.is_deepspeed:
             self._configure_deepspeed(max_grad_norm)
@@ -214,8 +220,6 @@ class Distributed:
         handler.find_unused_parameters = any(
             one.config.get_text_config() is not one.config for one in sharding.pretrained_in(model)
         )
-        self.accelerator.free_memory()  # of an earlier training, as in stage reward
-        gc.collect()  # a wrapped model is in a cycle
         prepared, wrapped = self.accelerator.prepare(model, optimizer)
         for module, known in buffers if self.is_deepspeed else ():
             for name, buffer in known.items():  # older DeepSpeed rounds buffers as it does weights
@@ -445,12 +449,14 @@ class Distributed:
         if self._is_fsdp2:
             return lambda folder: sharding.save_shards(model, optimizer, self._shards_in(folder))
         inner = self.accelerator.unwrap_model(model)
-        return {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
+        frozen = sharding.frozen_in(inner)
+        weights = {name: value for name, value in inner.state_dict().items() if name not in frozen}
+        return {"model": weights, "optimizer": optimizer.state_dict()}
 
     def load_training_state(self, model: Any, optimizer: Optimizer, state: dict[str, Any] | Path) -> None:
         """Restore a `training_state` from a snapshot; that of a function is the path of the folder."""
         if isinstance(state, dict):
-            self.accelerator.unwrap_model(model).load_state_dict(state["model"])
+            self.accelerator.unwrap_model(model).load_state_dict(state["model"], strict=False)
             optimizer.load_state_dict(state["optimizer"])
         elif self.is_deepspeed:
             model.load_checkpoint(str(state), tag=ENGINE)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Config, Launch, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, processes
@@ -100,6 +101,10 @@ def check_machines(stage: Stage, launch: Launch) -> None:
             f"lets them use {num_gpus} GPU(s) (see CUDA_VISIBLE_DEVICES); each process needs one of its own. "
             f"With launch.num_machines={launch.num_machines} set at most {num_gpus * launch.num_machines}"
         )
+    if reason := auto.unusable_gpus():
+        if num_local > 1:
+            raise UserError(f"{reason}; or set CUDA_VISIBLE_DEVICES to an empty text to train on CPUs")
+        console.say(f"{reason}. {stage} trains on the CPU")
 
 
 def without_worker(environment: Mapping[str, str]) -> dict[str, str]:

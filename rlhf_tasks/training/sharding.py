@@ -140,11 +140,19 @@ def gather(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return weight.detach().to(dtype)
 
 
-def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]:
+def frozen_in(model: nn.Module) -> set[str]:
+    """The names of the weights that do not train, as those below adapters."""
+    weights = model.named_parameters(remove_duplicate=False)
+    return {name for name, weight in weights if not weight.requires_grad}
+
+
+def weights_of(
+    model: nn.Module, but: Collection[str] = (), dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """The whole weights by name, as copies on the CPU, but for some names. Collective.
 
-    Of a sharded model the first rank alone gets them, so that a machine holds them once; the others get an
-    empty dict.
+    Of a sharded model the first rank alone gets them, so that a machine holds them once, the matrices of type
+    `dtype` if it is given; the others get an empty dict.
     """
     if not is_sharded(model):
         state = model.state_dict()
@@ -152,7 +160,7 @@ def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]
     found, is_first = dict[str, Tensor](), torch.distributed.get_rank() == 0
     for weight, names in _names_of(model).items():
         if not set(but) & set(names):
-            whole = gather(weight)
+            whole = gather(weight, dtype if weight.ndim > 1 else None)
             if is_first:
                 found |= dict.fromkeys(names, whole.cpu())
     return found
@@ -163,7 +171,9 @@ def keep_on_first_rank(model: nn.Module, weights: dict[str, Tensor]) -> dict[str
 
     Of a sharded model that is all on the first rank, and nothing on the others.
     """
-    return weights if not is_sharded(model) or torch.distributed.get_rank() == 0 else {}
+    if not is_sharded(model):  # copies: another machine may remove the file that these are views of
+        return {name: value.clone() for name, value in weights.items()}
+    return weights if torch.distributed.get_rank() == 0 else {}
 
 
 def _names_of(model: nn.Module) -> dict[Tensor, list[str]]:
@@ -202,10 +212,13 @@ def full_params(model: PreTrainedModel, device: torch.device) -> Iterator[PreTra
 
 
 @contextmanager
-def to_save(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within the block, the first rank has a plain model with all weights, on the CPU. Collective."""
+def to_save(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[PreTrainedModel]:
+    """Within the block, the first rank has a plain model with all weights, on the CPU. Collective.
+
+    Of a sharded one the matrices have the type `dtype`, if it is given.
+    """
     plain = _PLAIN.get(model)
-    if plain is None or not (weights := weights_of(model)):
+    if plain is None or not (weights := weights_of(model, dtype=dtype)):
         yield model
         return
     with _fill(plain.structure, weights, torch.device("cpu")):
@@ -246,8 +259,10 @@ def _assign(weight: Tensor, value: Tensor | None) -> None:
     """Give a weight the value of the first rank. Collective."""
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
-        given = torch.empty(weight.shape, dtype=weight.dtype) if value is None else value.to(weight.dtype)
-        part = distribute_tensor(given.to(mesh.device_type), mesh, weight.placements)
+        if value is None:
+            value = torch.empty(weight.shape, device=mesh.device_type)
+        given = value.to(mesh.device_type, weight.dtype)
+        part = distribute_tensor(given, mesh, weight.placements)
         weight.to_local().copy_(part.to_local())
     elif hasattr(weight, "ds_id"):
         from deepspeed import zero
@@ -263,8 +278,8 @@ def _assign(weight: Tensor, value: Tensor | None) -> None:
 def move_toward(own: nn.Module, other: nn.Module, alpha: float) -> None:
     """own ← (1 − alpha) · own + alpha · other, weight by weight. Collective."""
     for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
-        if isinstance(mine, DTensor):
-            _assign(mine, gather(mine).lerp_(gather(theirs).to(mine.dtype), alpha))
+        if isinstance(mine, DTensor):  # both are split alike
+            _local(mine).lerp_(_local(theirs).to(mine.dtype), alpha)
         else:
             mine.lerp_(gather(theirs).to(mine.dtype), alpha)
 
@@ -297,9 +312,10 @@ def exchange_copies(model: nn.Module, is_last: bool) -> None:
 
 def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
     """Write this rank's shards of the weights and of the optimizer's moments."""
-    weights = {name: _local(weight.detach()).clone() for name, weight in model.named_parameters()}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    weights = {name: _own(weight.detach()) for name, weight in trained.items()}
     moments = {
-        key: {name: _local(value).clone() for name, value in state.items()}
+        key: {name: _own(value) for name, value in state.items()}
         for key, state in optimizer.state_dict()["state"].items()
     }
     torch.save({"model": weights, "optimizer": moments}, file)
@@ -308,22 +324,30 @@ def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) 
 @torch.no_grad()
 def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
     """Restore `save_shards`."""
-    saved = torch.load(file, map_location="cpu", weights_only=True)
+    saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     for name, weight in model.named_parameters():
-        _local(weight).copy_(saved["model"][name])
+        if weight.requires_grad:
+            _local(weight).copy_(saved["model"][name])
     numbered = [weight for group in optimizer.param_groups for weight in group["params"]]
     for key, moments in saved["optimizer"].items():
         weight = numbered[key]
         device = _local(weight).device
+        copies = {name: value.to(device, copy=True) for name, value in moments.items()}
         optimizer.state[weight] = {
-            name: value.to(device) if value.ndim == 0 else _shard_like(weight, value.to(device))
-            for name, value in moments.items()  # AdamW's step count is a number, and no shard
+            name: value if value.ndim == 0 else _shard_like(weight, value)
+            for name, value in copies.items()  # AdamW's step count is a number, and no shard
         }
 
 
 def _local(value: Tensor) -> Tensor:
     """This rank's shard, whose memory it shares."""
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _own(value: Tensor) -> Tensor:
+    """This rank's shard, to be written; a copy only where its storage, which is written whole, has more."""
+    local = _local(value)
+    return local if local.untyped_storage().nbytes() == local.nbytes else local.clone()
 
 
 def _shard_like(weight: DTensor, shard: Tensor) -> DTensor:

@@ -55,7 +55,7 @@ class TrainState:
     best_loss: float = math.inf
     best_step: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
-    """On the CPU; of a sharded model only on the first rank."""
+    """Those that train, on the CPU; of a sharded model only on the first rank."""
     evaluations_without_gain: int = 0
 
     def offer(self, loss: float, unwrapped: nn.Module) -> None:
@@ -64,7 +64,8 @@ class TrainState:
         self.evaluations_without_gain += 1
         if loss < self.best_loss:
             self.best_loss, self.best_step, self.evaluations_without_gain = loss, self.step, 0
-            self.best_weights = sharding.weights_of(unwrapped)
+            self.best_weights = {}  # else both are in memory
+            self.best_weights = sharding.weights_of(unwrapped, but=sharding.frozen_in(unwrapped))
 
     def state_dict(self) -> dict[str, Any]:
         """All but the weights in training and their optimizer; equal on all ranks."""
@@ -210,6 +211,7 @@ def train(
     # 6. With a patience, the weights of the lowest validation loss replace the last ones.
     if math.isfinite(state.best_loss):
         sharding.load_weights(model, state.best_weights)
+        state.best_weights = {}
     return state
 
 

@@ -167,6 +167,9 @@ def test_projects_are_distinguished_in_a_pool_of_any_type(root: Path, tmp_path: 
     name = f"{RUNS}-pods"
     assert "working_dir" not in deployment(name).job_variables
     assert deployment(name).tags == ["rlhf", "project:example.org/one/rlhf"]
+    step = {"prefect.deployments.steps.set_working_directory": {"directory": "/project"}}
+    assert deployment(name).pull_steps == [step], "else Prefect runs it in a temporary copy of the project"
+    assert deployment("rlhf-sweep/sweep-pods").job_variables["gpus"] == 0, "it waits for others"
     with pytest.raises(UserError, match=r"belongs to the project example.org/one/rlhf: give `--pool NAME`"):
         apply(other)
     update(name, tags=["mine", *deployment(name).tags])

@@ -26,6 +26,7 @@ from transformers import (
 from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.models import contracts
+from rlhf_tasks.models.classifiers import build_classifier
 from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.models.heads import TokenScores
 from rlhf_tasks.models.load import add_score_head, load_causal, load_reward
@@ -44,6 +45,17 @@ def fresh(family: str, tmp_path: Path) -> TokenScores:
     """A reward model on the trunk of the policy in the folder sft, with a new head."""
     policy = save(small.other(family), tmp_path / "sft")
     return add_score_head(policy, torch.Generator().manual_seed(1))
+
+
+def test_its_trunk_is_no_copy_of_the_policys() -> None:
+    """A file that is mapped is shared by the ranks of a machine; a copy would be in each one's memory."""
+    policy = small.causal()
+    scores = build_classifier(policy.base_model, policy.config)
+    shared = policy.base_model.state_dict()
+    found = scores.base_model.state_dict()
+    assert all(found[name].data_ptr() == value.data_ptr() for name, value in shared.items())
+        value.data_ptr() == shared[key].data_ptr() for key, value in scores.base_model.state_dict().items()
+    )
 
 
 def step(scores: TokenScores) -> None:

@@ -184,6 +184,7 @@ def test_a_cache_that_loses_rows_keeps_no_old_buffers() -> None:
     layer.update(states, states)
     layer.reorder_cache(torch.tensor([0, 3]))
     for kept in (layer.keys, layer.values):
+        assert kept is not None
         assert torch.equal(kept, states[[0, 3]])
         assert kept.untyped_storage().nbytes() == 4 * 2 * 2 * 5 * 8
 

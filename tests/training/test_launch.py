@@ -215,6 +215,23 @@ def test_a_machine_with_gpus_starts_at_most_one_process_for_each(
         launch.check_machines("ppo", settings)
 
 
+def test_gpus_that_torch_cannot_use_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the driver is older than the build's CUDA: then torch says that there is no GPU."""
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(auto, "gpus", list)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    launch.check_machines("ppo", section())
+    assert "the driver may be too old" in capsys.readouterr().out
+    with pytest.raises(UserError, match="can use no GPU of this machine"):
+        launch.check_machines("ppo", section(num_processes=2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    launch.check_machines("ppo", section(num_processes=2))
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("kind", ["user", "fault", "none"])
 def test_a_workers_message_reaches_the_launcher(kind: str) -> None:
     body = {"user": "UserError('fix it')", "fault": "ValueError('boom')", "none": "None"}[kind]

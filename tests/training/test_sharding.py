@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +196,45 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
     assert norm > 0.5
     for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(sharding.gather(mine), theirs.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_no_whole_weight_is_left_once_a_model_that_trains_is_sharded(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a whole one would stand beside the shards until the optimizer has those."""
+    model, put, alive = small.causal(), Distributed.put, list[bool]()
+    optimizer = adamw(model, small.optimization())
+    whole = [weakref.ref(weight) for weight in model.parameters()]
+
+    def checked(self: Distributed, model: nn.Module) -> None:
+        put(self, model)
+        alive.extend(weight() is not None for weight in whole)
+
+    monkeypatch.setattr(Distributed, "put", checked)
+    dist = Distributed(Launch(parallelism="fsdp2", precision="fp32"), seed=1)
+    _, optimizer = dist.prepare(model, optimizer, 0.5)
+    assert alive == [False] * len(whole)
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+    assert {*map(id, trained)} == {*map(id, model.parameters())}
+
+
+def test_a_snapshot_of_shards_copies_none_and_holds_those_that_train(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    model = sharded(add_lora(small.causal(), Lora(r=2), seed=1), mesh)
+    optimizer = adamw(model, small.optimization())
+    weight = next(model.parameters())
+    assert sharding._own(weight.detach()).data_ptr() == sharding._local(weight).data_ptr()
+    sharding.save_shards(model, optimizer, tmp_path / "part-0.pt")
+    held = torch.load(tmp_path / "part-0.pt", weights_only=True)["model"]
+    assert held
+    assert all("lora_" in name for name in held)
+    before = sharding.weights_of(model)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.to_local().mul_(2 if one.requires_grad else 1)
+    sharding.load_shards(model, optimizer, tmp_path / "part-0.pt")
+    assert all(torch.equal(value, before[name]) for name, value in sharding.weights_of(model).items())
 
 
 def _scores_of(family: str) -> TokenScores:

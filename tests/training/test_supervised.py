@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.models.lora import add_lora
 from rlhf_tasks.models.passes import TokenBudget
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.tracking import NullTracker
@@ -323,6 +325,17 @@ def test_the_weights_of_the_lowest_loss_are_kept_and_patience_counts_evaluations
     assert len(told.found) == num_steps
     assert torch.equal(weights(layer), told.found[best - 1])
     assert not torch.equal(told.found[best - 1], told.found[best])
+
+
+def test_with_adapters_the_kept_weights_and_a_snapshot_are_those_of_the_adapters() -> None:
+    model, dist = add_lora(small.causal(), Lora(r=2), seed=1), small.distributed()
+    state = TrainState(torch.Generator(), TokenBudget(100))
+    state.offer(1.0, model)
+    saved = dist.training_state(model, adamw(model, small.optimization()))
+    assert isinstance(saved, dict)
+    for held in (state.best_weights, saved["model"]):
+        assert held
+        assert all("lora_" in name for name in held)
 
 
 def test_a_text_of_one_token_has_nothing_to_predict() -> None:
