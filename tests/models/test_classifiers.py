@@ -54,8 +54,6 @@ def test_its_trunk_is_no_copy_of_the_policys() -> None:
     shared = policy.base_model.state_dict()
     found = scores.base_model.state_dict()
     assert all(found[name].data_ptr() == value.data_ptr() for name, value in shared.items())
-        value.data_ptr() == shared[key].data_ptr() for key, value in scores.base_model.state_dict().items()
-    )
 
 
 def step(scores: TokenScores) -> None:
