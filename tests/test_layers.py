@@ -35,22 +35,22 @@ FLOORS: Mapping[str, int] = {
 }
 """A module imports only from lower floors and from its own package."""
 LINES: Mapping[str, int] = {
-    "cli": 871,  # that stage dpo is not planned, which signal a run got, the command `methods`
+    "cli": 872,  # that stage dpo is not planned, which signal a run got, the command `methods`
     "config": 2739,  # stage dpo, its labels, a language model as reward, best-of-n, HSDP
     "data": 2589,  # unpaired labels, held-out rows in random order, several chat templates
     "data/readers": 2427,  # unpaired labels; columns that are empty at first, lists of Python
     "models": 2455,  # the output layer by TF32, frozen layers in 16 bits, bytes of moments, kept memory
     "scoring": 1358,  # the client of language models, replies that were cut, judges with another tokenizer
-    "training": 3365,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
-    "ppo": 3250,  # groups without variance, truncated responses, what stage dpo measures too
-    "stages": 2281,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
+    "training": 3420,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
+    "ppo": 3255,  # groups without variance, truncated responses, what stage dpo measures too
+    "stages": 2282,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
     "judging": 2654,  # best-of-n: its responses, its KL and its cost; replies that are neither A nor B
     "promotion": 1294,  # win rates of few prompts without ties
     "tracking": 1870,  # judges by the model that they read; DPO's curves; pages of methods
     "report": 1074,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
-    "project": 2612,  # what a stage reads anew, which flows say too; lost results; peak memory
+    "project": 2619,  # what a stage reads anew, which flows say too; lost results; peak memory
     "presets": 196,
-    "../flows": 2782,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods
+    "../flows": 2795,  # why a stage runs, a cancellation that is one sentence, GPUs by number; methods
 }
 """The most lines of Python of a room; the commit that raises one says what they are for."""
 TORCH_FREE = (
