@@ -1,9 +1,9 @@
 """`rlhf-data-watch`: run the pipeline when, and only when, the data changed since the last completed run.
 
-The data is the content of `data.path` in the main checkout (the md5 of its files; links are followed as a
-run follows them) and the pinned revisions of `data.hub`. The fingerprint uses the parameters that the run
-would have: those of its commit, with the deployment's changes. The last completed run is the last one of the
-same request: runs with another preset, seed or overrides train other models.
+The data is the content of `data.path` in the main checkout (the md5 of its files, and of those that links
+lead to) and the pinned revisions of `data.hub`. The fingerprint uses the parameters that the run would have:
+those of its commit, with the deployment's changes. The last completed run is the last one of the same
+request: runs with another preset, seed or overrides train other models.
 """
 
 from __future__ import annotations

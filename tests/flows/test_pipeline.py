@@ -384,12 +384,12 @@ def test_the_fingerprint_changes_exactly_when_the_data_does(root: Path) -> None:
     assert watch.fingerprint(root, values) != before
 
 
-def test_the_fingerprint_includes_data_below_links(root: Path) -> None:
-    """A run follows links too."""
+def test_the_fingerprint_includes_data_that_links_to_files_lead_to(root: Path) -> None:
+    """A run follows these too, and no links to folders."""
     (root.parent / "corpus").mkdir()
     (root.parent / "corpus/rows.txt").write_text("linked\n", encoding="utf-8")
-    (root / "given/more").symlink_to(root.parent / "corpus")
-    (root / "given/up").symlink_to("..")  # a run refuses it; the fingerprint must not follow it for ever
+    (root / "given/more.txt").symlink_to(root.parent / "corpus/rows.txt")
+    (root / "given/up").symlink_to("..")
     values = config.load(root / "params.yaml")
     before = watch.fingerprint(root, values)
     assert watch.fingerprint(root, values) == before
