@@ -149,7 +149,11 @@ def call_user_estimator(
     Raises:
         UserError: if it raises, or does not return what an `Estimator` does.
     """
+    read = [rewards, *(one for one in vars(rollout).values() if isinstance(one, Tensor))]
+    versions = [one._version for one in read]
     returned = call(name, function, rewards, rollout, config)
+    if [one._version for one in read] != versions:
+        raise UserError(f"{name} changes its arguments, which PPO still reads: write x = x - y, not x -= y")
     several = returned if isinstance(returned, tuple | list) else (returned,)
     given = [list(x.shape) if isinstance(x, Tensor) else repr(x)[:80] for x in several]
     if given != 2 * [list(rewards.shape)]:
@@ -157,7 +161,10 @@ def call_user_estimator(
             f"{name} must return (advantages, returns), two tensors of {list(rewards.shape)}, but gave "
             f"{given}"
         )
-    return several[0], several[1]
+    advantages, returns = (one.detach().float() for one in several)
+    if not all(bool(one[rollout.mask].isfinite().all()) for one in (advantages, returns)):
+        raise UserError(f"{name} gave NaN or infinity for a token of a response")
+    return advantages, returns
 
 
 Estimator = Callable[[Tensor, "Rollout", Ppo], tuple[Tensor, Tensor]]

@@ -61,7 +61,10 @@ def call_user_loss(
     Raises:
         UserError: if it raises, or does not return what `ppo_clip` does.
     """
+    versions = [one._version for one in (logprobs, *batch)]
     returned = call(name, function, logprobs, batch, config)
+    if [one._version for one in (logprobs, *batch)] != versions:
+        raise UserError(f"{name} changes its arguments, which PPO still reads: write x = x - y, not x -= y")
     if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise UserError(
             f"{name} must return (losses, metrics), a tensor and a dict, but gave {returned!r:.80}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.columns import take
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.scoring.protocol import Responses, ScorerError, UnusableScores, excerpt, read_scores
+from rlhf_tasks.scoring.protocol import Responses, ServiceFailed, UnusableScores, excerpt, read_scores
 
 NUM_TRIES = 5
 BACK_OFF_SECONDS = 1.0  # doubles from try to try
@@ -97,7 +97,9 @@ class ScoringService:
                 wait = float(seconds) if seconds.isdecimal() else wait
             if number < NUM_TRIES - 1:
                 time.sleep(min(wait, LONGEST_WAIT_SECONDS))
-        raise ScorerError(f"{self._name} returned no scores in {NUM_TRIES} tries; the last error: {problem}")
+        raise ServiceFailed(
+            f"{self._name} returned no scores in {NUM_TRIES} tries; the last error: {problem}"
+        )
 
     async def _post(self, request: Mapping[str, Any]) -> httpx.Response:
         limit = self._settings.timeout_seconds  # httpx itself limits only each pause in a reply

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.tokenizer import Ids, encode_rows, response_texts
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.models.tensors import NonFiniteError
 
 SHOWN_CHARACTERS = 200
@@ -91,6 +91,10 @@ class Scorer(Protocol):
 
 class ScorerError(RuntimeError):
     """A scorer returned no finite number for a response, or could not be reached."""
+
+
+class ServiceFailed(ScorerError, OutsideFault):
+    """A service that scores was busy or away in all tries."""
 
 
 class UnusableScores(ScorerError, UserError):

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_tasks.config.scorers import LlmScorer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.chat import ChatClient, Failure, Record, describe_reply, last_line, read_completion
-from rlhf_tasks.scoring.protocol import Responses, ScorerError, UnusableScores
+from rlhf_tasks.scoring.protocol import Responses, ScorerError, ServiceFailed, UnusableScores
 from rlhf_tasks.scoring.retokenize import remove_names
 from rlhf_tasks.scoring.templates import fill_template, load_template
 
@@ -93,7 +93,7 @@ class RubricScorer:
 
     def _stop(self, failures: Sequence[Failure]) -> ScorerError:
         reason, is_temporary = failures[0]
-        kind = ScorerError if is_temporary else UnusableScores
+        kind = ServiceFailed if is_temporary else UnusableScores
         return kind(
             f"{self._name}: a response has no score, and none is made up: {reason.rstrip('.')}. The scores "
             "so far are kept, and the same command continues from the last snapshot"

@@ -140,7 +140,9 @@ def _call(function: Function, root: Path) -> None:
             questions = [Question(*one) for one in zip(prompts, responses, responses[::-1], strict=True)]
             FunctionComparer(*where)(questions, 1.0, extra)
         else:
-            ImportedScorer(*where)(Responses.of_texts(prompts, responses, extra))
+            scores = ImportedScorer(*where)(Responses.of_texts(prompts, responses, extra))
+            if function.key.startswith("ppo.scorers") and not scores.isfinite().all():
+                raise UserError(f"{function.key}: {function.name} gave {scores.tolist()}, not finite numbers")
     except UserError as error:
         raise UserError(
             f"{error} (tried on {len(rows)} rows of data/prompts, before anything trains; "

@@ -167,6 +167,7 @@ def fails(*args: Any) -> Any:
         (lambda logprobs, *_: logprobs, r"^own must return \(losses, metrics\)"),
         (lambda logprobs, *_: (logprobs.mean(), {}), r"the losses must be .* \[2, 3\], and not \[\]"),
         (lambda logprobs, *_: (logprobs.detach(), {}), r"do not depend on the log-probs"),
+        (lambda logprobs, batch, _: (logprobs - batch.logprobs.sub_(1), {}), r"^own changes its arguments"),
         (lambda logprobs, *_: (logprobs, {"x": 3}), r"metric 'x' must be .* \[2, 3\]: "),
         (lambda logprobs, *_: (logprobs, {"x": torch.ones(4)}), r"metric 'x' must be .* \[2, 3\]: "),
     ],
@@ -184,6 +185,8 @@ def test_what_a_loss_of_ones_own_does_wrong_is_named(loss: Any, message: str) ->
         (fails, r"^own raised KeyError"),
         (lambda rewards, *_: rewards, r"must return .* of \[2, 4\], but gave \[\[2, 4\]\]"),
         (lambda rewards, *_: (rewards, rewards.sum(1)), r"but gave \[\[2, 4\], \[2\]\]"),
+        (lambda rewards, *_: (rewards.add_(1), rewards), r"^own changes its arguments, .* not x -= y"),
+        (lambda rewards, *_: (rewards * math.nan, rewards), r"^own gave NaN or infinity"),
         (lambda rewards, *_: (rewards, None), r"but gave \[\[2, 4\], 'None'\]"),
     ],
 )
@@ -199,6 +202,18 @@ def test_a_loss_may_not_name_a_metric_as_ppo_does(name: str) -> None:
 
     with pytest.raises(UserError, match=rf"^ppo\.loss: {name} is a metric of PPO's own"):
         next(toy(loss=own).updates)
+
+
+def test_an_estimator_may_count_and_use_weights_that_train() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    found = call_user_estimator(
+        lambda rewards, *_: (rewards > 0, rewards * weight),
+        "own",
+        torch.zeros(2, 4),
+        hand_made_rollout(),
+        small.ppo(),
+    )
+    assert [(one.dtype, one.requires_grad) for one in found] == [(torch.float32, False)] * 2
 
 
 def test_a_metric_may_be_one_number_for_all_tokens() -> None:

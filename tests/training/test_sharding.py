@@ -212,9 +212,9 @@ def test_no_whole_weight_is_left_once_a_model_that_trains_is_sharded(
 
     monkeypatch.setattr(Distributed, "put", checked)
     dist = Distributed(Launch(parallelism="fsdp2", precision="fp32"), seed=1)
-    _, optimizer = dist.prepare(model, optimizer, 0.5)
+    _, prepared = dist.prepare(model, optimizer, 0.5)
     assert alive == [False] * len(whole)
-    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+    trained = [weight for group in prepared.param_groups for weight in group["params"]]
     assert {*map(id, trained)} == {*map(id, model.parameters())}
 
 

@@ -184,7 +184,7 @@ def _missing_kept(reading: Reading, names: Sequence[str], columns: Columns) -> s
     lost = ", ".join(repr(name) for name in columns.keep if name not in names)
     if not lost or not names:
         return None
-    has = ", ".join(map(repr, names))
+    has = ", ".join(map(repr, reading.table.columns))
     return f"{reading.table.name}: no column {lost}, which data.columns.keep names; it has {has}"
 
 
