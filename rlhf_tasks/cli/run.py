@@ -155,10 +155,10 @@ def _repro(paths: Paths, name: str) -> int:
         return stopped
     kind, stage = report.get("kind"), report.get("stage")
     if status and kind is None:  # DVC is quiet
-        who = f"stage {stage}" if stage else "DVC, or a stage of dvc.yaml that is not of rlhf,"
+        other = "DVC, or a stage of dvc.yaml that is not of rlhf, failed as it said above, or"
+        who = f"stage {stage}" if stage else other
         crashed = f"ended without a word: it crashed, or was killed (SIGKILL): {failures.OUT_OF_MEMORY}"
-        failed = "failed, or did not write what dvc.yaml says; what it printed stands above"
-        end = report.get("stopped") or (crashed if stage else failed)
+        end = report.get("stopped") or crashed
         print(f"rlhf: {who} {end}; `dvc repro` shows the status", file=sys.stderr)
     if status:
         return 2 if kind == "user" else 1
