@@ -46,7 +46,7 @@ LINES: Mapping[str, int] = {
     "stages": 2284,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
     "judging": 2654,  # best-of-n: its responses, its KL and its cost; replies that are neither A nor B
     "promotion": 1294,  # win rates of few prompts without ties
-    "tracking": 1870,  # judges by the model that they read; DPO's curves; pages of methods
+    "tracking": 1872,  # judges by the model that they read; DPO's curves; pages of methods
     "report": 1074,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
     "project": 2619,  # what a stage reads anew, which flows say too; lost results; peak memory
     "presets": 196,

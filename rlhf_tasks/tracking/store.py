@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import sqlite3
 import time
@@ -175,8 +176,9 @@ class Delivery:
         if not self._header:
             return  # a process writes the first line just now, or was killed then
         file = self.record.file.stat()  # before the last lines are read, as is what follows
-        is_idle = time.time() - file.st_mtime > GONE_SECONDS  # all that is known of another machine's process
-        is_gone = is_idle or not processes.is_alive(self._header["process"])
+        process, idle = self._header["process"], time.time() - file.st_mtime
+        is_lost = idle > GONE_SECONDS and not process.startswith(f"{platform.node()}:")
+        is_gone = is_lost or not processes.is_alive(process)
         events, offset = self.record.read(self._offset)
         has_end = bool(events) and events[-1]["kind"] == "end"
         is_over = has_end or is_gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -15,7 +16,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
-from rlhf_tasks.project import processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.store import PARTIAL, Delivery, embedded_uri, log_page, open_store
@@ -85,10 +85,10 @@ def test_a_run_of_another_machine_is_gone_after_a_day_without_a_line(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tracking.open_run(Paths(), "sft", view(), key="k"):
-        monkeypatch.setattr(processes, "is_alive", lambda name: True)  # as nobody knows it better
-        assert sync(home) == (0, {})
         yesterday = time.time() - 86_500
         os.utime(record(home, "k").file, (yesterday, yesterday))
+        assert sync(home) == (0, {}), "here it is known to live, as after a night of sleep"
+        monkeypatch.setattr(platform, "node", lambda: "elsewhere")
         assert sync(home) == (1, {})
         assert status(home, "sft") == ["FAILED"]
 
