@@ -18,7 +18,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import PrepareView, Split
 from rlhf_tasks.data import columns, positions, rows, splits, synthetic, tokenizer
 from rlhf_tasks.data.readers import files, hub, source
-from rlhf_tasks.data.readers.tables import Part, assemble
+from rlhf_tasks.data.readers.tables import Part, assemble, check_columns
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SET, SPLITS, TEXTS, Corpus, Lengths, Problems, Role
 from rlhf_tasks.errors import PROMPTS_ALONE, UserError
 from rlhf_tasks.project import atomic
@@ -48,7 +48,9 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     else:
         rendering = tokenizer.scratch_rendering()
     plain = Counter[str]()
-    corpus = assemble(_parts(paths, config, problems), rendering, problems, plain)
+    parts = _parts(paths, config, problems)
+    check_columns(parts)
+    corpus = assemble(parts, rendering, problems, plain)
     sizes: dict[Split, int] = {"validation": data.num_validation, "test": data.num_test}
     corpus = splits.fill_splits(corpus, seed=config.seed, sizes=sizes)
     if [*corpus] == ["prompts"]:

@@ -63,6 +63,23 @@ class Part(NamedTuple):
     """In place of tables: the rows of a function in `data.source`."""
 
 
+def check_columns(parts: Sequence[Part]) -> None:
+    """Check that tables have the columns of `data.columns`; a default need not be there.
+
+    Raises:
+        UserError: naming those that no table has, which its shape might read from other columns.
+    """
+    has = {name.strip().casefold(): name for part in parts for *_, table in part.tables for name in table.columns}
+    if not has or any(part.own is not None for part in parts):  # a function reads what it likes
+        return
+    given = parts[0].data.columns.model_dump(exclude={"keep"}, exclude_defaults=True, exclude_none=True)
+    if lost := [f"{ours}: {name!r}" for ours, name in given.items() if name.strip().casefold() not in has]:
+        raise UserError(
+            f"data.columns names what no table has ({', '.join(lost)}); the columns are "
+            f"{', '.join(map(repr, has.values()))}"
+        )
+
+
 def assemble(
     parts: Sequence[Part], rendering: Rendering, problems: Problems, plain: Counter[str] | None = None
 ) -> Corpus:
