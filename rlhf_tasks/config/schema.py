@@ -610,7 +610,8 @@ class Launch(Section):
     rounds the factors and results of matmuls."""
     try_functions: bool = True
     """Whether the Python functions of scorers, judges and labels are called once on four rows, in a process
-    of their own, before anything trains. It is repeated when a function's code changes."""
+    of their own, before anything trains. It is repeated when a function's code changes. And whether each
+    `key_variable` must hold its key by then: false where a later stage, on another machine, has it."""
 
     @property
     def num_shards(self) -> int:

@@ -11,8 +11,9 @@ b rows of a micro-batch · R response; every tensor is (b, R) unless its docstri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+import re
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import Constant
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.imports import call
+from rlhf_tasks.tracking import catalogue
 
-T = TypeVar("T")
+METRIC_NAME = re.compile(r"\w[\w .-]*(/\w[\w .-]*)*")
 
 
 class MicroBatch(NamedTuple):
@@ -76,6 +78,10 @@ def call_user_loss(
         given = list(losses.shape) if isinstance(losses, Tensor) else f"{losses!r:.80}"
         raise UserError(f"{name}: the losses {must_be}, and not {given}")
     for key, value in metrics.items():
+        if not (isinstance(key, str) and METRIC_NAME.fullmatch(key)):
+            raise UserError(f"{name}: MLflow takes no metric {key!r}; give words, parted by / or blanks")
+        if key != "policy/clipfrac_avg" and catalogue.find("ppo", key) is not None:
+            raise UserError(f"{name}: {key} is a metric of PPO's own; give another name")
         try:
             torch.broadcast_to(value, shape)
         except (TypeError, RuntimeError) as error:
@@ -83,17 +89,6 @@ def call_user_loss(
     if logprobs.requires_grad and not losses.requires_grad:
         raise UserError(f"{name}: the losses do not depend on the log-probs: nothing would be learned")
     return losses, metrics
-
-
-def merge_metrics(of_loss: Mapping[str, T], own: Mapping[str, T]) -> dict[str, T]:
-    """The metrics of a loss, and PPO's own.
-
-    Raises:
-        UserError: for a name that both have.
-    """
-    if twice := of_loss.keys() & own.keys():
-        raise UserError(f"ppo.loss: {', '.join(sorted(twice))} is a metric of PPO's own; give another name")
-    return {**of_loss, **own}
 
 
 def token_weights(mask: Tensor, reduction: Literal["token_mean", "response_mean"] | Constant) -> Tensor:

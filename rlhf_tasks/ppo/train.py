@@ -41,7 +41,7 @@ from rlhf_tasks.ppo.advantages import equal_groups, group_deviations, monte_carl
 from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
-from rlhf_tasks.ppo.losses import MicroBatch, merge_metrics, token_weights, value_loss
+from rlhf_tasks.ppo.losses import MicroBatch, token_weights, value_loss
 from rlhf_tasks.ppo.measure import score_on_all_ranks
 from rlhf_tasks.ppo.metrics import (
     Metrics,
@@ -244,7 +244,7 @@ def train(setup: Setup, state: PpoState) -> Iterator[Metrics]:
 
                 # 11. Metrics, an evaluation and samples when they are due, and what the guards say of them.
                 end = time.perf_counter()
-                metrics = merge_metrics(metrics, rollout_metrics) | sampler_metrics
+                metrics |= rollout_metrics | sampler_metrics
                 metrics |= {
                     "time/generate_seconds": generated - start,
                     "time/score_seconds": scored - generated,
@@ -509,8 +509,8 @@ def token_losses(
     config, logprobs, entropy = setup.config, stats.logprobs, stats.entropy
     losses, metrics = setup.loss(logprobs, old, config)
     losses = losses * old.importance
-    own = ratio_sums(logprobs, old.logprobs) | {"loss/policy_avg": losses, "policy/entropy_avg": entropy}
-    metrics = merge_metrics(metrics, own)
+    metrics = metrics | ratio_sums(logprobs, old.logprobs)
+    metrics |= {"loss/policy_avg": losses, "policy/entropy_avg": entropy}
     if config.kl.kind == "in_loss":
         metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, old.ref_logprobs)
         losses = losses + state.kl_coef * metrics["loss/kl_avg"]

@@ -18,7 +18,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config.scorers import ChatModel
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, hashing
-from rlhf_tasks.scoring.http import read_key
+from rlhf_tasks.scoring.keys import read_key
 from rlhf_tasks.scoring.protocol import shorten
 
 LONGEST_WAIT_SECONDS = 120.0  # the client library never waits longer for `Retry-After`

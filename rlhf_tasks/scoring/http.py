@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,27 +14,12 @@ from torch import Tensor
 
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.columns import take
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.scoring.keys import read_key
 from rlhf_tasks.scoring.protocol import Responses, ServiceFailed, UnusableScores, excerpt, read_scores
 
 NUM_TRIES = 5
 BACK_OFF_SECONDS = 1.0  # doubles from try to try
 LONGEST_WAIT_SECONDS = 30.0
-
-
-def read_key(variable: str, subject: str) -> str:
-    """The key to a server, from the environment; `subject` begins the message.
-
-    Raises:
-        UserError: if the variable holds no key that a request can carry.
-    """
-    key = os.environ.get(variable, "").strip()
-    if not key or not (key.isascii() and key.isprintable()):
-        raise UserError(
-            f"{subject}: the environment variable {variable} holds no key; export it, or set key_variable to "
-            "null for a server that needs none"
-        )
-    return key
 
 
 class ScoringService:

@@ -1,4 +1,4 @@
-"""Before a stage trains, what a later one needs is tried: the functions of params.yaml, and the harness.
+"""Before a stage trains, what a later one needs is tried: functions of params.yaml, keys, and the harness.
 
 Functions are imported, and called on a few rows, in a process of their own, which is thrown away: whatever a
 module or a call does, it ends there. No torch here, but in that process where a function is called.
@@ -24,6 +24,7 @@ from rlhf_tasks.judging import harness
 from rlhf_tasks.project import atomic, hashing, inputs, processes
 from rlhf_tasks.project.imports import load_function
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.keys import read_key
 from rlhf_tasks.training import auto, launch
 
 BEFORE: Mapping[Stage, tuple[str, ...]] = {
@@ -54,8 +55,8 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
     """Import what the stage or a later one calls; call on four rows what was not yet called as it is now.
 
     Raises:
-        UserError: for the first function that cannot be imported, fails, or ends the process; for a harness
-            that is not there.
+        UserError: for the first function that cannot be imported, fails, or ends the process; for a key or a
+            harness that is not there.
     """
     if stage not in BEFORE:
         return
@@ -64,6 +65,9 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
     values, record = config.in_force(settings), paths.home / "tried.json"
     tried: dict[str, str] = json.loads(record.read_text("utf-8")) if record.exists() else {}
     functions, flat = list[Function](), inputs.flatten(values)
+    for key, variable in flat.items() if settings.launch.try_functions else ():
+        if key.startswith(BEFORE[stage]) and key.endswith(".key_variable") and variable is not None:
+            read_key(variable, key)
     for key, name in inputs.functions_named(values):
         if not key.startswith(BEFORE[stage]):
             continue

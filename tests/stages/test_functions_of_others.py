@@ -184,6 +184,16 @@ def test_each_mode_is_put_back_also_after_an_error(
 # ------------------------------------------------------------------------------ before it trains
 
 
+def test_a_key_that_is_not_there_is_asked_for_before_anything_trains(
+    project_with: Callable[..., None], rlhf: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    server = {"kind": "http", "url": "http://127.0.0.1:9/", "key_variable": "NO_SUCH_KEY"}
+    project_with("", **{"ppo.scorers": [server]})
+    said = rlhf("sft", status=2).err
+    assert "ppo.scorers.0.key_variable: the environment variable NO_SUCH_KEY holds no key" in said
+
+
 AT_IMPORT = "import faulthandler, os, sys\n{}\nscore = print"
 IN_A_CALL = "import os\ndef score(p, r):\n    {}"
 

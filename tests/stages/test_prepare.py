@@ -162,7 +162,7 @@ def test_data_that_changes_while_they_are_read_are_no_result(
         runner.run("prepare", Paths())
 
 
-def test_a_name_in_data_columns_that_no_table_has_is_refused_and_not_read_from_another(tmp_path: Path) -> None:
+def test_a_name_of_data_columns_that_no_table_has_is_refused(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", *demonstrations(30))
     changes = {"data.source": "files", "data.path": "in", "data.num_validation": 5, "data.num_test": 5}
     with pytest.raises(UserError, match=r"\(completion: 'answr'\); the columns are 'prompt', 'completion'$"):

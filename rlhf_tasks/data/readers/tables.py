@@ -69,7 +69,9 @@ def check_columns(parts: Sequence[Part]) -> None:
     Raises:
         UserError: naming those that no table has, which its shape might read from other columns.
     """
-    has = {name.strip().casefold(): name for part in parts for *_, table in part.tables for name in table.columns}
+    has = {
+        name.strip().casefold(): name for part in parts for *_, table in part.tables for name in table.columns
+    }
     if not has or any(part.own is not None for part in parts):  # a function reads what it likes
         return
     given = parts[0].data.columns.model_dump(exclude={"keep"}, exclude_defaults=True, exclude_none=True)
