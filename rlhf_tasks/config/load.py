@@ -83,6 +83,10 @@ def validate(tree: Mapping[str, Any], origin: str) -> Config:
                 message = _did_you_mean(problem["loc"])
             elif problem["type"] == "missing":
                 message = "is missing"
+            elif problem["type"] == "union_tag_not_found":
+                message = "kind is missing, which says what this is (docs/reference/parameters.md)"
+            elif problem["type"] == "union_tag_invalid":
+                message = f"kind is {problem['ctx']['tag']}; give one of {problem['ctx']['expected_tags']}"
             elif not isinstance(problem["input"], Mapping):
                 message = f"{message} (given: {_shown(problem['input'])})"
             lines.append(f"  {key or 'params'}: {message}")

@@ -98,7 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"preferences.samples_per_pair": 4, "data.source": "files", "judge.judges": [small.HELDOUT]},
         "preferences.samples_per_pair: 4 needs scores of the samples",
     ),
-    ({"ppo.select_by": {"judge": small.GOLD}}, "'gold' found using 'kind'"),
+    ({"ppo.select_by": {"judge": small.GOLD}}, "kind is gold; give one of"),
     ({"ppo.select_by": {"judge": small.HELDOUT}}, "select_by cannot name models/reward_heldout"),
     (
         {"ppo.scorers": [FUNCTION], "ppo.select_by": {"judge": {**FUNCTION, "name": "f"}}},
@@ -196,7 +196,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ppo.advantages": {"kind": "rloo", "gamma": 0.99}}, "ppo.advantages.gamma: unknown key"),
     ({"ppo.advantages": {"kind": "group", "critic": {}}}, "ppo.advantages.critic: unknown key"),
     ({"ppo.advantages": {"kind": "rloo", "samples_per_prompt": 1}}, "should be greater than or equal to 2"),
-    ({"ppo.advantages": {"kind": "ppo"}}, "the expected tags: 'gae', 'rloo', 'group', 'function'"),
+    ({"ppo.advantages": {"kind": "ppo"}}, "advantages: kind is ppo; give one of 'gae', 'rloo', 'group', 'function'"),
+    ({"ppo.scorers": [{"weight": 1}]}, "ppo.scorers.0: kind is missing"),
     ({"ppo.advantages": {"kind": "function"}}, "ppo.advantages.function: is missing"),
     ({"ppo.advantages": FUNCTION | {"function": "mine"}}, f"ppo.advantages.function: {IMPORT_PATH}"),
     ({"ppo.advantages": FUNCTION, **BOOTSTRAP}, "kind=bootstrap_add needs the value of a critic"),
