@@ -234,7 +234,7 @@ def list_settings(
         raise UserError(
             "give one best_of_N at most, with a method to compare it with, such as `ppo best_of_16`"
         )
-    fixed: dict[str, Any] = {"judge.best_of_n": best[0]} if best else {}
+    fixed: dict[str, Any] = {"judge.best_of_n": best[0], "judge.best_of_n_model": "sft"} if best else {}
     listed = list[tuple[str, dict[str, Any]]]()
     for method, values in itertools.product(trained or [""], itertools.product(*grid.values())):
         changes, single = dict[str, Any](), dict(zip(grid, values, strict=True))

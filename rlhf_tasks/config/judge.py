@@ -230,7 +230,9 @@ class Judging(Section):
     temperature: t.PositiveFloat = 1.0
     """Sampling temperature of SFT and policy."""
     best_of_n: Annotated[int, Field(ge=2, le=1024)] | None = None
-    """Number of responses of SFT per prompt, of which the best by models/reward is judged too; null: none."""
+    """Number of responses per prompt, of which the best by models/reward is judged too; null: none."""
+    best_of_n_model: Literal["base", "sft", "policy"] = "sft"
+    """The model whose responses `best_of_n` takes."""
     labels: str | None = None
     """File of human labels, rows with the texts prompt, answer_a and answer_b and an outcome (1: A is better,
     0.5, 0, or null); null: none."""

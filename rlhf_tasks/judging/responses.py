@@ -47,7 +47,7 @@ CODE = [str(module.__file__) for module in (sampling, stop_tokens, batches, load
 SAMPLED = ("sft", "policy")
 START = -1  # stands before a response's first token, so that responses of one token have a 2-gram too
 BASE = "base"  # sampled too where it is the bar of the gate
-BEST_OF_N = "best_of_n"  # of SFT's, where `judge.best_of_n` is set
+BEST_OF_N = "best_of_n"  # of a model's, where `judge.best_of_n` is set
 
 Source = tuple[str | Path, str | None]
 """A checkpoint's folder or hub id, and its revision."""
@@ -182,10 +182,11 @@ def sample_models(config: JudgeView, paths: Paths, device: torch.device) -> Mode
 def _sample_best(
     config: JudgeView, paths: Paths, prompts: Sequence[str], n: int, device: torch.device
 ) -> tuple[SampledResponses, BestOfN]:
-    """Of n responses of SFT to each of N prompts the first that models/reward scores highest; its cost."""
+    """Of n responses to each of N prompts the first that models/reward scores highest; its cost."""
     repeated = [prompt for prompt in prompts for _ in range(n)]
-    seed = config.seed + 2  # other draws than those of SFT's own responses, and of pairs of samples
-    drawn = sample_alike(config, paths, repeated, device, names=["sft"], seed=seed)["sft"]
+    seed = config.seed + 2  # other draws than those of the models' own responses, and of pairs of samples
+    who = config.judge.best_of_n_model
+    drawn = sample_alike(config, paths, repeated, device, names=[who], seed=seed)[who]
     model, rows = reward_model.load(paths.reward, device), list(zip(repeated, drawn.texts, strict=True))
     began_at, distinct = time.monotonic(), list(dict.fromkeys(rows))  # equal responses get one score
     with console.part(f"{len(distinct)} responses by models/reward"):
@@ -194,11 +195,12 @@ def _sample_best(
     score_of = dict(zip(distinct, values, strict=True))
     scores = np.array([score_of[row] for row in rows]).reshape(-1, n)  # (N, n)
     if not np.isfinite(scores).all():
-        raise NonFiniteScore("models/reward gave a response of the SFT model NaN or infinity")
+        raise NonFiniteScore(f"models/reward gave a response of models/{who} NaN or infinity")
     best = [n * i + int(k) for i, k in enumerate(scores.argmax(axis=1))]
     lists: tuple[Any, ...] = (drawn.sampled, drawn.ids, drawn.texts, drawn.ended)
     sampled, ids, texts, ended = ([values[i] for i in best] for values in lists)
     return SampledResponses(sampled, ids, texts, ended), BestOfN(
+        model=who,
         n=n,
         kl=best_of_n_kl(scores),
         kl_bound=float(np.log(n)) - (n - 1) / n,

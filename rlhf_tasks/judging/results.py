@@ -174,11 +174,12 @@ class Accuracy(_Part):
 
 
 class BestOfN(_Part):
-    """The best of n responses of SFT by models/reward, per test prompt."""
+    """The best of n responses of a model by models/reward, per test prompt."""
 
+    model: str = "sft"
     n: int
     kl: float
-    """From SFT, in nats."""
+    """From that model, in nats."""
     kl_bound: float
     tokens: float
     """Of all n responses."""
@@ -293,7 +294,9 @@ class EvaluationResults(_Part):
             yield from ((f"{one.stem}/{end}", getattr(one.win_rate, end)) for end in ("low", "high"))
             yield from ((f"{one.stem}/win_rate/in/{name}", rate) for name, rate in one.in_set.items())
             yield from ((f"{one.stem}/cost/{name}", number) for name, number in one.cost or ())
-        yield from ((f"best_of_n/{name}", value) for name, value in self.best_of_n or () if name != "n")
+        yield from (
+            (f"best_of_n/{name}", value) for name, value in self.best_of_n or () if type(value) is float
+        )
         for judge, models in self.facets.items():
             for who, measures in models.items():
                 yield from ((f"{judge}/{who}/{measure}", value) for measure, value in measures.items())

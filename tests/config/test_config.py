@@ -196,7 +196,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ppo.advantages": {"kind": "rloo", "gamma": 0.99}}, "ppo.advantages.gamma: unknown key"),
     ({"ppo.advantages": {"kind": "group", "critic": {}}}, "ppo.advantages.critic: unknown key"),
     ({"ppo.advantages": {"kind": "rloo", "samples_per_prompt": 1}}, "should be greater than or equal to 2"),
-    ({"ppo.advantages": {"kind": "ppo"}}, "advantages: kind is ppo; give one of 'gae', 'rloo', 'group', 'function'"),
+    (
+        {"ppo.advantages": {"kind": "ppo"}},
+        "kind is ppo; give one of 'gae', 'rloo', 'group', 'function'",
+    ),
     ({"ppo.scorers": [{"weight": 1}]}, "ppo.scorers.0: kind is missing"),
     ({"ppo.advantages": {"kind": "function"}}, "ppo.advantages.function: is missing"),
     ({"ppo.advantages": FUNCTION | {"function": "mine"}}, f"ppo.advantages.function: {IMPORT_PATH}"),

@@ -122,9 +122,10 @@ def test_a_setting_is_a_method_with_a_combination_of_the_grid() -> None:
     listed = sweep.list_settings("constraints", ["default", "dpo", "best_of_16"], grid)
     names = ["default, ppo.kl_coef=0.1", "default, ppo.kl_coef=0.2", "dpo, ppo.kl_coef=0.1"]
     assert [name for name, _ in listed] == [*names, "dpo, ppo.kl_coef=0.2"]
-    assert listed[0][1] == {"ppo.kl_coef": 0.1, "judge.best_of_n": 16}
+    best = {"judge.best_of_n": 16, "judge.best_of_n_model": "sft"}
+    assert listed[0][1] == {"ppo.kl_coef": 0.1, **best}
     assert listed[2][1] == {
-        **{"preset": "constraints+dpo", "ppo.kl_coef": 0.1, "judge.best_of_n": 16},
+        **{"preset": "constraints+dpo", "ppo.kl_coef": 0.1, **best},
         **{"dpo": {"train": True}, "ppo": {"train": False}},
     }
     with pytest.raises(UserError, match="there is no preset 'sft'"):

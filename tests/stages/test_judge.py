@@ -247,6 +247,15 @@ def test_only_best_of_n_samples_more(models_here: Path, monkeypatch: pytest.Monk
     assert {key: metrics[key] for key in of_all} == {key: plain[key] for key in of_all}
 
 
+def test_best_of_n_of_another_model(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_samples(monkeypatch)
+    run(best_of_n=4, best_of_n_model="policy")
+    assert ("policy", 40) in counts
+    found = EvaluationResults.read(Paths().evaluation_results).best_of_n
+    assert found is not None
+    assert found.model == "policy"
+
+
 def score_roughly(rows: Responses) -> torch.Tensor:
     return torch.tensor([float(len(text) // 8) for text in rows.texts])  # with ties
 
