@@ -3,9 +3,9 @@
 Both sides begin from the same SFT model, reward model and pairs, with the values of params.yaml and of the
 presets `rloo` and `dpo`, on one thread each. The gold judge compares both policies with SFT on the test
 posts. Differences that remain: ours keeps the weights that the held-out reward model likes best, TRL's the
-last; TRL's RLOO clips the ratio of a whole response, ours that of each token. Writes a table of
-docs/results/methods.md. See `benchmarks.cells`. PYTHON is the interpreter of an environment with trl 1.12.0
-and requests, without which TRL's RLOO cannot be imported.
+last; TRL's RLOO clips the ratio of a whole response, and so does "RLOO, whole responses", but the preset
+that of each token. Writes a table of docs/results/methods.md. See `benchmarks.cells`. PYTHON is the
+interpreter of an environment with trl 1.12.0 and requests, without which TRL's RLOO cannot be imported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from rlhf_tasks.judging.head_to_head import compare_models
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.measurement import measure_kl
 
-PRESETS = {"PPO": "ppo", "RLOO": "rloo", "DPO": "dpo"}
+WHOLE = "RLOO, whole responses"
+PRESETS = {"PPO": "ppo", "RLOO": "rloo", WHOLE: "rloo", "DPO": "dpo"}
 LIKE_TRL = {  # whose PPO clips no gradient, and takes the penalty of an unfinished response off its score
     "PPO": {
         "ppo.max_grad_norm": "null",
         "ppo.truncation": "{kind: eos_trick_subtract, missing_eos_score: -1.0}",
-    }
+    },
+    WHOLE: {"ppo.loss": "examples.whole_response:clip", "ppo.loss_reduction": "response_mean"},
 }
 VARIANTS = {name: cells.values_of(preset) | LIKE_TRL.get(name, {}) for name, preset in PRESETS.items()}
 NUM_KL_PROMPTS = 256

@@ -21,7 +21,7 @@ SHORTER = {"kind": "function", "name": "shorter", "function": "examples.judge:sh
 BREVITY = {"kind": "function", "weight": 1.0, "function": "examples.reward:brevity"}
 
 
-@pytest.mark.parametrize("name", ["cispo", "estimator", "gspo", "judge", "reward"])
+@pytest.mark.parametrize("name", ["cispo", "estimator", "gspo", "judge", "reward", "whole_response"])
 def test_an_example_is_short_and_imports_nothing_private(name: str) -> None:
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(text)

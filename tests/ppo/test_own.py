@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples import whole_response
 from examples.cispo import cispo
 from examples.estimator import batch_mean
 from examples.gspo import gspo
@@ -60,6 +61,24 @@ def test_gspo_equals_numbers_worked_out_by_hand(
     assert logprobs.grad is not None
     assert logprobs.grad[mask].tolist() == pytest.approx(gradient, rel=1e-5)
     assert logprobs.grad[1, 1] == 0, "padding"
+
+
+def test_the_clip_of_whole_responses_equals_numbers_worked_out_by_hand() -> None:
+    """Ratios e^(0.2 − 0.1) and e^0.5, the second cut to 1.2; mean of two responses of two tokens and one."""
+    mask, zeros = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2)
+    old = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    logprobs = torch.tensor([[-0.8, -2.1], [-2.5, 0.0]], requires_grad=True)
+    advantages = torch.tensor([[-1.0, -1.0], [2.0, 0.0]])
+    batch = MicroBatch(mask, old, zeros, zeros, advantages, zeros, torch.ones(2, 2))
+    loss, metrics = whole_response.clip(logprobs, batch, small.ppo(cliprange=0.2))
+    assert metrics["policy/clipfrac_avg"][mask].tolist() == [0, 0, 1]
+    total = (token_weights(mask, "response_mean") * loss.where(mask, 0)).sum()
+    assert total.item() == pytest.approx((math.exp(0.1) - 2 * 1.2) / 2, rel=1e-5)
+    total.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.flatten().tolist() == pytest.approx(
+        [math.exp(0.1) / 2, math.exp(0.1) / 2, 0, 0], rel=1e-5
+    )
 
 
 # ---------------------------------------------------------------------------------------- examples/cispo.py
