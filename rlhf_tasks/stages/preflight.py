@@ -66,8 +66,14 @@ def check(stage: Stage, settings: Config, paths: Paths) -> None:
     tried: dict[str, str] = json.loads(record.read_text("utf-8")) if record.exists() else {}
     functions, flat = list[Function](), inputs.flatten(values)
     for key, variable in flat.items() if settings.launch.try_functions else ():
-        if key.startswith(BEFORE[stage]) and key.endswith(".key_variable") and variable is not None:
-            read_key(variable, key)
+        is_used = key.startswith(BEFORE[stage]) and (settings.ppo.train or not key.startswith("ppo."))
+        if is_used and key.endswith(".key_variable") and variable is not None:
+            try:
+                read_key(variable, key)
+            except UserError as error:
+                raise UserError(
+                    f"{error}; launch.try_functions: false lets the stage that uses it ask"
+                ) from None
     for key, name in inputs.functions_named(values):
         if not key.startswith(BEFORE[stage]):
             continue

@@ -192,6 +192,7 @@ def test_a_key_that_is_not_there_is_asked_for_before_anything_trains(
     project_with("", **{"ppo.scorers": [server]})
     said = rlhf("sft", status=2).err
     assert "ppo.scorers.0.key_variable: the environment variable NO_SUCH_KEY holds no key" in said
+    assert "launch.try_functions: false" in said
 
 
 AT_IMPORT = "import faulthandler, os, sys\n{}\nscore = print"
