@@ -42,11 +42,11 @@ LINES: Mapping[str, int] = {
     "models": 2455,  # the output layer by TF32, frozen layers in 16 bits, bytes of moments, kept memory
     "scoring": 1370,  # the client of language models, replies that were cut, judges with another tokenizer
     "training": 3420,  # losses of stage dpo, speed and work of a stage, tokens by layout, HSDP
-    "ppo": 3260,  # groups without variance, truncated responses, what stage dpo measures too
+    "ppo": 3254,  # groups without variance, truncated responses, what stage dpo measures too
     "stages": 2296,  # stage dpo, single labels, a policy that is passed on, pairs with best-of-n
     "judging": 2659,  # best-of-n: its responses, its KL and its cost; replies that are neither A nor B
     "promotion": 1294,  # win rates of few prompts without ties
-    "tracking": 1872,  # judges by the model that they read; DPO's curves; pages of methods
+    "tracking": 1894,  # judges by the model that they read; DPO's curves; methods; own names
     "report": 1074,  # the words of card, MLflow and Prefect, of DPO; names of settings; the page of methods
     "project": 2619,  # what a stage reads anew, which flows say too; lost results; peak memory
     "presets": 196,

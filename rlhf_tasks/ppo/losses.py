@@ -11,7 +11,6 @@ b rows of a micro-batch · R response; every tensor is (b, R) unless its docstri
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -22,9 +21,7 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import Constant
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.imports import call
-from rlhf_tasks.tracking import catalogue
-
-METRIC_NAME = re.compile(r"\w[\w .-]*(/\w[\w .-]*)*")
+from rlhf_tasks.tracking import own
 
 
 class MicroBatch(NamedTuple):
@@ -78,10 +75,7 @@ def call_user_loss(
         given = list(losses.shape) if isinstance(losses, Tensor) else f"{losses!r:.80}"
         raise UserError(f"{name}: the losses {must_be}, and not {given}")
     for key, value in metrics.items():
-        if not (isinstance(key, str) and METRIC_NAME.fullmatch(key)):
-            raise UserError(f"{name}: MLflow takes no metric {key!r}; give words, parted by / or blanks")
-        if key != "policy/clipfrac_avg" and catalogue.find("ppo", key) is not None:
-            raise UserError(f"{name}: {key} is a metric of PPO's own; give another name")
+        own.check_name(name, key)
         try:
             torch.broadcast_to(value, shape)
         except (TypeError, RuntimeError) as error:
