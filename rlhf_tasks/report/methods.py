@@ -131,7 +131,8 @@ def context(groups: Mapping[str, Sequence[Trial]]) -> dict[str, Any]:
     first = next(iter(groups.values()))
     judges = [name for name, who in first[0].outcomes if who == POLICY]
     shown = {method: [_outcomes(own, judge, POLICY) for judge in judges] for method, own in groups.items()}
-    if (judges[0], BEST) in first[0].outcomes:
+    of_sft = first[0].run.parameters.get("judge.best_of_n_model", "sft") == "sft"  # else it has another start
+    if of_sft and (judges[0], BEST) in first[0].outcomes:
         name = f"best of {json.loads(first[0].run.parameters['judge.best_of_n'])} by models/reward"
         shown[name] = [_outcomes(first, judge, BEST) for judge in judges]
     by_judge = dict[str, str]()

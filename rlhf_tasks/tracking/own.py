@@ -7,7 +7,7 @@ import re
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking import catalogue
 
-NAME = re.compile(r"\w[\w .-]*(/\w[\w .-]*)*")
+NAME = re.compile(r"(?=.{1,250}$)[\w:-][\w .:-]*(/[\w:-][\w .:-]*)*")
 
 
 def check_name(name: str, metric: object) -> None:

@@ -144,7 +144,7 @@ def test_the_page_says_whether_the_policy_beats_best_of_n(whole: Path, low: floa
     response = ResponseStatistics(**dict.fromkeys(ResponseStatistics.model_fields, 12))
     changes = {
         "comparisons": (*workspace.RESULTS.comparisons, over),
-        "best_of_n": BestOfN(model="sft", n=16, kl=1.5, kl_bound=1.75, tokens=192),
+        "best_of_n": BestOfN(model="policy", n=16, kl=1.5, kl_bound=1.75, tokens=192),
         "responses": {"policy": response, "best_of_n": response},
     }
     workspace.RESULTS.model_copy(update=changes).write(whole / "evaluation/judge/results.json")

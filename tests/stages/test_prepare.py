@@ -167,7 +167,8 @@ def test_a_name_of_data_columns_that_no_table_has_is_refused(tmp_path: Path) -> 
     changes = {"data.source": "files", "data.path": "in", "data.num_validation": 5, "data.num_test": 5}
     with pytest.raises(UserError, match=r"\(completion: 'answr'\); the columns are 'prompt', 'completion'$"):
         run({**changes, "data.columns.completion": "answr"})
-    run({**changes, "data.columns.completion": "Completion"})  # headers are read in any case
+    with pytest.raises(UserError, match=r"data\.columns names what no table has"):
+        run({**changes, "data.columns.completion": "Completion"})
 
 
 def test_roles_without_comparisons_still_have_their_columns(tmp_path: Path) -> None:

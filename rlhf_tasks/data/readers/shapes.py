@@ -325,7 +325,10 @@ def _in_lower_case(match: Match) -> Match:
         tuple(names.values()), lambda values: {names.get(name, name): value for name, value in values.items()}
     )
     kinds = {names[name]: kind for name, kind in match.kinds.items()}
-    return Match(lowered, kinds, match.data, match.chat, [lowered])
+    own = match.data.columns
+    given = own.model_dump(exclude={"keep"}, exclude_none=True)
+    low = own.model_copy(update={ours: name.strip().casefold() for ours, name in given.items()})
+    return Match(lowered, kinds, match.data.model_copy(update={"columns": low}), match.chat, [lowered])
 
 
 def _refusal(match: Match) -> str:

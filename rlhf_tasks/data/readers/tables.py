@@ -69,16 +69,14 @@ def check_columns(parts: Sequence[Part]) -> None:
     Raises:
         UserError: naming those that no table has, which its shape might read from other columns.
     """
-    has = {
-        name.strip().casefold(): name for part in parts for *_, table in part.tables for name in table.columns
-    }
+    has = dict.fromkeys(name for part in parts for *_, table in part.tables for name in table.columns)
     if not has or any(part.own is not None for part in parts):  # a function reads what it likes
         return
     given = parts[0].data.columns.model_dump(exclude={"keep"}, exclude_defaults=True, exclude_none=True)
-    if lost := [f"{ours}: {name!r}" for ours, name in given.items() if name.strip().casefold() not in has]:
+    if lost := [f"{ours}: {name!r}" for ours, name in given.items() if name not in has]:
         raise UserError(
             f"data.columns names what no table has ({', '.join(lost)}); the columns are "
-            f"{', '.join(map(repr, has.values()))}"
+            f"{', '.join(map(repr, has))}"
         )
 
 
