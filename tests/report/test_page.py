@@ -136,21 +136,26 @@ def test_the_evidence_is_complete(whole: Path) -> None:
         assert expected in text
 
 
-@pytest.mark.parametrize(("low", "outcome"), [(0.5, "does not beat"), (0.51, "beats")])
-def test_the_page_says_whether_the_policy_beats_best_of_n(whole: Path, low: float, outcome: str) -> None:
+@pytest.mark.parametrize(
+    ("low", "outcome", "model", "words"),
+    [(0.5, "does not beat", "sft", "SFT model"), (0.51, "beats", "policy", "policy")],
+)
+def test_the_page_says_whether_the_policy_beats_best_of_n(
+    whole: Path, low: float, outcome: str, model: str, words: str
+) -> None:
     assert "Best of n" not in shown(whole)
     rate = workspace.interval(0.55, low, 0.6)
     over = workspace.comparison("gold", "policy", "best_of_n", rate)
     response = ResponseStatistics(**dict.fromkeys(ResponseStatistics.model_fields, 12))
     changes = {
         "comparisons": (*workspace.RESULTS.comparisons, over),
-        "best_of_n": BestOfN(model="policy", n=16, kl=1.5, kl_bound=1.75, tokens=192),
+        "best_of_n": BestOfN(model=model, n=16, kl=1.5, kl_bound=1.75, tokens=192),
         "responses": {"policy": response, "best_of_n": response},
     }
     workspace.RESULTS.model_copy(update=changes).write(whole / "evaluation/judge/results.json")
     text = shown(whole)
     assert f"By the gold judge the policy {outcome} it: the policy’s win rate is 55% (5" in text
-    assert "Best of n takes 16 responses of the SFT model" in text
+    assert f"Best of n takes 16 responses of the {words}, and of them" in text
     assert "A response costs 192 tokens by best of n, and 12 by the policy." in text
     assert "Policy against best of n 55%" in text
 
