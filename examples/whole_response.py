@@ -1,8 +1,10 @@
-"""RLOO whose clipped ratio is that of a whole response, as in TRL 1.12; with the preset `rloo`:
+"""RLOO whose clipped ratio is that of a whole response, as in TRL 1.12.
 
-ppo:
-  loss: "examples.whole_response:clip"
-  loss_reduction: response_mean
+    ppo:
+      loss: "examples.whole_response:clip"
+      loss_reduction: response_mean
+
+The advantages are those of the preset `rloo`.
 """
 
 from torch import Tensor

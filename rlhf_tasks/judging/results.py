@@ -295,7 +295,7 @@ class EvaluationResults(_Part):
             yield from ((f"{one.stem}/win_rate/in/{name}", rate) for name, rate in one.in_set.items())
             yield from ((f"{one.stem}/cost/{name}", number) for name, number in one.cost or ())
         yield from (
-            (f"best_of_n/{name}", value) for name, value in self.best_of_n or () if type(value) is float
+            (f"best_of_n/{name}", value) for name, value in self.best_of_n or () if name not in ("model", "n")
         )
         for judge, models in self.facets.items():
             for who, measures in models.items():

@@ -17,6 +17,9 @@ def check_name(name: str, metric: object) -> None:
         UserError: if MLflow would refuse it, or if PPO itself has such a metric.
     """
     if not (isinstance(metric, str) and NAME.fullmatch(metric)):
-        raise UserError(f"{name}: MLflow takes no metric {metric!r}; give words, parted by / or blanks")
+        raise UserError(
+            f"{name}: MLflow takes no metric {metric!r}; it may have letters, "
+            "digits, blanks, _ - . : and, between parts, /"
+        )
     if metric != "policy/clipfrac_avg" and catalogue.find("ppo", metric) is not None:
         raise UserError(f"{name}: {metric} is a metric of PPO's own; give another name")

@@ -35,6 +35,13 @@ def test_it_says_shape_unused_columns_rows_and_lengths(rlhf: Command) -> None:
     assert "none over data.max_prompt_tokens=80" in out
 
 
+def test_it_says_that_no_table_has_a_column_of_data_columns(rlhf: Command) -> None:
+    toy.write_given()
+    toy.foreign("foreign/base", "gpt2")
+    toy.write_params(data={"columns": {"completion": "answr"}})
+    assert "Note: data.columns names what no table has (completion: 'answr')" in rlhf("data given").out
+
+
 def test_it_shows_tokens_of_the_base_models_tokenizer(rlhf: Command) -> None:
     toy.write_given()
     toy.foreign("foreign/base", "gpt2")

@@ -62,6 +62,13 @@ def test_headers_may_be_in_capitals() -> None:
     assert rows(read({"prompt": "q", "Answer": "a"})) == [{"prompt": "q", "completion": "a"}]
 
 
+def test_a_name_that_is_given_is_read_beside_headers_in_capitals() -> None:
+    found = read({"Prompt": "q", "MyAns": "a"}, columns={"completion": "MyAns"})
+    assert rows(found) == [{"prompt": "q", "completion": "a"}]
+    sides = {"Prompt": "q", "MyGood": "a", "MyBad": "b"}
+    assert rows(read(sides, columns={"chosen": "MyGood", "rejected": "MyBad"})) == [pair("q", "a", "b")]
+
+
 def test_a_column_with_a_dot_in_its_name_is_kept() -> None:
     found = read({"prompt": "q", "answer.value": 4}, columns={"keep": ["answer.value"]})
     assert rows(found) == [{"prompt": "q", "answer.value": 4}]

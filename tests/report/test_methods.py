@@ -67,6 +67,12 @@ def test_each_method_stands_beside_the_first_on_the_same_seeds_and_prompts() -> 
     assert rows["dpo"]["memory"] == "0.5", "the most of two seeds"
 
 
+def test_best_of_n_of_another_model_is_no_method_from_the_same_start() -> None:
+    other = PPO | {"judge.best_of_n_model": "policy"}
+    rows = methods.context({"ppo": [trial(seed, other, [1.0, 0.0]) for seed in (1, 2)]})["rows"]
+    assert [*rows] == ["ppo"]
+
+
 def test_what_labels_scores_and_chooses_is_named() -> None:
     assert methods.optimizes(PPO) == "scores by reward_model; weights chosen by models/reward_heldout"
     both = DPO | {"ppo.train": "true", "ppo.scorers": '[{"kind": "verifier"}]', "reward.train": "false"}

@@ -55,7 +55,12 @@ def show(
         ["file", "role by name", "split", "rows"],
         [[table.name, role or "none", part, len(table.lines)] for role, part, table in given],
     )
-    corpus = tables.assemble([tables.Part(given, data, own)], rendering, problems)
+    part = tables.Part(given, data, own)
+    try:
+        tables.check_columns([part])
+    except UserError as error:  # `path` may be one of several sets
+        console.say(f"Note: {error}")
+    corpus = tables.assemble([part], rendering, problems)
     rows.check_texts(corpus, rendering.eos, problems)
     rows.check_duplicates(corpus, problems)
     for role, parts in corpus.items():
