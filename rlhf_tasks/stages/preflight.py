@@ -34,9 +34,14 @@ BEFORE: Mapping[Stage, tuple[str, ...]] = {
     **dict.fromkeys(auto.TRAINED, ("preferences.", "dpo.", "ppo.", "judge.")),
 }
 """What is tried before which stages: functions before those that train long before a later one calls them."""
-NOT_CALLED = ("data.", "dpo.loss", "ppo.loss", "ppo.advantages.")
-"""Functions of rows of the user's files and of tensors: neither is at hand."""
+NOT_CALLED = "data."
+"""Functions of rows of the user's files, which are not at hand."""
+OF_TENSORS = "dpo.loss", "ppo.loss", "ppo.advantages.function"
 NUM_ROWS = 4
+TRIED = (
+    "tried on {}, before anything trains; launch.try_functions: false leaves this out, for a function that "
+    "needs what is not made yet"
+)
 OF_RANK_0 = {"RANK": "0", "LOCAL_RANK": "0"}
 """What a function may read where a launcher will have started its process."""
 
@@ -52,7 +57,7 @@ class Function(NamedTuple):
 
 
 def check(stage: Stage, settings: Config, paths: Paths) -> None:
-    """Import what the stage or a later one calls; call on four rows what was not yet called as it is now.
+    """Import what the stage or a later one calls; call on little what was not yet called as it is now.
 
     Raises:
         UserError: for the first function that cannot be imported, fails, or ends the process; for a key or a
@@ -125,14 +130,14 @@ def _run_here(root: Path, folder: Path, functions: Sequence[Function]) -> None:
             load_function(one.name, one.key, root)
             if one.is_called:
                 doing.write_text(f"{one.key}: a call of {one.name}", "utf-8")
-                _call(one, root)
+                (_call_on_tensors if one.key in OF_TENSORS else _call_on_texts)(one, root)
     except UserError as error:
         failure = str(error)
     (folder / "failure").write_text(failure, "utf-8")
     os._exit(0)  # whatever a function has left running
 
 
-def _call(function: Function, root: Path) -> None:
+def _call_on_texts(function: Function, root: Path) -> None:
     """Call a function on the first rows of data/prompts, with their references, or prompts, as responses."""
     from rlhf_tasks.data import columns
     from rlhf_tasks.data.batches import read_table
@@ -154,10 +159,52 @@ def _call(function: Function, root: Path) -> None:
             if function.key.startswith("ppo.scorers") and not scores.isfinite().all():
                 raise UserError(f"{function.key}: {function.name} gave {scores.tolist()}, not finite numbers")
     except UserError as error:
-        raise UserError(
-            f"{error} (tried on {len(rows)} rows of data/prompts, before anything trains; "
-            "launch.try_functions: false leaves this out, for a function that needs what is not made yet)"
-        ) from None
+        raise UserError(f"{error} ({TRIED.format(f'{len(rows)} rows of data/prompts')})") from None
+
+
+def _call_on_tensors(function: Function, root: Path) -> None:
+    """Call a loss, or an estimator of advantages, on random numbers for responses of 1 to 4 tokens."""
+    import torch
+
+    from rlhf_tasks.ppo.advantages import call_user_estimator
+    from rlhf_tasks.ppo.losses import MicroBatch, call_user_loss
+    from rlhf_tasks.ppo.rollout import Rollout
+    from rlhf_tasks.training.dpo import PairLogProbs, pair_loss_of
+
+    settings = config.load(Paths(root).params)
+    num_prompts, num_samples, length = NUM_ROWS, settings.ppo.samples_per_prompt, NUM_ROWS
+    lengths = torch.arange(num_prompts * num_samples) % length + 1
+    mask = torch.arange(length) < lengths[:, None]
+    logprobs, old, ref, values, rewards, advantages = -torch.rand(6, *mask.shape) * mask
+    logprobs.requires_grad_()
+    batch = MicroBatch(mask, old, ref, values, advantages, rewards, mask.float())
+    try:
+        own = load_function(function.name, function.key, root)
+        if function.key == "ppo.loss":
+            losses = call_user_loss(own, f"ppo.loss: {function.name}", logprobs, batch, settings.ppo)[0]
+        elif function.key == "dpo.loss":
+            chosen, rejected, *others = (one.sum(1) for one in (logprobs, old, ref, values))
+            pairs = PairLogProbs(chosen, rejected, others[0], others[1], lengths, lengths)
+            losses = pair_loss_of(function.name, root)(pairs, settings.dpo)
+        else:
+            rollout = Rollout(
+                queries=[[1, prompt] for prompt in range(num_prompts)] * num_samples,
+                responses=[[3] * n for n in lengths.tolist()],
+                ended=lengths < length,
+                bootstrap_values=values[:, -1],
+                scores=rewards.sum(1),
+                parts={},
+                pad=0,
+                shares_queries=False,
+                **batch._asdict(),
+            )
+            losses = torch.cat(
+                call_user_estimator(own, f"ppo.advantages: {function.name}", rewards, rollout, settings.ppo)
+            )
+        if not losses.isfinite().all():
+            raise UserError(f"{function.key}: {function.name} gave NaN or infinity")
+    except UserError as error:
+        raise UserError(f"{error} ({TRIED.format('random numbers')})") from None
 
 
 if __name__ == "__main__":

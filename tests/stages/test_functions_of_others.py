@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import imports
-from rlhf_tasks.stages import runner
+from rlhf_tasks.stages import preflight, runner
 from tests import small
 from tests.conftest import Command
 from tests.flows.toy import until
@@ -240,6 +240,42 @@ def test_judges_and_labels_are_tried_too(project_with: Callable[..., None], rlhf
     assert "must return one number per pair" in rlhf("sft", status=2).err
     project_with(code, **{"ppo.scorers": [{"kind": "dummy"}], "preferences.function": "stranger:score"})
     assert "preferences.function: function stranger:score(prompts, a, b)" in rlhf("sft", status=2).err
+
+
+@pytest.mark.parametrize(
+    ("key", "arguments", "returns", "why"),
+    [
+        ("ppo.loss", "logprobs, batch, config", "-logprobs.sum(), {}", r"the losses must be .* \[16, 4\]"),
+        ("ppo.loss", "logprobs, batch, config", "logprobs.sqrt(), {}", "gave NaN or infinity"),
+        ("ppo.loss", "logprobs, batch", "-logprobs, {}", "ppo.loss: stranger:score raised TypeError"),
+        ("dpo.loss", "pairs, settings", "(pairs.lead - pairs.lead).log()", "gave NaN or infinity"),
+        ("dpo.loss", "pairs, settings", "pairs.lead.mean()", "one loss for each pair"),
+        ("ppo.advantages", "rewards, rollout, config", "rewards", r"two tensors of \[16, 4\]"),
+    ],
+)
+def test_a_loss_or_an_estimator_that_fails_is_found_before_anything_trains(
+    key: str, arguments: str, returns: str, why: str, project_with: Callable[..., None], rlhf: Command
+) -> None:
+    own: Any = "stranger:score"
+    if key == "ppo.advantages":
+        own = {"kind": "function", "function": own, "samples_per_prompt": 4}
+    changes = {"ppo.scorers": [{"kind": "dummy"}], "ppo.advantages.samples_per_prompt": 4, key: own}
+    project_with(f"def score({arguments}):\n    return {returns}", **changes)
+    assert re.search(f"{why}.*tried on random numbers, before", rlhf("sft", status=2).err)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("ppo.loss", "examples.cispo:cispo"),
+        ("ppo.loss", "examples.gspo:gspo"),
+        ("ppo.loss", "examples.whole_response:clip"),
+        ("ppo.advantages.function", "examples.estimator:batch_mean"),
+    ],
+)
+def test_the_examples_pass(key: str, name: str, project_with: Callable[..., None]) -> None:
+    project_with("")
+    preflight._call_on_tensors(preflight.Function(key, name, (), False, True), Path())
 
 
 def test_a_function_is_tried_once_per_content_of_its_file_unless_it_is_turned_off(
