@@ -609,9 +609,10 @@ class Launch(Section):
     and on a CPU with AMX for models at least 512 wide with `ddp`, else fp32. On a CPU, with `ddp`, bf16 only
     rounds the factors and results of matmuls."""
     try_functions: bool = True
-    """Whether the Python functions of scorers, judges and labels are called once on four rows, in a process
-    of their own, before anything trains. It is repeated when a function's code changes. And whether each
-    `key_variable` must hold its key by then: false where a later stage, on another machine, has it."""
+    """Whether the Python functions of scorers, judges and labels are called once on four rows, and losses and
+    estimators of advantages on random numbers, in a process of their own, before anything trains. It is
+    repeated when a function's code changes. And whether each `key_variable` must hold its key by then: false
+    where a later stage, on another machine, has it."""
 
     @property
     def num_shards(self) -> int:
