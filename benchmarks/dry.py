@@ -76,8 +76,10 @@ def measure(model: str | None, memory: float, rows: int | None) -> dict[str, Any
 
     def made() -> shapes.Models:
         with torch.device("meta"):
-            policies = [AutoModelForCausalLM.from_config(known) for _ in range(2)]
-            scores = [AutoModelForSequenceClassification.from_config(known) for _ in range(2)]
+            policies = [AutoModelForCausalLM.from_config(known, dtype=torch.float32) for _ in range(2)]
+            scores = [
+                AutoModelForSequenceClassification.from_config(known, dtype=torch.float32) for _ in range(2)
+            ]
         return shapes.Models(*policies, *scores)
 
     plan = memory_plan.Run.of_params(settings, memory_plan.sizes_of_config(known), 1, memory * memory_plan.GB)
