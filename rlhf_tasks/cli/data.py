@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typer import Argument, Option
 
-from rlhf_tasks import config
+from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
 
 
@@ -50,4 +50,9 @@ def data(
     corpus = preview.show(Path(path), settings.data, rendering, split, own, whole=whole)
     if out is not None:
         preview.write(corpus, out)
+        if rendering.chat is not None:
+            console.say(
+                f"its texts are as {settings.model.base} reads them: another model, or data.chat: always, "
+                "would have them in its template once more"
+            )
     return 0

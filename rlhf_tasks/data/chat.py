@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+LEADING_BLANK = re.compile(r"\A (?=\S)")
+"""With which plain answers follow their prompt; it is no part of a turn."""
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 THOUGHTS = re.compile(r"\s*<think>\n?(.*?)\s*</think>\s*", re.DOTALL)
 """The thoughts at the start of a message, as models write them."""
@@ -114,6 +116,12 @@ class Rendering:
             return "plain"
         is_marked = self.plain == "auto" and any(mark in prompt for mark in self.marks)
         return "marked" if is_marked else "turns"
+
+    @functools.cached_property
+    def bos_of_marked(self) -> str:
+        """The BOS of prompts that the template has rendered: it begins with it, or has none."""
+        assert self.chat is not None
+        return self.bos if self.chat([{"role": "user", "content": "."}], True).startswith(self.bos) else ""
 
 
 class Unusable(ValueError):
@@ -364,12 +372,12 @@ def plain_row(
         Unusable: if the template cannot render the turns.
     """
     if prompt.strip() and rendering.plain_kind(prompt) == "turns":
-        # the blank with which plain answers follow their prompt is no part of a turn
-        turns = {name: re.sub(r"\A (?=\S)", "", text) for name, text in answers.items()}
+        turns = {name: LEADING_BLANK.sub("", text) for name, text in answers.items()}
         given = {name: [{"role": "assistant", "content": text}] for name, text in turns.items()}
         return render_turns([{"role": "user", "content": prompt}], given, None, rendering, table)
-    if prompt.strip() and not prompt.startswith(rendering.bos.rstrip()):
-        prompt = rendering.bos + prompt
+    bos = rendering.bos_of_marked if rendering.plain_kind(prompt) == "marked" else rendering.bos
+    if prompt.strip() and not prompt.startswith(bos.rstrip()):
+        prompt = bos + prompt
     return {"prompt": prompt} | {name: _remove_eos(text, rendering.eos) for name, text in answers.items()}
 
 

@@ -29,6 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Split
 from rlhf_tasks.data.columns import KEY, decoded, encoded
 from rlhf_tasks.project import disk
@@ -373,8 +374,8 @@ def check_duplicates(corpus: Corpus, problems: Problems) -> None:
             first: dict[bytes, int] = {}
             for batch in rows.batches():
                 conversations = batch.column(CONVERSATION)
-                columns = (batch.column(name) for name in TEXTS[batch.role])
-                for i, texts in enumerate(zip(*columns, strict=True)):
+                names = [*TEXTS[batch.role], *([KEY] if batch.role == "prompts" else [])]
+                for i, texts in enumerate(zip(*map(batch.column, names), strict=True)):
                     if conversations[i] is not None:
                         continue
                     key = digest(*((text or "").strip() for text in texts))
@@ -384,6 +385,34 @@ def check_duplicates(corpus: Corpus, problems: Problems) -> None:
                         table = rows.table.slice(int(numbers[0]), 1)
                         where = RowBatch(batch.role, batch.split, place, numbers, table).where(0)
                         problems.add_row(batch, i, "duplicate", f"the same row as {where}")
+
+
+def without_held_turns(corpus: Corpus) -> Corpus:
+    """Without earlier turns of conversations whose prompt a whole row of a held-out split has; it is said.
+
+    Two conversations may begin in the same way, and the shorter one be held out.
+    """
+    columns = (rows.table.column(CONVERSATION) for tables in corpus.values() for rows in tables.values())
+    if all(column.null_count == len(column) for column in columns):
+        return corpus
+    held: dict[Split, set[bytes]] = {split: set() for split in HELD_OUT}
+    for batch in batches(corpus):
+        talks = batch.column(CONVERSATION)
+        if batch.split != "train":
+            prompts = batch.column("prompt")
+            held[batch.split] |= {
+                digest(prompt_key(p)) for p, t in zip(prompts, talks, strict=True) if t is None
+            }
+    kept, num_lost = {role: dict(tables) for role, tables in corpus.items()}, 0
+    for tables in kept.values():
+        for split, rows in tables.items():
+            others = set[bytes]().union(*(held[other] for other in HELD_OUT if other != split))
+            pairs = zip(rows.texts("prompt"), rows.texts(CONVERSATION), strict=True)
+            stays = np.array([t is None or digest(prompt_key(p)) not in others for p, t in pairs], bool)
+            tables[split], num_lost = rows.take(stays), num_lost + int((~stays).sum())
+    if num_lost:
+        console.say(f"  {num_lost:,} earlier turn(s) make no row: their prompt is held out")
+    return kept
 
 
 def check_leaks(corpus: Corpus, problems: Problems) -> None:

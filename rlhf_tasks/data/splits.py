@@ -247,8 +247,9 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 def pairs_of(rows: Rows, model: str) -> Rows:
     """The pairs that train `reward`, which train the policy of stage dpo too, or `reward_heldout`.
 
-    Each has half of the prompts, by their hashes.
+    Each has half of the prompts, by their hashes. Prompts that differ in white space alone stay together.
     """
-    digests = (hashlib.sha256(prompt.encode()).digest() for prompt in rows.texts("prompt"))
-    is_optimized = np.array([bool(one[0] % 2) for one in digests], bool)
+    first = dict[bytes, str]()  # of several such prompts
+    prompts = (first.setdefault(digest(prompt_key(prompt)), prompt) for prompt in rows.texts("prompt"))
+    is_optimized = np.array([bool(hashlib.sha256(one.encode()).digest()[0] % 2) for one in prompts], bool)
     return rows.take(is_optimized if model == "reward" else ~is_optimized)

@@ -63,6 +63,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         corpus = rows.without(corpus, problems)  # no step below reads a text that is too long for all of them
         rows.check_texts(corpus, rendering.eos, problems)
         rows.check_duplicates(corpus, problems)
+        corpus = rows.without_held_turns(corpus)
         rows.check_leaks(corpus, problems)
     # 3. The tokenizer, and lengths in its tokens.
     num_rows = sum(len(found) for tables in corpus.values() for found in tables.values())

@@ -280,6 +280,34 @@ def test_bos_is_put_before_plain_prompts_once_and_not_before_rendered_ones(rende
     assert only(with_bos, {"prompt": [user("q")], "completion": "x"})["prompt"].startswith("<user>")
 
 
+def test_a_rendered_prompt_begins_with_bos_where_its_template_does(rendering: Any) -> None:
+    for written, begins in ((PLAIN, "<user>"), ("<s>" + PLAIN, "<s><user>")):
+        known = replace(rendering(written), bos="<s>", plain="auto", marks=["<user>"])
+        rows = [{"prompt": text, "completion": "x"} for text in ([user("q")], "<user>q<eos>\n")]
+        assert [only(known, row)["prompt"].partition("q")[0] for row in rows] == [begins, begins]
+
+
+def test_the_blank_before_a_text_is_no_part_of_a_turn(rendering: Any) -> None:
+    row = only(rendering(PLAIN), {"prompt": [user("q")], "chosen": " a", "rejected": "  b"})
+    assert (row["chosen"], row["rejected"]) == ("a", "  b")
+
+
+def test_a_function_may_give_the_split(rendering: Any) -> None:
+    lines = [Line(f"f:{fold}", {"split": f"fold_{fold}"}) for fold in range(2)]
+    part = Part(
+        [(None, "train", Table("f", ("split",), lines))],
+        Data(),
+        lambda record: {
+            "prompt": "q",
+            "completion": "a",
+            "split": "test" if record["split"] == "fold_1" else "train",
+        },
+    )
+    corpus = assemble([part], scratch_rendering(), problems := Problems())
+    assert {split: len(rows) for split, rows in corpus["sft"].items() if len(rows)} == {"train": 1, "test": 1}
+    assert not problems
+
+
 @pytest.mark.parametrize("template", [TODAY, DATE_STRING])
 def test_the_date_of_a_template_is_that_of_the_tokenizer(
     template: str, rendering: Any, chat_model: Path, tmp_path: Path

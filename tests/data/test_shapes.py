@@ -617,3 +617,81 @@ def test_keys_of_messages_may_hold_null(given: Record, content: str) -> None:
 def test_an_answer_that_is_null_is_not_replaced_by_another_text() -> None:
     with pytest.raises(chat.Unusable, match="no text under 'content'"):
         chat.message("messages", 1, {"from": "gpt", "value": None, "text": "draft"})
+
+
+# ------------------------------------------------------------------------- labels, votes, contexts
+
+
+LABELLED = {"prompt": "q", "completion": "a"}
+
+
+@pytest.mark.parametrize("label", ["neutral", 0.5, "3"])
+@pytest.mark.parametrize("format", ["good_answers", "label_pairs", "unpaired_labels"])
+def test_a_label_that_is_neither_good_nor_bad_is_named_where_labels_are_asked_for(
+    format: str, label: Any
+) -> None:
+    records = [{**LABELLED, "label": one} for one in ("good", label, "bad")]
+    with pytest.raises(UserError, match=rf"data.format={format} wants labels, and label is {label!r} in f:2"):
+        read(*records, format=format)
+
+
+def test_labels_may_be_empty_or_numbers_as_a_csv_file_has_them() -> None:
+    records = [
+        {**LABELLED, "completion": f"a{one}", "label": one} for one in ("1.0", "0.0", "", float("nan"))
+    ]
+    assert [
+        row["completion"] for row in rows(read(*records, format="good_answers")) if isinstance(row, dict)
+    ] == ["a1.0"]
+    with pytest.raises(UserError, match="marks 1 of 4 rows as false"):
+        read(*records)
+
+
+def test_demonstrations_are_not_taken_for_answers_with_labels_or_votes() -> None:
+    with pytest.raises(UserError, match="wants a column of labels: label, labels"):
+        read({**LABELLED, "opinion": "fine"}, format="good_answers")
+    with pytest.raises(UserError, match="is a column without a vote or score"):
+        read({**LABELLED, "topic": "ice"}, format="topic")
+
+
+def test_conversations_of_two_turns_with_a_vote_keep_both() -> None:
+    other = [*TALK[:3], {"role": "assistant", "content": "c"}]
+    record = {"conversation_a": TALK, "conversation_b": other, "winner": "a"}
+    assert rows(read(record)) == [{"chosen": TALK, "rejected": other}]
+    early = [TALK[0], {"role": "assistant", "content": "x"}, *TALK[2:]]
+    left_out = converted(read(record | {"conversation_b": early})).left_out
+    assert left_out == [("f:1", "the first answers differ, so the prompts differ")]
+
+
+def test_turns_are_counted_after_a_system_message() -> None:
+    system = {"role": "system", "content": "s"}
+    other = [*TALK[:1], {"role": "assistant", "content": "c"}, *TALK[2:]]
+    record = {"conversation_a": [system, *TALK], "conversation_b": [system, *other], "winner": "b", "turn": 1}
+    assert rows(read(record)) == [{"chosen": [system, *other[:2]], "rejected": [system, *TALK[:2]]}]
+
+
+def test_replies_with_a_vote_answer_the_prompt_beside_them() -> None:
+    record = {"prompt": "q", "response_a": TALK[1:2], "response_b": TALK[3:], "vote": "b"}
+    assert rows(read(record)) == [pair("q", TALK[3:], TALK[1:2])]
+
+
+def test_a_context_and_a_history_belong_to_a_prompt_of_messages_too() -> None:
+    record = {"prompt": TALK[:1], "context": "c", "completion": "a"}
+    below = {"role": "user", "content": "q\nc"}
+    assert rows(read(record))[0]["prompt"] == [below]
+    old = [{"role": "user", "content": "o"}, {"role": "assistant", "content": "p"}]
+    assert rows(read(record | {"history": [["o", "p"]]}))[0]["prompt"] == [*old, below]
+    [(_, fault)] = converted(read(record | {"prompt": TALK[:2]})).bad
+    assert "does not end with the user's message" in str(fault)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_context_stands_before_the_mark_of_the_answer(chat: bool) -> None:
+    record = {"prompt": "\n\nHuman: q\n\nAssistant:", "context": "c", "completion": "a"}
+    [row] = rows(read(record, chat=chat))
+    whole = "\n\nHuman: q\nc\n\nAssistant:"
+    assert row["prompt"] == ([{"role": "user", "content": "q\nc"}] if chat else whole)
+
+
+def test_the_shape_to_begin_with_has_the_vote_of_two_answers() -> None:
+    with pytest.raises(UserError, match=r"makes: voted\n(.*\n)*.*vote: \{names: \[\"outcome\"\]"):
+        read({"prompt": "q", "response_one": "a", "response_two": "b", "outcome": "one"})

@@ -3,8 +3,17 @@ from __future__ import annotations
 import pytest
 
 from rlhf_tasks.config import Split
-from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Role, Row, check_leaks
-from rlhf_tasks.data.splits import cap_train, complete, fill_splits, shuffle_heldout
+from rlhf_tasks.data.rows import (
+    CONVERSATION,
+    SPLITS,
+    Corpus,
+    Problems,
+    Role,
+    Row,
+    check_leaks,
+    without_held_turns,
+)
+from rlhf_tasks.data.splits import cap_train, complete, fill_splits, pairs_of, shuffle_heldout
 from rlhf_tasks.errors import UserError
 from tests.data.conftest import store
 
@@ -140,3 +149,26 @@ def test_max_rows_caps_train_rows_only_and_keeps_their_order() -> None:
         r["prompt"] for r in capped["sft"]["train"]
     ]
     assert list(capped["sft"]["test"]) == list(corpus["sft"]["test"])
+
+
+def test_an_earlier_turn_whose_prompt_is_held_out_is_no_row() -> None:
+    """With `sft.train_on: all` a longer conversation may begin as a held-out one does."""
+    short = demos(range(40))
+    long = [{**row, CONVERSATION: f"{row['prompt']} a r"} for row in short]
+    ends = [{**row, "prompt": row[CONVERSATION], CONVERSATION: None} for row in long]
+    corpus = without_held_turns(fill({"sft": {"train": [*short, *long, *ends]}}))
+    check_leaks(corpus, problems := Problems())
+    assert not problems
+    assert sum(map(len, corpus["sft"].values())) < 120
+    plain = store({"sft": {"train": short}})
+    assert without_held_turns(plain) is plain
+
+
+def test_prompts_that_differ_in_white_space_are_in_one_half_of_the_pairs() -> None:
+    rows = [row for one in pairs(range(50)) for row in (one, {**one, "prompt": f" {one['prompt']}\n"})]
+    whole = store({"preferences": {"train": rows}})["preferences"]["train"]
+    halves = [
+        {row["prompt"].strip() for row in pairs_of(whole, name)} for name in ("reward", "reward_heldout")
+    ]
+    assert not halves[0] & halves[1]
+    assert all(halves)

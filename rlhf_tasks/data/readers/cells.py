@@ -26,6 +26,8 @@ TURNS = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("p
 """The keys of a list of objects that holds a conversation, question and answer in each."""
 ROLES = {*OTHER_NAMES.values(), CALL, "developer"}
 TURN = re.compile(r"(?:^|\n\n)(Human|Assistant|System): ?")
+ANSWER_BEGINS = re.compile(r"(\n\nAssistant: ?|\n?<extra_id_1>Assistant\n)?\Z")
+"""The mark at the end of a prompt after which the answer begins, or nothing."""
 EXTRA_ID = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 FINAL = re.compile(r"^####\s*(\S.*?)\s*$", re.MULTILINE)
 """The line of a solution that has the answer."""

@@ -161,18 +161,34 @@ class Match:
             if lost := [key for key, value in text.items() if cells.kind(value) in ("messages", "objects")]:
                 raise Unusable("malformed", f"the object that is the prompt holds {', '.join(lost)} too")
             text = next(text[key] for key in cells.QUESTIONS if isinstance(text.get(key), str))
-        below = self.context and values.get(self.context)
-        if isinstance(text, str) and below is not None and str(below or "").strip():
-            text = f"{text}\n{below}"
         text = self.turns(text)
-        if self.has_history and isinstance(text, str):
-            text = [*cells.messages_before(values.get("history")), {"role": "user", "content": text}]
+        if self.context and (below := str(values.get(self.context) or "")).strip():
+            text = self.with_context(text, below)
+        if self.has_history:
+            before = cells.messages_before(values.get("history"))
+            text = [{"role": "user", "content": text}] if isinstance(text, str) else text
+            start = 1 if text and cells.role(text[0]) == "system" else 0
+            text = [*text[:start], *before, *text[start:]]
         system = self.system_before(text, values)
         if isinstance(text, str) and not self.chat:
             return f"{system}\n\n{text}" if system else text
         if isinstance(text, str) and self.system is not None:
             text = [{"role": "user", "content": text}]
         return [{"role": "system", "content": system}, *text] if system else text
+
+    def with_context(self, text: Any, below: str) -> Any:
+        """A prompt with what stands below it: at the end of its text, or of its last message, the user's."""
+        if isinstance(text, str):
+            end = cells.ANSWER_BEGINS.search(text)
+            assert end is not None
+            return f"{text[: end.start()]}\n{below}{end[0]}"
+        last = message("the prompt", len(text) - 1, text[-1]) if text else {}
+        if last.get("role") != "user":
+            raise Unusable(
+                "malformed",
+                f"{self.context} stands beside a prompt that does not end with the user's message",
+            )
+        return [*text[:-1], last | {"content": f"{last['content']}\n{below}"}]
 
     def turns(self, text: Any) -> Any:
         """A prompt as it is, or as messages where texts are marked dialogues."""
@@ -211,6 +227,13 @@ class Match:
         name = self.columns.get("prompt", self.data.columns.chosen)
         texts = (line.values.get(name) for table in self.alike for line in table.lines)
         return self.chat and any(isinstance(text, str) and dialogue(text) for text in texts)
+
+    def strange_labels(self, name: str) -> Iterator[tuple[Line, Any]]:
+        """The labels in a column that call their answer neither good nor bad."""
+        for line in self.table.lines:
+            label = line.values.get(name)
+            if label not in (None, "") and label == label and cells.flag(label) is None:  # NaN is none
+                yield line, label
 
     @cached_property
     def has_history(self) -> bool:
@@ -307,7 +330,7 @@ class Match:
         formats = "good_answers", "label_pairs", "unpaired_labels"
         if self.entry.makes == "labelled" and self.data.format not in formats:
             label = columns["label"]
-            labels = [cells.is_good(line.values.get(label)) for line in lines]
+            labels = [cells.flag(line.values.get(label)) for line in lines]
             raise UserError(
                 f"{name}: the column {label!r} marks {labels.count(False)} of {len(labels)} rows as false, "
                 "so these single answers are neither demonstrations nor pairs. Set data.format to "
@@ -535,9 +558,9 @@ def conversation(match: Match, values: Values) -> Row:
 def labelled(match: Match, values: Values) -> Row | Rated:
     """An answer that a label calls good or bad."""
     label = values[match.columns["label"]]
-    is_good, is_unpaired = cells.is_good(label), match.data.format == "unpaired_labels"
+    is_good, is_unpaired = cells.flag(label), match.data.format == "unpaired_labels"
     if (is_unpaired and is_good is None) or (match.data.format == "good_answers" and not is_good):
-        raise LeftOut(f"{match.columns['label']} is {'null' if label is None else 'false'}")
+        raise LeftOut(f"{match.columns['label']} is {'null' if is_good is None else 'false'}")
     if "talk" in match.columns:
         talk = match.with_system(values[match.columns["talk"]], values)
         prompt, answer = talk[:-1], talk[-1:]
@@ -642,11 +665,14 @@ def voted(match: Match, values: Values) -> Row:
         listed = (*names, match.columns.get("prompt", "None"))
         values = {**values, **{name: only_text(name, values[name]) for name in listed}}
     chosen, rejected = (values[name] for name in (names if better else names[::-1]))
-    if isinstance(chosen, list):
-        turn = int(values.get("turn") or 1)
-        chosen, rejected = chosen[: 2 * turn], rejected[: 2 * turn]
+    if isinstance(chosen, list) and not cells.is_answer(chosen):
+        if turn := int(values.get("turn") or 0):
+            chosen, rejected = (
+                side[: 2 * turn + (cells.role(side[0]) == "system")] for side in (chosen, rejected)
+            )
         if chosen[:-1] != rejected[:-1]:
-            raise LeftOut(f"turn {turn}: the first answers differ, so the prompts differ")
+            where = f"turn {turn}: " if turn else ""
+            raise LeftOut(f"{where}the first answers differ, so the prompts differ")
         chosen, rejected = (match.with_system(side, values) for side in (chosen, rejected))
         return {"chosen": chosen, "rejected": rejected}
     return _pair(match.asked(values), chosen, rejected)

@@ -16,13 +16,14 @@ from typing import Any
 
 from rlhf_tasks.config import Columns, Data, Split
 from rlhf_tasks.data.readers import cells, readings
-from rlhf_tasks.data.readers.cells import NAMES, TABLE, dialogue
+from rlhf_tasks.data.readers.cells import BAD, GOOD, NAMES, TABLE, dialogue
 from rlhf_tasks.data.readers.entries import Entry, Spec, users_entries
 from rlhf_tasks.data.readers.readings import SAMPLE, Lines, Match, Reading, RoleTable, Row, Table
 from rlhf_tasks.data.rows import Role
 from rlhf_tasks.errors import UserError
 
-FORMATS = ("demonstrations", "good_answers", "label_pairs", "unpaired_labels")
+LABEL_FORMATS = "good_answers", "label_pairs", "unpaired_labels"
+FORMATS = ("demonstrations", *LABEL_FORMATS)
 """The words that `data.format` knows; else it names a column, or a function."""
 FURTHER_TEXTS = {
     *(name for slot in ("context", "system") for name in NAMES[slot]),
@@ -177,6 +178,8 @@ def _readings(table: Match, entries: Sequence[Entry], role: Role | None) -> list
     match = next((one for one in found if one.role in allowed), found[0])
     also = [one for one in found if role is None and match is found[0] and one.entry.also == match.entry.name]
     several = [one.reading() for one in (match, *also)]
+    if match.role == "sft" and role is None:
+        _check_format(table, match, entries)
     for reading in several:
         if twice := [name for name, count in Counter(reading.used).items() if count > 1]:
             raise UserError(
@@ -184,6 +187,31 @@ def _readings(table: Match, entries: Sequence[Entry], role: Role | None) -> list
                 "column of each in data.columns (prompt, completion, chosen, rejected, system)"
             )
     return several
+
+
+def _check_format(table: Match, match: Match, entries: Sequence[Entry]) -> None:
+    """Check that demonstrations are what `data.format` says, and no answers whose label or vote is not read.
+
+    Raises:
+        UserError: naming the label that is neither good nor bad, or what is missing.
+    """
+    word, name = table.data.format, table.table.name
+    as_it_is = f"would be read as {match.entry.name}, all of them; data.format={word}"
+    if word in table.kinds and word not in match.columns.values():
+        raise UserError(f"{name} {as_it_is} is a column without a vote or score for two answers to a prompt")
+    if word not in LABEL_FORMATS or match.entry.makes == "labelled":
+        return
+    for entry in (one.model_copy(update={"where": {}}) for one in entries if one.makes == "labelled"):
+        if like := fit(table, entry):
+            line, label = next(like.strange_labels(like.columns["label"]))
+            raise UserError(
+                f"{name} {as_it_is} wants labels, and {like.columns['label']} is {label!r} in {line.where}; "
+                f"give {' or '.join(GOOD[:3])}, {' or '.join(BAD[:3])} and the like, or nothing"
+            )
+    raise UserError(
+        f"{name} {as_it_is} wants a column of labels: {', '.join(NAMES['label'][:4])} or the like, or any of "
+        "true and false. If these are demonstrations beside labels, call their file sft.jsonl"
+    )
 
 
 def _matches(table: Match, entries: Sequence[Entry]) -> list[Match]:
@@ -278,8 +306,7 @@ def is_of(match: Match, name: str, kind: str) -> bool:
         case "yes or no":  # also as 1 or 1.0
             return bool(texts) and all(cells.flag(value) is not None for value in texts)
         case "good or bad":  # true, false or null, also as words
-            labels = (line.values.get(name) for line in match.table.lines)
-            return all(label is None or cells.is_good(label) is not None for label in labels)
+            return next(match.strange_labels(name), None) is None
         case "conversation":  # messages that are not the prompt
             return has_talks and name not in (data.columns.prompt, match.prompt)
         case "the only conversation":
@@ -341,14 +368,14 @@ def _refusal(match: Match) -> str:
     lists = [name for name, kind in match.kinds.items() if kind == "list"]
     answers = [name for name in texts if re.fullmatch(LIKE_ANSWERS, name)] or texts[not match.prompt :]
     prompt = match.prompt or next((name for name in texts if name not in answers), None)
-    ours = (
-        ("answers", "scores")
-        if len(lists) > 1
-        else ("chosen", "rejected")
-        if answers[1:]
-        else ("completion",)
-    )
-    columns = {"prompt": prompt, **dict(zip(ours, lists if len(lists) > 1 else answers, strict=False))}
+    two = [name for name in answers if name not in match.verdicts]
+    if len(lists) > 1:
+        ours = {"answers": lists[0], "scores": lists[1]}
+    elif match.verdicts and len(two) == 2:
+        ours = {"first": two[0], "second": two[1], "vote": match.verdicts[0]}
+    else:
+        ours = dict(zip(("chosen", "rejected") if answers[1:] else ("completion",), answers, strict=False))
+    columns = {"prompt": prompt, **ours}
     has = f"{', '.join(named[:MOST_NAMED]) or 'none'}{more}"
     return (
         f"{match.table.name} has no known shape; its columns are {has}. Name them in data.columns (prompt, "

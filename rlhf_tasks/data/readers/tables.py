@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from rlhf_tasks import console
 from rlhf_tasks.config import Columns, Data, Split
 from rlhf_tasks.data.chat import (
+    LEADING_BLANK,
     LONE_SURROGATE,
     Message,
     Rendering,
@@ -142,9 +143,11 @@ def assemble(
                 elif isinstance(row, Unusable):
                     problems.add(line.where, line.values, row.reason, row.detail)
                 else:
-                    place = split_of(line.values)
+                    names_split = "split" in row if part.own else "split" in reading.used
+                    values = row if part.own and names_split else line.values
+                    place = split_of(values)
                     try:
-                        if place is None and "split" in reading.used and (named := line.values.get("split")):
+                        if place is None and names_split and (named := values.get("split")):
                             raise Unusable("malformed", f"split is {named!r}; give train, validation or test")
                         further = own | ({KEY: _select(row, keep)} if keep else {})
                         null_side = _null_side(row, sources, part.data)
@@ -284,7 +287,7 @@ def split_row(
         return prompt, answers
     for name, answer in answers.items():
         if isinstance(answer, str):
-            answers[name] = [{"role": "assistant", "content": answer}]
+            answers[name] = [{"role": "assistant", "content": LEADING_BLANK.sub("", answer)}]
         elif answer[: len(prompt)] == prompt:
             answers[name] = answer[len(prompt) :]
     return prompt, answers
